@@ -1,0 +1,318 @@
+#!/usr/bin/env bash
+# Sets up what this project needs and prints the Python to use as its last line on stdout; all else
+# goes to stderr. Repeatable: a second call finds everything in place and takes about a third of a
+# second.
+#
+#   the active Python (virtual environment, conda, plain) has a torch that we can use
+#       -> it is used; what is missing is added, what is there is not changed
+#   it has torch, but pip may not add to it or a package there has an unsuitable version
+#       -> .venv in this checkout, on top of it where that is possible
+#   otherwise
+#       -> .venv in this checkout with everything
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: prerequisite.sh [--test] [--rdma] [--print-python]
+
+  --test          also what scripts/test.sh and scripts/check.sh need
+  --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core)
+  --print-python  only print the Python that is or would be used; set nothing up
+TEXT
+}
+
+say() { printf '%s\n' "$*" >&2; }
+fail() {
+  say "error: $*"
+  exit 2
+}
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+cd -- "$root"
+venv=$root/.venv
+test=0
+rdma=0
+print_only=0
+for argument in "$@"; do
+  case $argument in
+    --test) test=1 ;;
+    --rdma) rdma=1 ;;
+    --print-python) print_only=1 ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *)
+      usage >&2
+      fail "unknown argument '$argument'"
+      ;;
+  esac
+done
+
+# ---- which Python
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+# The Python a user gets by typing python, if it is new enough.
+active_python() {
+  local candidate
+  for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+    "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" python python3; do
+    if [[ -n $candidate ]] && command -v "$candidate" >/dev/null && new_enough "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+}
+
+# Any Python to make a virtual environment from.
+any_python() {
+  local candidate path
+  for candidate in "$@" python3 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do
+    path=$(command -v "$candidate") || continue
+    # Not the one that is about to be replaced.
+    if [[ $path != "$venv/"* ]] && new_enough "$path"; then
+      printf '%s\n' "$path"
+      return
+    fi
+  done
+}
+
+# Fills facts (one value per key) and the lists missing, keep, tool, conflict.
+declare -A facts=()
+missing=() keep=() tool=() conflict=()
+look_at() {
+  local answer key value flags=()
+  missing=() keep=() tool=() conflict=()
+  if ((test)); then flags+=(--test); fi
+  # An environment of our own has our versions, not just versions that do.
+  if [[ $1 == "$venv/"* ]] &&
+    ! grep -qsi 'include-system-site-packages *= *true' "$venv/pyvenv.cfg"; then
+    flags+=(--exact)
+  fi
+  answer=$("$1" scripts/environment.py "${flags[@]}") || fail "$1 cannot run scripts/environment.py"
+  while IFS='=' read -r key value; do
+    case $key in
+      missing) missing+=("$value") ;;
+      keep) keep+=("$value") ;;
+      tool) tool+=("$value") ;;
+      conflict) conflict+=("$value") ;;
+      *) facts[$key]=$value ;;
+    esac
+  done <<<"$answer"
+  if [[ $1 == "$venv/"* ]]; then
+    missing+=("${tool[@]}")
+    tool=()
+  fi
+}
+
+# Sets python, or leaves it empty where .venv has to be made first; base is what to make it from.
+python='' base='' on_top=0
+choose_python() {
+  local active
+  active=$(active_python)
+  if [[ -n $active ]]; then
+    look_at "$active"
+    if ((facts[torch] && facts[installable] && ${#conflict[@]} == 0)); then
+      python=${facts[executable]}
+      return
+    fi
+    if ((facts[torch] && !facts[venv] && ${#conflict[@]} == 0)); then
+      on_top=1
+    elif ((facts[torch])); then
+      say "not used: ${facts[executable]}: ${conflict[*]:-it has no pip, or pip may not add packages to it}"
+    fi
+    base=${facts[executable]}
+  fi
+  if [[ -x $venv/bin/python ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    python=$venv/bin/python
+    look_at "$python"
+    facts[executable]=$python
+  fi
+}
+
+# ---- what was set up before
+
+# Changes with everything that the set-up depends on.
+fingerprint() {
+  local header=absent
+  if [[ -e /usr/include/infiniband/verbs.h ]]; then header=present; fi
+  {
+    printf '%s\n' "$root" "$python" "${facts[version]}" "$header" "${CXX:-}" \
+      "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
+    command -v c++ g++ || true
+    sha256sum requirements.txt requirements-test.txt pyproject.toml setup.py
+    find csrc -type f \( -name '*.h' -o -name '*.cc' \) -print0 | sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d' ' -f1
+}
+
+# One stamp per checkout, inside the environment: it goes when the environment goes.
+stamp_path() {
+  printf '%s/.megatron-adaptive-%s\n' "${facts[prefix]}" \
+    "$(printf '%s' "$root" | sha256sum | cut -c1-12)"
+}
+
+is_set_up() {
+  local stamp fields key value
+  ((${#missing[@]} == 0)) || return 1
+  stamp=$(stamp_path)
+  [[ -r $stamp ]] || return 1
+  declare -A fields=()
+  while IFS='=' read -r key value; do
+    if [[ -n $key ]]; then fields[$key]=$value; fi
+  done <"$stamp"
+  [[ ${fields[fingerprint]:-} == "$(fingerprint)" ]] || return 1
+  ((rdma <= ${fields[rdma]:-0})) || return 1
+  [[ -z ${fields[extension]:-} || -e ${fields[extension]} ]]
+}
+
+# ---- system packages
+
+# Installs Debian packages where that is allowed, else says how; status 1 when they are not there.
+install_packages() {
+  local prefix=()
+  if ! command -v apt-get >/dev/null; then
+    say "not installed: $* (this is not Debian: install what corresponds to them)"
+    return 1
+  fi
+  if ((EUID != 0)); then
+    if ! sudo -n true 2>/dev/null; then
+      say "not installed: $*; run: sudo apt-get install -y $*"
+      return 1
+    fi
+    prefix=(sudo -n)
+  fi
+  say "installing system packages: $*"
+  "${prefix[@]}" apt-get update -qq >&2 || say "warning: apt-get update failed, going on"
+  "${prefix[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "$@" >&2
+}
+
+package_installed() {
+  [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == 'install ok installed' ]]
+}
+
+install_rdma_packages() {
+  local package wanted=()
+  for package in libibverbs-dev ibverbs-providers rdma-core; do
+    if ! package_installed "$package"; then wanted+=("$package"); fi
+  done
+  if ((${#wanted[@]})); then
+    install_packages "${wanted[@]}" || say "warning: without them the extension has no RDMA"
+  fi
+}
+
+# What the extension is compiled with. Without it everything else works, so nothing here is fatal.
+install_compiler() {
+  local wanted=() header compiler=${CXX:-c++}
+  if ! command -v "${compiler%% *}" g++ >/dev/null; then wanted+=(g++); fi
+  header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+  if [[ ! -e $header && $header == /usr/include/* ]]; then wanted+=(python3-dev); fi
+  if ((${#wanted[@]})); then
+    install_packages "${wanted[@]}" || say "warning: without them the C++ extension is not built"
+  fi
+}
+
+make_venv() {
+  local flags=()
+  base=$(any_python "$base")
+  if [[ -z $base ]]; then
+    install_packages python3 python3-venv python3-dev ||
+      fail "there is no Python from 3.10 on: install one, or activate an environment that has it"
+    base=$(any_python)
+  fi
+  if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
+    install_packages python3-venv || fail "$base cannot make a virtual environment"
+  fi
+  if ((on_top)); then flags+=(--system-site-packages); fi
+  say "making the virtual environment $venv from $base"
+  "$base" -m venv --clear "${flags[@]}" "$venv" >&2
+  python=$venv/bin/python
+  look_at "$python"
+  facts[executable]=$python
+}
+
+# ---- Python packages and the extension
+
+work=''
+trap 'if [[ -n $work ]]; then rm -rf -- "$work"; fi' EXIT
+
+pip_install() { "$python" -m pip install --disable-pip-version-check --no-input "$@" >&2; }
+
+install_requirements() {
+  if ((${#missing[@]} == 0)); then return; fi
+  say "installing into ${facts[prefix]}: ${missing[*]}"
+  printf '%s\n' "${missing[@]}" >"$work/missing.txt"
+  : >"$work/keep.txt"
+  # Only our own environment may see its packages replaced.
+  if ((${#keep[@]})); then printf '%s\n' "${keep[@]}" >"$work/keep.txt"; fi
+  pip_install -r "$work/missing.txt" -c "$work/keep.txt" ||
+    fail "pip could not install the packages above into ${facts[prefix]}"
+}
+
+extension_file() {
+  PYTHONPATH=$root "$python" - <<'PYTHON'
+from megatron.adaptive import extension
+
+module = extension.load()
+print(module.__file__ if module else "reason: " + str(extension.why_missing()))
+PYTHON
+}
+
+build_extension() {
+  local found path=$root
+  # In an environment that is not ours, build tools that are too old for us stay as they are.
+  if ((${#tool[@]})); then
+    pip_install -q --target "$work/tools" "${tool[@]}" ||
+      say "warning: pip could not fetch ${tool[*]}"
+    path=$work/tools:$root
+  fi
+  say "building the C++ extension"
+  PYTHONPATH=$path "$python" setup.py -q build_ext --inplace >&2 || true
+  found=$(extension_file)
+  if [[ $found == reason:* ]]; then
+    say "warning: the C++ extension is not there, everything else works (${found#reason: })"
+    found=''
+  fi
+  extension=$found
+}
+
+# Makes `import megatron.adaptive` work from every folder in the environment that is ours.
+install_checkout() {
+  if [[ $python != "$venv/"* ]]; then return; fi
+  MEGATRON_ADAPTIVE_EXTENSION=0 pip_install -q --no-deps --no-build-isolation -e . ||
+    say "warning: the checkout could not be installed; its programs work from its own folder"
+}
+
+set_up() {
+  local now
+  work=$(mktemp -d)
+  if [[ -z $python ]]; then make_venv; fi
+  if ((rdma)); then install_rdma_packages; fi
+  install_compiler
+  # Before anything can fail: a half-done set-up must not look whole.
+  rm -f -- "$(stamp_path)"
+  install_requirements
+  look_at "$python"
+  facts[executable]=$python
+  build_extension
+  install_checkout
+  now=$(fingerprint)
+  printf 'fingerprint=%s\nrdma=%s\nextension=%s\n' "$now" "$rdma" "$extension" >"$(stamp_path)"
+}
+
+choose_python
+if ((print_only)); then
+  printf '%s\n' "${python:-$venv/bin/python}"
+  exit 0
+fi
+if [[ -z $python ]] || ! is_set_up; then
+  # Two calls at once: the second waits, then finds the work done.
+  mkdir -p -- "$root/build"
+  exec 9>"$root/build/prerequisite.lock"
+  flock 9
+  choose_python
+  extension=''
+  if [[ -z $python ]] || ! is_set_up; then set_up 9>&-; fi
+fi
+printf '%s\n' "$python"

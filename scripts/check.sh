@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Runs every check but the tests: format, lint, types, imports, shell scripts, and the C++ extension
+# with and without RDMA. All checks run; status 1 if any failed.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+python=$(bash prerequisite.sh --test | tail -n 1)
+tools=$(dirname -- "$python")
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+work=$(mktemp -d)
+trap 'rm -rf -- "$work"' EXIT
+failed=()
+
+check() {
+  local name=$1
+  shift
+  printf -- '--- %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+
+# A tool that pip installed beside this Python, else the one on PATH.
+tool() {
+  local name=$1
+  shift
+  if [[ -x $tools/$name ]]; then "$tools/$name" "$@"; else "$name" "$@"; fi
+}
+
+# The files of the project, without what environments and builds leave in the folder.
+files() { find . \( -path ./.venv -o -path ./build -o -path ./.git \) -prune -o -type f "$@" -print0; }
+
+shell_scripts() {
+  { files -name '*.sh' && printf '%s\0' ./.ci/run; } | tool_on_files shellcheck
+}
+
+cpp_format() {
+  files \( -path './csrc/*.h' -o -path './csrc/*.cc' \) |
+    tool_on_files clang-format --dry-run --Werror
+}
+
+tool_on_files() {
+  local list=()
+  mapfile -d '' list
+  tool "$@" "${list[@]}"
+}
+
+# Builds the extension into a folder of its own: the one in use stays untouched.
+extension() {
+  MEGATRON_ADAPTIVE_EXTENSION=1 MEGATRON_ADAPTIVE_RDMA=$1 CXXFLAGS='-Werror' \
+    "$python" setup.py -q build_ext --build-lib "$work/lib$1" --build-temp "$work/temp$1"
+}
+
+check 'ruff format' tool ruff format --check .
+check 'ruff check' tool ruff check .
+check 'mypy' tool mypy
+check 'import-linter' tool lint-imports --no-logo
+check 'shellcheck' shell_scripts
+check 'clang-format' cpp_format
+check 'extension without RDMA' extension 0
+if echo '#include <infiniband/verbs.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null; then
+  check 'extension with RDMA' extension 1
+else
+  printf -- '--- extension with RDMA: skipped, there is no infiniband/verbs.h (libibverbs-dev)\n'
+fi
+
+if ((${#failed[@]})); then
+  printf -v list '%s, ' "${failed[@]}"
+  printf 'failed: %s\n' "${list%, }"
+  exit 1
+fi
+printf 'all checks passed\n'

@@ -1,0 +1,121 @@
+"""What an environment has of what this project needs; asked by prerequisite.sh, changes nothing.
+
+Runs on any Python from 3.10 on; without pip there are fewer answers. Prints ``key=value`` lines:
+
+* ``executable``, ``prefix``, ``version``;
+* ``venv``: 1 in a virtual environment, ``installable``: 1 where pip may install into it;
+* ``torch``: 1 where torch is installed;
+* ``conflict``: what is installed in a version that this project cannot use (one line per package);
+* ``missing``: a pinned requirement to install (one line per package);
+* ``keep``: ``name==version`` of what is there and must not change (one line per package);
+* ``tool``: a pinned build tool whose installed version is too old (one line per package).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+try:
+    from pip._vendor.packaging.requirements import Requirement
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        from pip._vendor import tomli as tomllib
+except ModuleNotFoundError:  # no pip: nothing can be installed, so nothing has to be compared
+    HAS_PIP = False
+else:
+    HAS_PIP = True
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def name_of(requirement: Requirement) -> str:
+    """Returns a requirement's name in the one spelling that all are compared in."""
+    return re.sub(r"[-_.]+", "-", requirement.name).lower()
+
+
+def pins(path: Path) -> Iterator[Requirement]:
+    """Yields the requirements of a file that apply to this Python."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        if text and ((marker := Requirement(text).marker) is None or marker.evaluate()):
+            yield Requirement(text)
+
+
+def installed_version(name: str) -> str | None:
+    """Returns the version of an installed distribution, ``None`` where there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """Yields what kind of environment this is."""
+    site = sysconfig.get_path("purelib")
+    # The marker by which a distribution forbids pip in its own Python (PEP 668).
+    managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
+    venv = sys.prefix != sys.base_prefix
+    yield "executable", sys.executable
+    yield "prefix", sys.prefix
+    yield "version", "{}.{}".format(*sys.version_info[:2])
+    yield "venv", str(int(venv))
+    yield "installable", str(int(HAS_PIP and os.access(site, os.W_OK) and (venv or not managed)))
+    yield "torch", str(int(installed_version("torch") is not None))
+
+
+def packages(*, exact: bool, test: bool) -> Iterator[tuple[str, str]]:
+    """Yields what is missing, in conflict and to be kept.
+
+    Args:
+        exact: every package must have its pinned version, as in an environment of our own;
+            otherwise whatever the project accepts may stay.
+        test: include the tools that run the tests and checks.
+    """
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project: dict[str, Any] = tomllib.load(file)
+    accepted = {name_of(r): r for r in map(Requirement, project["project"]["dependencies"])}
+    tools = {name_of(r): r for r in map(Requirement, project["build-system"]["requires"])}
+    wanted = list(pins(ROOT / "requirements.txt"))
+    if test:
+        wanted += pins(ROOT / "requirements-test.txt")
+    for pin in wanted:
+        name = name_of(pin)
+        found = installed_version(name)
+        bounds = pin if exact else accepted.get(name) or tools.get(name)
+        plain = f"{pin.name}{pin.specifier}"
+        if found is None or (exact and not pin.specifier.contains(found, prereleases=True)):
+            yield "missing", plain
+        elif bounds is None or bounds.specifier.contains(found, prereleases=True):
+            yield "keep", f"{name}=={found}"
+        elif name in tools:
+            yield "tool", plain
+        else:
+            yield "conflict", f"{name} {found} (needs {bounds.specifier})"
+
+
+def main() -> None:
+    """Prints the answers for the environment that runs this."""
+    parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
+    parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
+    parser.add_argument("--test", action="store_true", help="include the tools for tests")
+    arguments = parser.parse_args()
+    for key, value in environment():
+        print(f"{key}={value}")
+    if not HAS_PIP:
+        return
+    for key, value in packages(exact=arguments.exact, test=arguments.test):
+        print(f"{key}={value}")
+
+
+if __name__ == "__main__":
+    main()
