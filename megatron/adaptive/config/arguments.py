@@ -1,0 +1,352 @@
+"""The trainer's command line: Megatron-LM's flags and our own, made from the groups' fields.
+
+Owns the parser, defaults that depend on other flags, and pairs of flags that exclude each other.
+Rules between values are in ``check.py``, flags that are refused in ``refused.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from megatron.adaptive.config import check
+from megatron.adaptive.config.check_training import check_output_folders
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.refused import reason_for, refused_flags
+from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["FlagRow", "flag_table", "make_parser", "parse"]
+
+_DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
+_HELP_FLAGS = ("-h", "--help")
+_LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
+_SECONDS_PER_MINUTE = 60
+
+# Flags that say the same thing twice or contradict each other whenever both are given.
+_EXCLUSIVE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (("fp16",), ("bf16",), "parameters have one type"),
+    (("train_iters",), ("train_samples",), "the length of the run is counted in one unit"),
+    (
+        ("train_iters",),
+        ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size"),
+        "a run counted in iterations takes no setting counted in samples",
+    ),
+    (
+        ("train_samples",),
+        ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+        "a run counted in samples takes no setting counted in iterations",
+    ),
+    (
+        ("lr_warmup_fraction",),
+        ("lr_warmup_iters", "lr_warmup_samples"),
+        "the warm-up has one length",
+    ),
+    (
+        ("num_layers_per_virtual_pipeline_stage",),
+        ("num_virtual_stages_per_pipeline_rank",),
+        "both give the number of chunks",
+    ),
+    (
+        ("num_layers_per_virtual_pipeline_stage",),
+        ("partition",),
+        "a partition gives the layers of each stage; give the chunks with --model-chunks",
+    ),
+    (
+        ("mock_data",),
+        ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+        "samples are made up or read",
+    ),
+    (("data_path",), ("data_args_path",), "both name the data"),
+    (
+        ("data_path", "data_args_path", "split"),
+        ("train_data_path", "valid_data_path", "test_data_path"),
+        "one dataset is divided by --split, or each split has its own",
+    ),
+    (
+        ("override_opt_param_scheduler",),
+        ("use_checkpoint_opt_param_scheduler",),
+        "one of them must win",
+    ),
+    (
+        ("checkpoint_activations",),
+        ("recompute_activations", "recompute_granularity", "recompute_method"),
+        "the first is the old name of the others",
+    ),
+)
+
+
+class FlagRow(NamedTuple):
+    """One flag for the README: its group's title, spelling, default and help."""
+
+    group: str
+    flag: str
+    default: str
+    help: str
+
+
+def flag_table() -> list[FlagRow]:
+    """Every flag the trainer takes, by group in the order of definition."""
+    rows = []
+    for kind in groups().values():
+        for spec in _flagged(kind):
+            metavar = "" if spec.is_switch else " " + _metavar(spec)
+            rows.append(
+                FlagRow(
+                    group=_title(kind),
+                    flag=", ".join(spec.names) + metavar,
+                    default="off" if spec.is_switch else spec.default_text,
+                    help=_help_of(spec),
+                )
+            )
+    return rows
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    last_wins: bool = False,
+    installed: Installed | None = None,
+) -> TrainerConfig:
+    """Read and check a command line.
+
+    Args:
+        argv: the arguments without the program's name.
+        world_size: number of all processes.
+        last_wins: let a repeated flag take its last value, for scripts that append the user's
+            flags to their own; otherwise a repeated flag is an error.
+        installed: optional packages, looked up by default.
+
+    Returns:
+        A configuration that fulfils every rule of ``check.py``.
+
+    Raises:
+        ConfigError: anything is wrong; one line with the value, the rule and the remedy.
+        SystemExit: ``--help`` was given and answered.
+    """
+    specs = _all_specs()
+    _scan(argv, specs, last_wins=last_wins)
+    given = _read_values(argv)
+    _require_exclusive(given, specs)
+    _require_needed(given, specs)
+    installed = installed or Installed.detect()
+    _resolve(given, world_size=world_size, installed=installed)
+    config = TrainerConfig(
+        **{
+            name: kind(**{s.dest: given[s.dest] for s in fields_of(kind) if s.dest in given})
+            for name, kind in groups().items()
+        }
+    )
+    check.check_config(config, installed)
+    check_output_folders(config)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are :class:`ConfigError`."""
+
+    def error(self, message: str) -> NoReturn:
+        text = " ".join(message.split()).removeprefix("argument ")
+        raise ConfigError(f"{text} (see --help)" if "expected" in text else text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; values of absent flags are absent from its result."""
+    parser = _Parser(
+        usage="%(prog)s FLAG ...",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for kind in groups().values():
+        group = parser.add_argument_group(_title(kind))
+        for spec in _flagged(kind):
+            group.add_argument(*spec.names, **_options_of(spec))
+    return parser
+
+
+def _flagged(kind: type) -> list[FieldSpec]:
+    return [spec for spec in fields_of(kind) if spec.flag is not None]
+
+
+def _all_specs() -> dict[str, FieldSpec]:
+    return {spec.dest: spec for kind in groups().values() for spec in _flagged(kind)}
+
+
+def _title(kind: type) -> str:
+    return (kind.__doc__ or kind.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def _help_of(spec: FieldSpec) -> str:
+    assert spec.flag is not None
+    if not spec.flag.choices:
+        return spec.flag.help
+    return f"{spec.flag.help} One of: {', '.join(map(str, spec.flag.choices))}."
+
+
+def _metavar(spec: FieldSpec) -> str:
+    assert spec.flag is not None
+    fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[spec.base]
+    return (spec.flag.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
+
+
+def _takes_any_number(spec: FieldSpec) -> bool:
+    """Whether one or more words follow the flag."""
+    return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
+
+
+def _options_of(spec: FieldSpec) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument``."""
+    text = _help_of(spec).replace("%", "%%")
+    if spec.is_switch:
+        return {
+            "dest": spec.dest,
+            "action": "store_false" if spec.default is True else "store_true",
+            "default": argparse.SUPPRESS,
+            "help": text,
+        }
+
+    def convert(word: str) -> Any:
+        try:
+            return spec.convert(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    assert spec.flag is not None
+    options: dict[str, Any] = {
+        "dest": spec.dest,
+        "type": convert,
+        "metavar": _metavar(spec).removesuffix(" ..."),
+        "default": argparse.SUPPRESS,
+        "help": f"{text} (default: {spec.default_text.replace('%', '%%')})",
+    }
+    if _takes_any_number(spec):
+        options["nargs"] = "+"
+    elif spec.length is not None:
+        options |= {"nargs": spec.length, "metavar": tuple(_metavar(spec).split())}
+    return options
+
+
+def _scan(argv: Sequence[str], specs: Mapping[str, FieldSpec], *, last_wins: bool) -> None:
+    """Refuse flags that are unknown, not supported or repeated, before any value is read."""
+    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
+    seen: dict[str, str] = {}
+    for word in argv:
+        if not _LOOKS_LIKE_FLAG.match(word):
+            continue
+        name = word.split("=", 1)[0]
+        if name in _HELP_FLAGS:
+            continue
+        if name not in dest_of:
+            raise ConfigError(_why_not_taken(name, list(dest_of)))
+        dest = dest_of[name]
+        if dest in seen and not last_wins:
+            first = seen[dest]
+            text = f"{first} is given twice" if first == name else f"{first} and {name} are given"
+            raise ConfigError(f"{text}: each setting is given once; keep one of them")
+        seen[dest] = name
+
+
+def _why_not_taken(name: str, taken: list[str]) -> str:
+    reason = reason_for(name)
+    if reason is not None:
+        return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
+    for names, note in ((taken, ""), (list(refused_flags()), ", which is refused")):
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if nearest:
+            return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}{note}"
+    nearest = difflib.get_close_matches(name, taken, n=1, cutoff=0.0)
+    return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}; see --help"
+
+
+def _read_values(argv: Sequence[str]) -> dict[str, Any]:
+    namespace, extra = make_parser().parse_known_args(list(argv))
+    if extra:
+        raise ConfigError(f"{extra[0]!r} belongs to no flag: every value follows a flag")
+    return {
+        dest: tuple(value) if isinstance(value, list) else value
+        for dest, value in vars(namespace).items()
+    }
+
+
+def _require_exclusive(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
+    for left, right, rule in _EXCLUSIVE:
+        for one in left:
+            for other in right:
+                # A length of 0 says nothing: Megatron-LM's scripts give it freely.
+                if given.get(one) and given.get(other):
+                    raise ConfigError(
+                        f"{_as_given(specs[one], given)} and {_as_given(specs[other], given)} "
+                        f"exclude each other: {rule}; keep one of them"
+                    )
+
+
+def _as_given(spec: FieldSpec, given: Mapping[str, Any]) -> str:
+    if spec.is_switch:
+        return spec.name
+    value = given[spec.dest]
+    if not isinstance(value, tuple):
+        return f"{spec.name} {value}"
+    # Every tuple but the partition is given as separate words.
+    text = format_partition(value) if spec.dest == "partition" else " ".join(map(str, value))
+    return f"{spec.name} {text}"
+
+
+def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
+    missing = [s.name for s in specs.values() if s.is_required and s.dest not in given]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"{', '.join(missing)} {verb} missing: every run needs them, add them")
+    if "train_iters" not in given and "train_samples" not in given:
+        raise ConfigError("the length of the run is missing: add --train-iters or --train-samples")
+
+
+def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) -> None:
+    """Fill in values that depend on other flags, on the world size or on installed packages."""
+    tensor = given.get("tensor_model_parallel_size", 1)
+    pipeline = given.get("pipeline_model_parallel_size", 1)
+    context = given.get("context_parallel_size", 1)
+    check.check_world_size(world_size, tensor=tensor, pipeline=pipeline, context=context)
+    given["world_size"] = world_size
+    data_parallel = world_size // (tensor * pipeline * context)
+    given.setdefault("global_batch_size", given["micro_batch_size"] * data_parallel)
+    if "num_layers_per_virtual_pipeline_stage" in given:
+        given["num_virtual_stages_per_pipeline_rank"] = check.chunks_of(
+            given["num_layers"], pipeline, given["num_layers_per_virtual_pipeline_stage"]
+        )
+    given.setdefault(
+        "transformer_impl", "transformer_engine" if installed.transformer_engine else "local"
+    )
+    if "distributed_timeout_minutes" in given:
+        given.setdefault(
+            "pipeline_timeout_s",
+            float(given["distributed_timeout_minutes"] * _SECONDS_PER_MINUTE),
+        )
+    has_files = "vocab_file" in given or "merge_file" in given
+    if "mock_data" in given and "vocab_size" in given and not has_files:
+        given.setdefault("tokenizer_type", "NullTokenizer")
+    if "data_args_path" in given:
+        given["data_path"] = _read_data_args(given["data_args_path"])
+
+
+def _read_data_args(path: str) -> tuple[str, ...]:
+    try:
+        words = tuple(Path(path).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(
+            f"--data-args-path {path} cannot be read ({why}): name a text file that holds the "
+            "value of --data-path"
+        ) from None
+    if not words:
+        raise ConfigError(
+            f"--data-args-path {path} is empty: write the value of --data-path into it"
+        )
+    return words

@@ -1,0 +1,130 @@
+"""Where samples and vocabulary come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.adaptive.config.flags import assign, flag
+
+__all__ = ["DataConfig"]
+
+_DEFAULT_SPLIT = "969,30,1"
+_NO_PACKAGE = (
+    "its package is not among the requirements; tokenize with it yourself and train on the "
+    "result with NullTokenizer, or use GPT2BPETokenizer"
+)
+_NOT_GPT = "it does not belong to GPT pre-training; use GPT2BPETokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data.
+
+    A list of datasets is one prefix, several prefixes, or weights and prefixes in turn. After
+    parsing, ``data_path`` also holds what ``--data-args-path`` names, and ``split`` is set
+    whenever one dataset serves training, validation and test.
+    """
+
+    data_path: tuple[str, ...] | None = flag(
+        "Prefixes of .bin and .idx files, weighted or not, divided by --split.",
+        default=None,
+        unit="[WEIGHT] PREFIX",
+    )
+    data_args_path: str | None = flag(
+        "File that holds the value of --data-path.", default=None, unit="FILE"
+    )
+    split: str | None = flag(
+        "Shares of training, validation and test.",
+        default=None,
+        unit="SHARES",
+        derived="969,30,1 with --data-path and --mock-data",
+    )
+    train_data_path: tuple[str, ...] | None = flag(
+        "Datasets for training only, in place of --data-path.",
+        default=None,
+        unit="[WEIGHT] PREFIX",
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        "Datasets for validation only.", default=None, unit="[WEIGHT] PREFIX"
+    )
+    test_data_path: tuple[str, ...] | None = flag(
+        "Datasets for the test only.", default=None, unit="[WEIGHT] PREFIX"
+    )
+    data_cache_path: str | None = flag(
+        "Folder for the index files made from the data.",
+        default=None,
+        unit="DIR",
+        derived="next to the data",
+    )
+    mock_data: bool = flag("Made-up samples, no files.", default=False)
+    data_impl: str = flag(
+        "No effect: indexed files are the only kind there is.",
+        default="mmap",
+        choices=("mmap", "infer"),
+        refused_choices={
+            "lazy": "this old file format is gone from Megatron-LM; preprocess the data again",
+            "cached": "this old file format is gone from Megatron-LM; preprocess the data again",
+        },
+    )
+    mmap_bin_files: bool = flag(
+        "Read .bin files instead of mapping them into memory.",
+        names=("--no-mmap-bin-files",),
+        default=True,
+    )
+    tokenizer_type: str = flag(
+        "Tokenizer; NullTokenizer takes ids as they are and needs --vocab-size.",
+        default="GPT2BPETokenizer",
+        choices=("GPT2BPETokenizer", "NullTokenizer"),
+        refused_choices={
+            "SentencePieceTokenizer": _NO_PACKAGE,
+            "GPTSentencePieceTokenizer": _NO_PACKAGE,
+            "HuggingFaceTokenizer": _NO_PACKAGE,
+            "Llama2Tokenizer": _NO_PACKAGE,
+            "TikTokenizer": _NO_PACKAGE,
+            "BertWordPieceLowerCase": _NOT_GPT,
+            "BertWordPieceCase": _NOT_GPT,
+            "MultimodalTokenizer": _NOT_GPT,
+            "NullMultimodalTokenizer": _NOT_GPT,
+            "SFTTokenizer": _NOT_GPT,
+        },
+        derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
+    )
+    vocab_size: int | None = flag(
+        "Ids before padding, for NullTokenizer.", default=None, minimum=1, unit="IDS"
+    )
+    vocab_file: str | None = flag(
+        "Vocabulary of GPT2BPETokenizer (JSON).", default=None, unit="FILE"
+    )
+    merge_file: str | None = flag("Merges of GPT2BPETokenizer.", default=None, unit="FILE")
+    num_workers: int = flag(
+        "Processes that load data, of each rank that needs it.",
+        default=2,
+        minimum=0,
+        unit="PROCESSES",
+    )
+    dataloader_type: str = flag(
+        "Go through the samples once in order, or again and again in random order.",
+        default="single",
+        choices=("single", "cyclic"),
+        refused_choices={"external": "this trainer takes no loader from outside; use single"},
+    )
+    num_dataset_builder_threads: int = flag(
+        "Threads that build several datasets at once.", default=1, minimum=1, unit="THREADS"
+    )
+    reset_position_ids: bool = flag("Count positions anew after each document.", default=False)
+    reset_attention_mask: bool = flag("Let no token see a document before its own.", default=False)
+    eod_mask_loss: bool = flag("Leave the end of documents out of the loss.", default=False)
+    create_attention_mask_in_dataloader: bool = flag(
+        "Leave the causal mask to the attention kernel.",
+        names=("--no-create-attention-mask-in-dataloader",),
+        default=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.split is None and (self.data_path is not None or self.mock_data):
+            assign(self, "split", _DEFAULT_SPLIT)
+
+    @property
+    def has_path_per_split(self) -> bool:
+        """True if training, validation and test have datasets of their own."""
+        return any((self.train_data_path, self.valid_data_path, self.test_data_path))

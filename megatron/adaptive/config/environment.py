@@ -1,0 +1,150 @@
+"""What a process finds around it: environment variables and installed packages.
+
+The one place that reads environment variables. Everybody else is given an :class:`Environment`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["Environment", "Installed"]
+
+_LAUNCHER = "start the program with torchrun or unset the variable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The variables that a launcher sets, checked.
+
+    Attributes:
+        rank: id among all processes.
+        world_size: number of all processes.
+        local_rank: id among the processes of this node.
+        local_world_size: number of processes of this node.
+        node_rank: id of this node (``GROUP_RANK``).
+        master_addr: where rank 0 listens.
+        master_port: its port, ``None`` without a launcher.
+        run_id: id of the job that torchrun gives (``TORCHELASTIC_RUN_ID``), ``none`` otherwise.
+        restart_count: restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
+        omp_num_threads: threads of CPU kernels, ``None`` if not limited.
+        cuda_device_max_connections: hardware queues of a GPU, ``None`` if not set.
+        is_launched: a launcher set the rank; otherwise this is rank 0 of 1.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    run_id: str = "none"
+    restart_count: int = 0
+    omp_num_threads: int | None = None
+    cuda_device_max_connections: int | None = None
+    is_launched: bool = False
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """Read the variables of this process.
+
+        Args:
+            variables: used in place of the process's own.
+
+        Raises:
+            ConfigError: a variable is no number, out of range, or comes without its counterpart.
+        """
+        given = os.environ if variables is None else variables
+        rank = _number(given, "RANK", 0)
+        world_size = _number(given, "WORLD_SIZE", 1, minimum=1)
+        _require_pair(given, "RANK", "WORLD_SIZE")
+        _require_below("RANK", rank, "WORLD_SIZE", world_size)
+        # Other launchers give no local ids: then every process counts as on one node.
+        local_rank = _number(given, "LOCAL_RANK", rank)
+        local_world_size = _number(given, "LOCAL_WORLD_SIZE", world_size, minimum=1)
+        _require_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            node_rank=_number(given, "GROUP_RANK", 0),
+            master_addr=given.get("MASTER_ADDR", "").strip() or cls.master_addr,
+            master_port=_optional_number(given, "MASTER_PORT", minimum=1, maximum=65535),
+            run_id=given.get("TORCHELASTIC_RUN_ID", "").strip() or cls.run_id,
+            restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
+            omp_num_threads=_omp_threads(given),
+            cuda_device_max_connections=_optional_number(
+                given, "CUDA_DEVICE_MAX_CONNECTIONS", minimum=1
+            ),
+            is_launched="RANK" in given,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """Optional packages that decide which settings are possible; none of them is imported."""
+
+    transformer_engine: bool
+    apex: bool
+
+    @classmethod
+    def detect(cls) -> Installed:
+        """Look for the packages on Python's path."""
+        return cls(
+            transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+            apex=importlib.util.find_spec("apex") is not None,
+        )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int, *, minimum: int = 0) -> int:
+    value = _optional_number(variables, name, minimum=minimum)
+    return default if value is None else value
+
+
+def _optional_number(
+    variables: Mapping[str, str], name: str, *, minimum: int = 0, maximum: int | None = None
+) -> int | None:
+    text = variables.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} is {text!r}: it must be a whole number; {_LAUNCHER}"
+        ) from None
+    if value < minimum or (maximum is not None and value > maximum):
+        limit = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ConfigError(
+            f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
+        )
+    return value
+
+
+def _omp_threads(variables: Mapping[str, str]) -> int | None:
+    # OpenMP allows a list for nested regions: the first number counts here.
+    first = variables.get("OMP_NUM_THREADS", "").split(",")[0]
+    return _optional_number({"OMP_NUM_THREADS": first}, "OMP_NUM_THREADS", minimum=1)
+
+
+def _require_pair(variables: Mapping[str, str], first: str, second: str) -> None:
+    for name, other in ((first, second), (second, first)):
+        if variables.get(name, "").strip() and not variables.get(other, "").strip():
+            raise ConfigError(
+                f"environment variable {name} is set to {variables[name]} but {other} is not: "
+                f"both are needed; {_LAUNCHER}"
+            )
+
+
+def _require_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise ConfigError(
+            f"environment variable {name} is {value}: it must be below {limit_name} = {limit}; "
+            f"{_LAUNCHER}"
+        )

@@ -1,0 +1,136 @@
+"""How the model and the batch are spread over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.adaptive.config.flags import flag
+
+__all__ = ["ParallelConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism.
+
+    ``world_size`` comes from the launcher, not from a flag. After parsing,
+    ``num_virtual_stages_per_pipeline_rank`` holds the chunks even if they were given as
+    ``num_layers_per_virtual_pipeline_stage``.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int = flag(
+        "Ranks that share each layer's matrices.", default=1, minimum=1, unit="RANKS"
+    )
+    pipeline_model_parallel_size: int = flag(
+        "Ranks that the layers are spread over.", default=1, minimum=1, unit="RANKS"
+    )
+    context_parallel_size: int = flag(
+        "Ranks that share each sequence; needs Transformer Engine.",
+        default=1,
+        minimum=1,
+        unit="RANKS",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "Layers of each chunk, another way to give the number of chunks.",
+        default=None,
+        minimum=1,
+        unit="LAYERS",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        "Model chunks of each pipeline rank.",
+        names=("--num-virtual-stages-per-pipeline-rank", "--model-chunks"),
+        default=None,
+        minimum=1,
+        unit="CHUNKS",
+    )
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        "Microbatches that a chunk runs in a row, for the schedules megatron and interleaved.",
+        names=("--microbatch-group-size-per-virtual-pipeline-stage",),
+        default=None,
+        minimum=1,
+        derived="the pipeline size",
+        unit="MICROBATCHES",
+    )
+    overlap_p2p_comm: bool = flag(
+        "Do not overlap messages between stages with work; only for --pipeline-schedule megatron.",
+        names=("--no-overlap-p2p-communication",),
+        default=True,
+    )
+    sequence_parallel: bool = flag(
+        "Split the sequence over tensor parallel ranks outside the matrices.", default=False
+    )
+    async_tensor_model_parallel_allreduce: bool = flag(
+        "No effect, as in Megatron-LM.",
+        names=("--no-async-tensor-model-parallel-allreduce",),
+        default=True,
+    )
+    use_distributed_optimizer: bool = flag(
+        "Split optimizer state over data parallel ranks.", default=False
+    )
+    overlap_grad_reduce: bool = flag("Reduce gradients while backward still runs.", default=False)
+    overlap_param_gather: bool = flag(
+        "Gather parameters while forward already runs; needs --use-distributed-optimizer and "
+        "--overlap-grad-reduce.",
+        default=False,
+    )
+    align_grad_reduce: bool = flag(
+        "Let every stage start its gradient reduction on its own.",
+        names=("--no-align-grad-reduce",),
+        default=True,
+    )
+    align_param_gather: bool = flag(
+        "Let every stage start its parameter gathering on its own.",
+        names=("--no-align-param-gather",),
+        default=True,
+    )
+    ddp_bucket_size: int | None = flag(
+        "Parameters in each bucket of the gradient reduction.", default=None, minimum=1
+    )
+    ddp_average_in_collective: bool = flag(
+        "Average gradients inside the collective instead of before it.", default=False
+    )
+    cp_comm_type: str = flag(
+        "How context parallel ranks exchange keys and values.",
+        default="p2p",
+        choices=("p2p", "a2a", "allgather"),
+        refused_choices={"a2a+p2p": "hierarchical context parallelism is not built; use p2p"},
+    )
+    distributed_backend: str | None = flag(
+        "Library for collectives.",
+        default=None,
+        choices=("nccl", "gloo"),
+        derived="nccl where each rank has a GPU of its own, else gloo",
+    )
+    distributed_timeout_minutes: int = flag(
+        "Time limit of a collective.", default=10, minimum=1, unit="MINUTES"
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model that work on different samples."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of each pipeline rank, 1 if none were asked for."""
+        return self.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Megatron-LM's name for the chunks: ``None`` for a single one."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline: pipeline ranks times chunks."""
+        return self.pipeline_model_parallel_size * self.num_chunks

@@ -1,0 +1,123 @@
+"""All groups of settings in one object, and its form inside a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive.config.batch import BatchConfig
+from megatron.adaptive.config.checkpoint import CheckpointConfig
+from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.logging import LoggingConfig
+from megatron.adaptive.config.model import ModelConfig
+from megatron.adaptive.config.optimizer import OptimizerConfig
+from megatron.adaptive.config.parallel import ParallelConfig
+from megatron.adaptive.config.partition import even_split
+from megatron.adaptive.config.precision import PrecisionConfig
+from megatron.adaptive.config.recompute import RecomputeConfig
+from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["TrainerConfig", "groups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Every setting of a training run; ``arguments.parse`` makes a checked one."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    batch: BatchConfig
+    precision: PrecisionConfig
+    optimizer: OptimizerConfig
+    recompute: RecomputeConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    schedule: ScheduleConfig
+    run: RunConfig
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return self.parallel.world_size
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline: pipeline ranks times chunks."""
+        return self.parallel.num_stages
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Transformer layers of each stage in pipeline order."""
+        if self.schedule.partition is not None:
+            return self.schedule.partition
+        return even_split(self.model.num_layers, self.num_stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each step and model copy, once the batch has its full size."""
+        samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
+        return self.batch.global_batch_size // samples
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The settings as plain values that JSON can hold, by group."""
+        return {
+            group: {name: _plain(value) for name, value in values.items()}
+            for group, values in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
+        """Read back what :meth:`to_dict` wrote.
+
+        Only names and types are checked, not the rules between settings. A setting that the
+        writer did not know takes its default.
+
+        Raises:
+            ConfigError: a group or setting is unknown, missing without default, or of another
+                type.
+        """
+        kinds = groups()
+        _refuse_unknown("group of settings", saved, kinds)
+        return cls(**{name: _read_group(name, kind, saved) for name, kind in kinds.items()})
+
+
+def groups() -> dict[str, type]:
+    """Name and dataclass of each group, in the order of the README."""
+    return typing.get_type_hints(TrainerConfig)
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_group(group: str, kind: type, saved: Mapping[str, Any]) -> Any:
+    values = saved.get(group)
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"saved settings have no group {group!r}: they are incomplete or not of this program"
+        )
+    specs = {spec.dest: spec for spec in fields_of(kind)}
+    _refuse_unknown(f"{group} setting", values, specs)
+    for name, spec in specs.items():
+        if spec.default is dataclasses.MISSING and name not in values:
+            raise ConfigError(
+                f"saved {group} settings have no {name!r}: they are incomplete or not of this "
+                "program"
+            )
+    return kind(**{name: specs[name].from_json(value) for name, value in values.items()})
+
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"saved settings hold the unknown {what} {name!r}: they were written by another "
+                "version; use the version that wrote them"
+            )

@@ -1,0 +1,336 @@
+"""The command line: what is taken, how it is read, what is refused before any rule is checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.config.arguments import flag_table, make_parser, parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.trainer import groups
+from megatron.adaptive.errors import ConfigError
+
+from .conftest import SMALL, Complaint, Parse
+
+BARE = Installed(transformer_engine=False, apex=False)
+
+GPT3_857M = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048
+--max-position-embeddings 2048 --attention-backend auto
+--micro-batch-size 8 --global-batch-size 128 --train-iters 500000 --weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
+--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
+--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --overlap-grad-reduce
+--data-path 0.3 a_text_document 0.7 b_text_document --vocab-file vocab.json
+--merge-file merges.txt --tokenizer-type GPT2BPETokenizer --data-impl mmap --split 949,50,1
+--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+--save {folder}/checkpoints --load {folder}/checkpoints --tensorboard-dir {folder}/tensorboard
+--tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
+--log-validation-ppl-to-tensorboard --log-throughput --distributed-backend nccl
+--distributed-timeout-minutes 30 --use-mcore-models --ckpt-format torch_dist
+--profile-execution True --profile-name gpt --no-masked-softmax-fusion
+--no-async-tensor-model-parallel-allreduce --transformer-impl local
+"""
+
+GPT_345M_OLD = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 8
+--global-batch-size 64 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
+--lr-decay-iters 320000 --save {folder}/c --load {folder}/c --data-path my-gpt2_text_document
+--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1
+--distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5
+--weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --checkpoint-activations
+--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
+"""
+
+
+def test_a_realistic_command_line_of_megatron_lm_is_read_whole(tmp_path: Path) -> None:
+    argv = GPT3_857M.format(folder=tmp_path).split()
+    config = parse(argv, world_size=16, installed=BARE)
+
+    assert config.model.num_layers == 24
+    assert config.model.ffn_hidden_size == 4096
+    assert config.parallel.data_parallel_size == 2
+    assert config.parallel.num_chunks == 2
+    assert config.num_stages == 8
+    assert config.layers_per_stage == (3,) * 8
+    assert config.num_microbatches == 8
+    assert config.precision.dtype_name == "float16"
+    assert config.optimizer.lr == 6e-5
+    assert config.optimizer.min_lr == 6e-6
+    assert config.data.data_path == ("0.3", "a_text_document", "0.7", "b_text_document")
+    assert config.checkpoint.save == f"{tmp_path}/checkpoints"
+    assert config.run.profile_execution is True
+    assert config.run.profile_name == "gpt"
+    assert config.schedule.pipeline_schedule == "adaptive"
+    assert config.schedule.pipeline_timeout_s == 30 * 60
+    assert config.model.masked_softmax_fusion is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_345m_example_is_read_with_its_old_name_for_recompute(tmp_path: Path) -> None:
+    argv = GPT_345M_OLD.format(folder=tmp_path).split()
+    config = parse(argv, world_size=8, installed=BARE)
+
+    assert config.recompute.recompute_granularity == "full"
+    assert config.recompute.recompute_method == "uniform"
+    assert config.recompute.recompute_num_layers == 1
+    assert config.num_microbatches == 1
+
+
+PROMISED = """
+num-layers hidden-size num-attention-heads group-query-attention num-query-groups swiglu
+normalization position-embedding-type untie-embeddings-and-output-weights seq-length
+max-position-embeddings init-method-std tensor-model-parallel-size pipeline-model-parallel-size
+num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank model-chunks
+sequence-parallel use-distributed-optimizer overlap-grad-reduce context-parallel-size
+micro-batch-size global-batch-size rampup-batch-size bf16 fp16 initial-loss-scale loss-scale
+loss-scale-window hysteresis min-loss-scale lr min-lr lr-decay-style lr-decay-iters
+lr-decay-samples lr-warmup-iters lr-warmup-fraction weight-decay adam-beta1 adam-beta2 adam-eps
+clip-grad attention-dropout hidden-dropout recompute-activations recompute-granularity
+recompute-method recompute-num-layers data-path split train-data-path valid-data-path
+test-data-path data-args-path data-cache-path tokenizer-type vocab-file merge-file mock-data
+data-impl make-vocab-size-divisible-by num-workers eod-mask-loss reset-position-ids
+reset-attention-mask save load save-interval ckpt-format no-load-optim no-load-rng no-save-optim
+no-save-rng log-interval log-throughput log-params-norm tensorboard-dir tensorboard-queue-size
+tensorboard-log-interval log-timers-to-tensorboard log-batch-size-to-tensorboard
+log-validation-ppl-to-tensorboard eval-interval eval-iters exit-interval exit-duration-in-mins
+profile profile-step-start profile-step-end profile-ranks profile-execution profile-name
+distributed-backend distributed-timeout-minutes transformer-impl attention-backend use-flash-attn
+use-mcore-models no-async-tensor-model-parallel-allreduce no-masked-softmax-fusion seed
+train-iters train-samples pipeline-schedule partition activation-cap trace-dir trace-interval
+trace-iterations pipeline-timeout-s
+"""
+
+
+def test_every_promised_flag_is_taken() -> None:
+    taken = {name for action in make_parser()._actions for name in action.option_strings}
+    assert {f"--{name}" for name in PROMISED.split()} <= taken
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(complaint: Complaint) -> None:
+    text = complaint("--pipline-schedule adaptive")
+    assert "--pipline-schedule is not a flag" in text
+    assert "the nearest is --pipeline-schedule" in text
+
+
+def test_flags_are_not_abbreviated(complaint: Complaint) -> None:
+    assert "the nearest is --num-layers" in complaint("--num-layer 8")
+
+
+def test_the_nearest_may_be_a_refused_flag_and_says_so(complaint: Complaint) -> None:
+    assert "--num-experts, which is refused" in complaint("--num-expert 8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--num-experts 8", "experts"),
+        ("--moe-flag-of-tomorrow", "experts"),
+        ("--fp8-format hybrid", "float32"),
+        ("--wandb-project x", "TensorBoard"),
+        ("--pipeline-model-parallel-layout E|t|L", "--partition"),
+        ("--cuda-graph-impl local", "CUDA graph"),
+        ("--tp-comm-overlap", "user buffers"),
+        ("--local-rank 0", "torchrun"),
+        ("--batch-size=8", "--micro-batch-size"),
+    ],
+)
+def test_a_flag_of_megatron_lm_is_refused_by_name_with_a_reason(
+    complaint: Complaint, flags: str, word: str
+) -> None:
+    text = complaint(flags)
+    assert flags.split()[0].split("=")[0] + " is a flag of Megatron-LM" in text
+    assert word in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--ckpt-format torch", ("--ckpt-format", "'torch'", "torch_dist")),
+        ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer", "NullTokenizer")),
+        ("--optimizer muon", ("'muon'", "adam")),
+        ("--position-embedding-type mrope", ("'mrope'", "rope")),
+        ("--pipeline-schedule gpipe", ("'gpipe'", "megatron, 1f1b, interleaved, adaptive")),
+        ("--timing-log-level 3", ("3", "0, 1, 2")),
+        ("--num-layers four", ("--num-layers", "'four'", "whole number")),
+        ("--num-layers 4.5", ("'4.5'", "whole number")),
+        ("--num-layers 0", ("--num-layers", "0", "at least 1")),
+        ("--lr fast", ("--lr", "'fast'", "not a number")),
+        ("--lr nan", ("'nan'", "finite")),
+        ("--lr 0", ("0", "more than 0")),
+        ("--hidden-dropout 1", ("--hidden-dropout", "1", "less than 1")),
+        ("--rotary-percent 1.5", ("1.5", "at most 1")),
+        ("--activation-cap 0.5", ("0.5", "at least 1")),
+        ("--profile-execution maybe", ("'maybe'", "True or False")),
+        ("--partition 4-", ("--partition", "'4-'", "0-11-8-8")),
+        ("--partition 2,2", ("'2,2'", "0-11-8-8")),
+        ("--rampup-batch-size 2 2", ("--rampup-batch-size", "3 arguments")),
+        ("--num-layers", ("--num-layers", "one argument")),
+        ("--save= --fp16", ("--save", "empty")),
+        ("stray", ("'stray'", "belongs to no flag")),
+    ],
+)
+def test_a_bad_value_is_answered_with_flag_value_and_rule(
+    complaint: Complaint, flags: str, words: tuple[str, ...]
+) -> None:
+    text = complaint(flags)
+    for word in words:
+        assert word in text
+
+
+def test_every_missing_flag_is_named_at_once(complaint: Complaint) -> None:
+    text = complaint("--hidden-size 64 --lr 1", base="")
+    for name in ("--num-layers", "--num-attention-heads", "--seq-length", "--micro-batch-size"):
+        assert name in text
+    assert "--hidden-size" not in text
+
+
+def test_the_learning_rate_and_a_length_are_needed(complaint: Complaint) -> None:
+    assert "--lr is missing" in complaint(base=SMALL.replace("--lr 1e-3", ""))
+    text = complaint(base=SMALL.replace("--train-iters 10", ""))
+    assert "--train-iters or --train-samples" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp16 --bf16",
+        "--train-iters 10 --train-samples 100",
+        "--train-iters 10 --lr-decay-samples 100",
+        "--train-iters 10 --rampup-batch-size 2 2 100",
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
+        "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+        "--partition 1-1-1-1 --num-layers-per-virtual-pipeline-stage 1",
+        "--mock-data --data-path x",
+        "--data-path x --train-data-path y",
+        "--split 9,1,0 --train-data-path y",
+        "--checkpoint-activations --recompute-granularity selective",
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+    ],
+)
+def test_flags_that_exclude_each_other_are_both_named(complaint: Complaint, flags: str) -> None:
+    base = SMALL
+    if "data-path" in flags and "mock" not in flags:
+        base = base.replace("--mock-data --vocab-size 100", "")
+    text = complaint(flags, base=base)
+    assert "exclude each other" in text
+    names = [word for word in flags.split() if word.startswith("--")]
+    for name in names:
+        assert name in text
+
+
+def test_a_partition_in_a_message_reads_as_it_was_written(complaint: Complaint) -> None:
+    text = complaint("--partition 1-0-3 --num-layers-per-virtual-pipeline-stage 1")
+    assert "--partition 1-0-3" in text
+
+
+def test_a_length_of_zero_excludes_nothing(small: Parse) -> None:
+    config = small("--lr-warmup-fraction 0.1 --lr-warmup-iters 0 --lr-warmup-samples 0")
+    assert config.optimizer.lr_warmup_fraction == 0.1
+
+
+def test_a_repeated_flag_is_refused_unless_the_last_shall_win() -> None:
+    argv = [*SMALL.split(), "--train-iters", "20"]
+    with pytest.raises(ConfigError, match="--train-iters is given twice"):
+        parse(argv, world_size=1, installed=BARE)
+    config = parse(argv, world_size=1, installed=BARE, last_wins=True)
+    assert config.run.train_iters == 20
+
+
+def test_two_names_of_one_flag_count_as_repeated() -> None:
+    argv = [*SMALL.split(), "--model-chunks", "1", "--num-virtual-stages-per-pipeline-rank", "1"]
+    with pytest.raises(ConfigError, match="--model-chunks and --num-virtual-stages"):
+        parse(argv, world_size=1, installed=BARE)
+
+
+def test_a_value_may_follow_an_equals_sign(small: Parse) -> None:
+    assert small("--num-layers=8 --partition=8").layers_per_stage == (8,)
+
+
+def test_chunks_may_be_given_in_three_ways(small: Parse) -> None:
+    for flags in (
+        "--model-chunks 2",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ):
+        config = small(f"{flags} --pipeline-model-parallel-size 2", world_size=2)
+        assert config.parallel.num_chunks == 2
+        assert config.parallel.virtual_pipeline_model_parallel_size == 2
+        assert config.layers_per_stage == (1, 1, 1, 1)
+    assert small().parallel.num_chunks == 1
+    assert small().parallel.virtual_pipeline_model_parallel_size is None
+
+
+def test_values_that_depend_on_others_are_filled_in(small: Parse) -> None:
+    config = small("--tensor-model-parallel-size 2", world_size=6)
+    assert config.parallel.data_parallel_size == 3
+    assert config.batch.global_batch_size == 6
+    assert config.num_microbatches == 1
+    assert config.model.transformer_impl == "local"
+    assert config.data.tokenizer_type == "NullTokenizer"
+    assert config.data.split == "969,30,1"
+    assert config.parallel.distributed_backend is None
+    assert config.schedule.pipeline_timeout_s == 600
+    assert small(engine=True).model.transformer_impl == "transformer_engine"
+    assert small("--pipeline-timeout-s 2.5").schedule.pipeline_timeout_s == 2.5
+
+
+def test_data_args_path_stands_for_data_path(small: Parse, tmp_path: Path) -> None:
+    listing = tmp_path / "data.txt"
+    listing.write_text("0.5 a\n0.5 b\n", encoding="utf-8")
+    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
+    config = small(f"--data-args-path {listing}", base=base)
+    assert config.data.data_path == ("0.5", "a", "0.5", "b")
+
+
+def test_an_unreadable_data_args_path_is_refused(complaint: Complaint, tmp_path: Path) -> None:
+    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
+    assert "No such file" in complaint(f"--data-args-path {tmp_path}/none", base=base)
+    (tmp_path / "empty").touch()
+    assert "is empty" in complaint(f"--data-args-path {tmp_path}/empty", base=base)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "not a text file" in complaint(f"--data-args-path {tmp_path}/binary", base=base)
+
+
+def test_the_table_has_a_row_for_each_flag() -> None:
+    rows = flag_table()
+    shown = {row.flag.split()[0].rstrip(",") for row in rows}
+    options = {action.option_strings[0] for action in make_parser()._actions}
+    assert shown == options - {"-h"}
+    assert all(row.help.endswith(".") and row.default and row.group for row in rows)
+    partition = next(row for row in rows if row.flag.startswith("--partition"))
+    assert partition.group == "Pipeline schedule and traces"
+    layers = next(row for row in rows if row.flag.startswith("--num-layers "))
+    assert layers.default == "required"
+
+
+def test_no_two_fields_share_a_name_or_a_flag() -> None:
+    specs = [spec for kind in groups().values() for spec in fields_of(kind)]
+    assert len({spec.dest for spec in specs}) == len(specs)
+    names = [name for spec in specs for name in spec.names]
+    assert len(set(names)) == len(names)
+
+
+def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"], world_size=1, installed=BARE)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "--pipeline-schedule" in text
+    assert "--rampup-batch-size START INCREMENT SAMPLES" in text
+
+
+def test_importing_the_command_line_imports_no_torch() -> None:
+    code = (
+        "import sys, megatron.adaptive.config.arguments\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')"
+        " or m.startswith('megatron.core')]\n"
+        "sys.exit(' '.join(bad[:5]) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,89 @@
+"""Environment variables of a launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.adaptive.config.environment import Environment, Installed
+from megatron.adaptive.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "OMP_NUM_THREADS": "3",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+def test_the_variables_of_torchrun_are_read() -> None:
+    assert Environment.read(TORCHRUN) == Environment(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        master_addr="node0",
+        master_port=29500,
+        run_id="job",
+        restart_count=2,
+        omp_num_threads=3,
+        cuda_device_max_connections=1,
+        is_launched=True,
+    )
+
+
+def test_without_a_launcher_a_process_is_rank_0_of_1() -> None:
+    alone = Environment.read({})
+    assert (alone.rank, alone.world_size, alone.local_rank, alone.local_world_size) == (0, 1, 0, 1)
+    assert alone.master_port is None
+    assert not alone.is_launched
+
+
+def test_a_launcher_without_local_ids_counts_as_one_node() -> None:
+    process = Environment.read({"RANK": "2", "WORLD_SIZE": "4"})
+    assert (process.local_rank, process.local_world_size) == (2, 4)
+
+
+def test_the_process_itself_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert Environment.read().rank == 5
+
+
+def test_threads_of_nested_regions_are_left_out() -> None:
+    assert Environment.read({"OMP_NUM_THREADS": "4,2"}).omp_num_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"RANK": "five"}, ("RANK", "'five'", "whole number")),
+        ({"WORLD_SIZE": "0"}, ("WORLD_SIZE", "0", "at least 1")),
+        ({"RANK": "-1"}, ("RANK", "-1", "at least 0")),
+        ({"RANK": "8"}, ("RANK", "8", "below WORLD_SIZE = 8")),
+        ({"LOCAL_RANK": "4"}, ("LOCAL_RANK", "below LOCAL_WORLD_SIZE = 4")),
+        ({"MASTER_PORT": "70000"}, ("MASTER_PORT", "70000", "from 1 to 65535")),
+        ({"OMP_NUM_THREADS": "many"}, ("OMP_NUM_THREADS", "'many'")),
+        ({"WORLD_SIZE": ""}, ("RANK", "WORLD_SIZE is not")),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_rule(
+    change: dict[str, str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Environment.read(TORCHRUN | change)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_packages_are_looked_up_without_being_imported() -> None:
+    assert isinstance(Installed.detect().transformer_engine, bool)
