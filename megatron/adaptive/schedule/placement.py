@@ -1,0 +1,121 @@
+"""Which rank holds which stage.
+
+Owns the mapping between stages, in global pipeline order, and (rank, chunk). It does not know how
+many layers a stage has (that is a partition) nor in which order work is done (a schedule).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+
+__all__ = ["Placement", "PlacementKind"]
+
+PlacementKind = Literal["loop", "v"]
+_KINDS = ("loop", "v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A pipeline's stages laid over its ranks; every rank holds the same number of chunks.
+
+    ::
+
+        4 ranks, 2 chunks        loop                  v
+        rank                 0   1   2   3         0   1   2   3
+        chunk 0, stage       0   1   2   3         0   1   2   3
+        chunk 1, stage       4   5   6   7         7   6   5   4
+
+    ``loop`` starts every round at rank 0 (megatron-core's layout); ``v`` turns around at the end,
+    so first and last stage share rank 0 when the number of chunks is even. In both, a later local
+    chunk is a later stage: the memory rule relies on that.
+
+    Attributes:
+        num_ranks: pipeline-parallel ranks, at least 1.
+        num_chunks: chunks (virtual stages) per rank, at least 1.
+        kind: ``loop`` or ``v``.
+
+    Raises:
+        ScheduleError: a count is below 1 or the kind is unknown.
+    """
+
+    num_ranks: int
+    num_chunks: int
+    kind: PlacementKind = "loop"
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_chunks < 1:
+            raise ScheduleError(
+                f"placement of {self.num_ranks} ranks with {self.num_chunks} chunks each:"
+                " both must be at least 1"
+            )
+        if self.kind not in _KINDS:
+            raise ScheduleError(
+                f"unknown placement {self.kind!r}: choose one of {', '.join(_KINDS)}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.num_ranks * self.num_chunks
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage that ``rank`` holds as its local ``chunk``.
+
+        Raises:
+            ScheduleError: rank or chunk out of range.
+        """
+        if not (0 <= rank < self.num_ranks and 0 <= chunk < self.num_chunks):
+            raise ScheduleError(
+                f"rank {rank}, chunk {chunk} is outside a placement of {self.num_ranks} ranks"
+                f" with {self.num_chunks} chunks each: ranks and chunks count from 0"
+            )
+        turned = self.kind == "v" and chunk % 2 == 1
+        return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
+
+    def locate(self, stage: int) -> tuple[int, int]:
+        """The ``(rank, chunk)`` that holds ``stage``.
+
+        Raises:
+            ScheduleError: stage out of range.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(
+                f"stage {stage} is outside a pipeline of {self.num_stages} stages:"
+                " stages count from 0"
+            )
+        chunk, offset = divmod(stage, self.num_ranks)
+        turned = self.kind == "v" and chunk % 2 == 1
+        return (self.num_ranks - 1 - offset if turned else offset), chunk
+
+    def next_of(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """The ``(rank, chunk)`` of the following stage, None after the last."""
+        stage = self.stage_of(rank, chunk) + 1
+        return None if stage == self.num_stages else self.locate(stage)
+
+    def previous_of(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """The ``(rank, chunk)`` of the preceding stage, None before the first."""
+        stage = self.stage_of(rank, chunk) - 1
+        return None if stage < 0 else self.locate(stage)
+
+    def enabled_by(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """The action that ``action`` on ``rank`` produces the input of, with its rank.
+
+        A forward feeds the following stage's forward, a backward the preceding stage's backward.
+
+        Returns:
+            ``(rank, action)`` of the consumer; None for the last stage's forward (its own
+            backward follows on the same stage), the first stage's backward, and every W.
+        """
+        if action.kind is ActionKind.F:
+            place = self.next_of(rank, action.chunk)
+        elif action.kind is ActionKind.B:
+            place = self.previous_of(rank, action.chunk)
+        else:
+            place = None
+        if place is None:
+            return None
+        return place[0], Action(action.kind, place[1], action.microbatch)

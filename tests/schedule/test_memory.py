@@ -1,0 +1,73 @@
+"""Caps: the least, the default, what is refused, and what schedules need."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.memory import (
+    check_cap,
+    default_activation_units,
+    default_cap,
+    least_cap,
+    peak_units,
+)
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.schedule import Schedule
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
+def test_chunks_alike_make_one_whole_rank_microbatch(num_chunks: int) -> None:
+    assert least_cap(default_activation_units(num_chunks)) == pytest.approx(1.0)
+    check_cap(1.0, num_chunks=num_chunks)
+
+
+@given(ranks=st.integers(1, 8), chunks=st.integers(1, 4), rounds=st.integers(1, 5))
+def test_default_cap_covers_the_best_static_schedule(ranks: int, chunks: int, rounds: int) -> None:
+    placement = Placement(num_ranks=ranks, num_chunks=chunks)
+    microbatches = ranks * rounds
+    cap = default_cap(placement, microbatches)
+    static = make_schedule("1f1b" if chunks == 1 else "interleaved", placement, microbatches)
+    assert max(peak_units(static)) <= cap + 1e-9
+    assert 1.0 <= cap <= microbatches
+    check_cap(cap, num_chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches", "cap"),
+    [(4, 1, 16, 6.0), (4, 1, 3, 3.0), (4, 2, 16, 8.5), (2, 2, 1, 1.0), (1, 2, 8, 1.0)],
+)
+def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> None:
+    placement = Placement(num_ranks=ranks, num_chunks=chunks)
+    assert default_cap(placement, microbatches) == cap
+
+
+def test_a_cap_below_the_least_names_the_least() -> None:
+    with pytest.raises(ScheduleError, match=r"cap 0.5 is below.*least cap is 1 \(one microbatch"):
+        check_cap(0.5, num_chunks=2)
+    with pytest.raises(ScheduleError, match="least cap is 4"):
+        check_cap(3.5, num_chunks=2, activation_units=(1.0, 3.0))
+    with pytest.raises(ScheduleError, match="cap nan"):
+        check_cap(float("nan"), num_chunks=1)
+
+
+def test_peaks_with_unequal_chunks() -> None:
+    order = tuple(
+        Action(ActionKind(kind), chunk, microbatch)
+        for kind, chunk, microbatch in [
+            ("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("F", 0, 1), ("F", 1, 1), ("B", 1, 1),
+            ("B", 0, 0), ("B", 0, 1),
+        ]
+    )  # fmt: skip
+    schedule = Schedule(
+        name="mine",
+        placement=Placement(num_ranks=1, num_chunks=2),
+        num_microbatches=2,
+        orders=(order,),
+    )
+    assert peak_units(schedule, (10.0, 1.0)) == (21.0,)
+    assert peak_units(schedule) == (1.5,)

@@ -1,0 +1,52 @@
+"""Text pictures, exactly."""
+
+from __future__ import annotations
+
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.render import render_schedule, render_timeline
+from megatron.adaptive.schedule.simulate import StageTimes, simulate
+
+PLACEMENT = Placement(num_ranks=2, num_chunks=1)
+
+
+def test_schedule() -> None:
+    assert render_schedule(make_schedule("1f1b", PLACEMENT, 2)) == (
+        "rank 0 | F0-0 F0-1 B0-0 B0-1\n"
+        "rank 1 | F0-0 B0-0 F0-1 B0-1"
+    )  # fmt: skip
+
+
+def test_marked_cell_and_wide_numbers_stay_aligned() -> None:
+    schedule = make_schedule("gpipe", Placement(num_ranks=11, num_chunks=1), 6)
+    lines = render_schedule(schedule, mark=(10, 9)).splitlines()
+    assert (
+        lines[0] == "rank  0 | ...    F0-3   F0-4   F0-5   B0-0   B0-1   B0-2   B0-3   B0-4   B0-5"
+    )
+    assert lines[10] == (
+        "rank 10 | ...    F0-3   F0-4   F0-5   B0-0   B0-1   B0-2   [B0-3] B0-4   B0-5"
+    )
+
+
+def test_timeline() -> None:
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
+    result = simulate(PLACEMENT, 2, make_policies("1f1b", PLACEMENT, 2), times)
+    assert render_timeline(result) == (
+        "rank 0 | F0-0 F0-1 .    .    B0-0 =    .    B0-1 =\n"
+        "rank 1 | .    F0-0 B0-0 =    F0-1 B0-1 =    .    ."
+    )
+
+
+def test_timeline_keeps_to_its_width() -> None:
+    times = StageTimes(forward_s=(0.001, 1.0), backward_s=(0.001, 1.0))
+    result = simulate(PLACEMENT, 8, make_policies("1f1b", PLACEMENT, 8), times)
+    for line in render_timeline(result, max_columns=40).splitlines():
+        assert len(line.split("|")[1].split()) == 40
+    coarse = render_timeline(result, column_s=4.0).splitlines()
+    assert coarse[1].split("|")[1].split() == ["B0-0", "B0-2", "B0-4", "B0-6", "."]
+
+
+def test_empty_schedule_has_rows() -> None:
+    schedule = make_schedule("1f1b", PLACEMENT, 1)
+    empty = type(schedule)(name="empty", placement=PLACEMENT, num_microbatches=1, orders=((), ()))
+    assert render_schedule(empty) == "rank 0 |\nrank 1 |"

@@ -1,0 +1,180 @@
+"""The event simulation: exact small steps, latency, random factors, deadlocks, bad input."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.adaptive import Adaptive
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.simulate import Jitter, SimSpan, StageTimes, simulate
+from megatron.adaptive.schedule.state import RankState
+
+F, B = ActionKind.F, ActionKind.B
+TWO_RANKS = Placement(num_ranks=2, num_chunks=1)
+TIMES = StageTimes(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0))
+
+
+def test_one_microbatch_by_hand() -> None:
+    result = simulate(TWO_RANKS, 1, [Adaptive()] * 2, TIMES, latency_s=0.25)
+    assert result.spans == (
+        (SimSpan(Action(F, 0, 0), 0.0, 1.0), SimSpan(Action(B, 0, 0), 6.0, 8.0)),
+        (SimSpan(Action(F, 0, 0), 1.25, 2.75), SimSpan(Action(B, 0, 0), 2.75, 5.75)),
+    )
+    assert result.makespan_s == 8.0
+    assert result.bubble_fraction == (1 - 3.0 / 8.0, 1 - 4.5 / 8.0)
+    assert result.peak_units == (1.0, 1.0)
+
+
+def test_hand_over_on_one_rank_takes_no_time() -> None:
+    placement = Placement(num_ranks=1, num_chunks=3)
+    times = StageTimes.equal(3, forward_s=1.0, backward_s=2.0)
+    result = simulate(placement, 2, [Adaptive()], times, latency_s=9.0)
+    assert result.makespan_s == 2 * 3 * 3.0
+    assert result.bubble_fraction == (0.0,)
+
+
+def test_moments_that_coincide_do_so_whatever_the_sums() -> None:
+    """Ten times 0.1 is not 1.0 in floating point; time is counted in whole picoseconds."""
+    placement = Placement(num_ranks=4, num_chunks=1)
+    times = StageTimes.equal(4, forward_s=0.1, backward_s=0.2)
+    result = simulate(placement, 30, make_policies("1f1b", placement, 30), times)
+    assert result.makespan_s == 9.9
+
+
+def test_a_seed_gives_every_policy_the_same_durations() -> None:
+    def durations(name: str) -> dict[Action, float]:
+        result = simulate(
+            TWO_RANKS,
+            5,
+            make_policies(name, TWO_RANKS, 5),
+            TIMES,
+            jitter=Jitter(rng=random.Random(7), action_sigma=0.5, latency_sigma=0.5),
+            latency_s=0.1,
+        )
+        return {span.action: span.end_s - span.start_s for span in result.spans[1]}
+
+    assert durations("gpipe") == pytest.approx(durations("adaptive"), abs=1e-9)
+    assert len(set(durations("gpipe").values())) == 10
+
+
+def test_random_factors_have_mean_one() -> None:
+    placement = Placement(num_ranks=1, num_chunks=1)
+    result = simulate(
+        placement,
+        4000,
+        [Adaptive()],
+        StageTimes.equal(1, forward_s=1.0, backward_s=1.0),
+        jitter=Jitter(rng=random.Random(1), action_sigma=0.3),
+    )
+    assert result.makespan_s == pytest.approx(8000, rel=0.02)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "interleaved"]),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 10**9),
+)
+def test_static_schedules_run_as_listed_under_any_delays(name: str, ranks: int, seed: int) -> None:
+    placement = Placement(num_ranks=ranks, num_chunks=2)
+    schedule = make_schedule(name, placement, 2 * ranks)
+    rng = random.Random(seed)
+    result = simulate(
+        placement,
+        2 * ranks,
+        [Follow(order) for order in schedule.orders],
+        StageTimes(
+            forward_s=tuple(rng.random() for _ in range(2 * ranks)),
+            backward_s=tuple(rng.random() for _ in range(2 * ranks)),
+        ),
+        latency_s=rng.random(),
+        jitter=Jitter(rng=rng, action_sigma=0.4, latency_sigma=1.5),
+    )
+    assert result.to_schedule(name) == schedule
+    starts = [[span.start_s for span in spans] for spans in result.spans]
+    ends = [[span.end_s for span in spans] for spans in result.spans]
+    for rank_starts, rank_ends in zip(starts, ends, strict=True):
+        assert all(end <= start for end, start in zip(rank_ends, rank_starts[1:], strict=False))
+
+
+def test_following_a_run_repeats_its_times() -> None:
+    placement = Placement(num_ranks=3, num_chunks=2)
+    times = StageTimes.equal(6, forward_s=1.0, backward_s=2.0)
+
+    def run(policies: list[Follow] | list[Adaptive], cap: float | None) -> object:
+        jitter = Jitter(rng=random.Random(3), action_sigma=0.4)
+        return simulate(placement, 7, policies, times, latency_s=0.2, jitter=jitter, cap=cap)
+
+    adaptive = simulate(
+        placement,
+        7,
+        [Adaptive()] * 3,
+        times,
+        latency_s=0.2,
+        jitter=Jitter(rng=random.Random(3), action_sigma=0.4),
+        cap=3.0,
+    )
+    follow = [Follow(order) for order in adaptive.to_schedule("recorded").orders]
+    assert run(follow, None) == adaptive
+    assert run([Adaptive()] * 3, 3.0) == adaptive
+
+
+def test_a_deadlock_names_what_each_rank_waits_for() -> None:
+    orders = make_schedule("1f1b", TWO_RANKS, 2).orders
+    stuck = (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1))
+    gpipe_last = make_schedule("gpipe", TWO_RANKS, 2).orders[1]
+    assert simulate(TWO_RANKS, 2, [Follow(orders[0]), Follow(gpipe_last)], TIMES).makespan_s > 0
+    with pytest.raises(ScheduleError) as caught:
+        simulate(TWO_RANKS, 2, [Follow(stuck), Follow(gpipe_last)], TIMES)
+    text = str(caught.value)
+    assert text.startswith("deadlock: no rank can go on: rank 0 waits for")
+    assert "input of B0-0 from rank 1 (stage 1)" in text
+    assert "rank 1 waits for input of F0-1 from rank 0 (stage 0)" in text
+
+
+class Rogue:
+    name = "rogue"
+
+    def pick(self, state: RankState) -> Action | None:
+        return Action(B, 0, 0)
+
+
+def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"policy rogue.*rank 0: B0-0 cannot start.*ready: F0-0"
+    ):
+        simulate(TWO_RANKS, 2, [Rogue(), Rogue()], TIMES)
+
+
+@pytest.mark.parametrize(
+    ("times", "latency_s", "ranks", "message"),
+    [
+        (StageTimes(forward_s=(1.0,), backward_s=(1.0, 1.0)), 0.0, 2, "1 forward times for 2"),
+        (StageTimes(forward_s=(1.0, 1.0), backward_s=()), 0.0, 2, "0 backward times for 2"),
+        (StageTimes(forward_s=(1.0, -1.0), backward_s=(1.0, 1.0)), 0.0, 2, "-1.0 s of stage 1"),
+        (
+            StageTimes(forward_s=(1.0, 1.0), backward_s=(float("nan"), 1.0)),
+            0.0,
+            2,
+            "backward time nan s of stage 0",
+        ),
+        (TIMES, -0.1, 2, "latency -0.1 s"),
+        (TIMES, 0.0, 1, "1 policies for 2 ranks"),
+    ],
+)
+def test_bad_input(times: StageTimes, latency_s: float, ranks: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        simulate(TWO_RANKS, 2, [Adaptive()] * ranks, times, latency_s=latency_s)
+
+
+def test_bad_sigma() -> None:
+    with pytest.raises(ScheduleError, match=r"action_sigma -0.1.*not negative"):
+        Jitter(rng=random.Random(0), action_sigma=-0.1)

@@ -1,0 +1,330 @@
+"""What a rank knows: readiness, order, arrivals out of turn, memory, and what it tells people."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.state import RankState
+
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+
+
+def make_state(
+    ranks: int = 2,
+    chunks: int = 1,
+    rank: int = 0,
+    microbatches: int = 4,
+    cap: float | None = None,
+    units: tuple[float, ...] | None = None,
+    forward_only: bool = False,
+) -> RankState:
+    return RankState(
+        placement=Placement(num_ranks=ranks, num_chunks=chunks),
+        rank=rank,
+        num_microbatches=microbatches,
+        activation_units=units,
+        cap=cap,
+        forward_only=forward_only,
+    )
+
+
+def run(state: RankState, *actions: Action) -> None:
+    for action in actions:
+        state.start(action)
+        state.finish(action)
+
+
+def names(state: RankState) -> list[str]:
+    return [str(action) for action in state.ready()]
+
+
+def test_first_stage_forwards_need_no_arrival() -> None:
+    state = make_state()
+    assert names(state) == ["F0-0"]
+    run(state, Action(F, 0, 0))
+    assert names(state) == ["F0-1"]
+
+
+def test_other_stages_wait_for_their_input() -> None:
+    state = make_state(rank=1)
+    assert names(state) == []
+    assert not state.is_ready(Action(F, 0, 0))
+    state.arrive(F, 0, 0)
+    assert names(state) == ["F0-0"]
+
+
+def test_early_inputs_are_kept_until_their_turn() -> None:
+    state = make_state(rank=1)
+    state.arrive(F, 0, 2)
+    state.arrive(F, 0, 1)
+    assert names(state) == []
+    state.arrive(F, 0, 0)
+    for microbatch in range(3):
+        assert state.is_ready(Action(F, 0, microbatch))
+        run(state, Action(F, 0, microbatch))
+    assert not state.is_ready(Action(F, 0, 3))
+
+
+def test_last_stage_backward_follows_the_end_of_its_own_forward() -> None:
+    state = make_state(rank=1)
+    state.arrive(F, 0, 0)
+    state.start(Action(F, 0, 0))
+    assert names(state) == []
+    state.finish(Action(F, 0, 0))
+    assert names(state) == ["B0-0"]
+
+
+def test_backward_waits_for_its_gradient_and_its_own_forward() -> None:
+    state = make_state()
+    state.arrive(B, 0, 0)
+    assert names(state) == ["F0-0"]
+    run(state, Action(F, 0, 0))
+    assert names(state) == ["F0-1", "B0-0"]
+
+
+def test_hand_over_on_one_rank_is_reported_by_the_caller() -> None:
+    state = make_state(ranks=1, chunks=2)
+    run(state, Action(F, 0, 0))
+    assert names(state) == ["F0-1"]
+    state.arrive(F, 1, 0)
+    assert names(state) == ["F0-1", "F1-0"]
+    run(state, Action(F, 1, 0))
+    assert names(state) == ["F0-1", "B1-0"]
+
+
+def test_a_started_action_is_no_longer_ready() -> None:
+    state = make_state()
+    state.start(Action(F, 0, 0))
+    assert not state.is_ready(Action(F, 0, 0))
+    assert state.is_ready(Action(F, 0, 1))
+
+
+def test_in_flight_counts_from_forward_start_to_backward_end() -> None:
+    state = make_state(chunks=2, microbatches=2)
+    assert state.in_flight == 0
+    state.start(Action(F, 0, 0))
+    assert state.in_flight == 0.5
+    state.finish(Action(F, 0, 0))
+    run(state, Action(F, 0, 1))
+    assert state.in_flight == 1.0
+    state.arrive(B, 0, 0)
+    state.start(Action(B, 0, 0))
+    assert state.in_flight == 1.0
+    state.finish(Action(B, 0, 0))
+    assert state.in_flight == 0.5
+    assert state.peak_in_flight == 1.0
+
+
+def test_in_flight_returns_to_nothing_exactly() -> None:
+    state = make_state(ranks=1, chunks=3, microbatches=7)
+    for microbatch in range(7):
+        for chunk in range(3):
+            if chunk:
+                state.arrive(F, chunk, microbatch)
+            run(state, Action(F, chunk, microbatch))
+        for chunk in (2, 1, 0):
+            if chunk < 2:
+                state.arrive(B, chunk, microbatch)
+            run(state, Action(B, chunk, microbatch))
+    assert state.done
+    assert state.in_flight == 0.0
+
+
+def test_a_forward_leaves_room_for_every_later_chunk() -> None:
+    state = make_state(chunks=2, cap=1.0)
+    assert state.fits(Action(F, 0, 0))
+    run(state, Action(F, 0, 0))
+    assert not state.fits(Action(F, 0, 1)), "it would take the room of chunk 1"
+    assert state.fits(Action(F, 1, 0))
+    assert state.fits(Action(B, 0, 0))
+
+
+def test_unequal_chunks_and_other_units() -> None:
+    state = make_state(chunks=2, units=(300.0, 100.0), cap=700.0)
+    run(state, Action(F, 0, 0))
+    assert state.in_flight == 300.0
+    assert state.fits(Action(F, 0, 1)), "300 held, 300 for itself, 100 for chunk 1"
+    run(state, Action(F, 0, 1))
+    assert not state.fits(Action(F, 0, 2))
+    assert state.fits(Action(F, 1, 0))
+
+
+def test_thirds_add_up_to_the_cap() -> None:
+    state = make_state(ranks=3, chunks=3, microbatches=9, cap=4 / 3)
+    run(state, Action(F, 0, 0))
+    assert state.fits(Action(F, 0, 1))
+    run(state, Action(F, 0, 1))
+    assert not state.fits(Action(F, 0, 2))
+
+
+def test_without_cap_everything_fits() -> None:
+    state = make_state(microbatches=9)
+    for microbatch in range(8):
+        run(state, Action(F, 0, microbatch))
+    assert state.fits(Action(F, 0, 8))
+
+
+def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
+    state = make_state(rank=1, microbatches=2, cap=1.0, forward_only=True)
+    for microbatch in range(2):
+        state.arrive(F, 0, microbatch)
+        assert state.fits(Action(F, 0, microbatch))
+        run(state, Action(F, 0, microbatch))
+    assert state.done
+    assert state.peak_in_flight == 0.0
+    assert names(state) == []
+    with pytest.raises(ScheduleError, match="no input"):
+        make_state(forward_only=True).arrive(B, 0, 0)
+
+
+def test_counts_and_done() -> None:
+    state = make_state(ranks=1, microbatches=1)
+    assert (state.num_actions, state.num_started, state.num_finished) == (2, 0, 0)
+    assert state.last_kind is None
+    state.start(Action(F, 0, 0))
+    assert (state.num_started, state.num_finished) == (1, 0)
+    assert str(state.last_kind) == "F"
+    state.finish(Action(F, 0, 0))
+    run(state, Action(B, 0, 0))
+    assert state.done
+    assert state.last_kind is B
+    assert state.next_microbatch(B, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Action(F, 0, 0), "it was started before"),
+        (Action(F, 0, 2), "F0-1 comes before it"),
+        (Action(F, 0, 4), "no such action with 1 chunks and 4 microbatches"),
+        (Action(F, 1, 0), "no such action"),
+        (Action(F, 0, -1), "no such action"),
+        (Action(B, 0, 0), r"its input from rank 1 \(stage 1\) is not here"),
+        (Action(B, 0, 1), "B0-0 comes before it"),
+        (Action(W, 0, 0), "this step has no W"),
+    ],
+)
+def test_starting_what_is_not_ready_says_why(action: Action, reason: str) -> None:
+    state = make_state()
+    run(state, Action(F, 0, 0))
+    with pytest.raises(ScheduleError, match=f"rank 0: {action} cannot start.*{reason}") as caught:
+        state.start(action)
+    assert "ready: F0-1; 1 of 8 actions finished" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_backward_before_its_forward_says_why() -> None:
+    state = make_state()
+    state.arrive(B, 0, 0)
+    state.start(Action(F, 0, 0))
+    with pytest.raises(ScheduleError, match="its own forward F0-0 has not finished"):
+        state.start(Action(B, 0, 0))
+
+
+def test_finishing_what_does_not_run_is_refused() -> None:
+    state = make_state()
+    with pytest.raises(ScheduleError, match="F0-0 finished, but"):
+        state.finish(Action(F, 0, 0))
+    state.start(Action(F, 0, 0))
+    state.start(Action(F, 0, 1))
+    with pytest.raises(ScheduleError, match="F0-1 finished, but"):
+        state.finish(Action(F, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk", "microbatch", "message"),
+    [
+        (F, 0, 0, "takes no input"),
+        (B, 0, 4, "the step has 4 microbatches"),
+        (B, 0, -1, "the step has 4 microbatches"),
+        (B, 3, 0, "does not exist"),
+        (W, 0, 0, "does not exist"),
+    ],
+)
+def test_impossible_arrivals_are_refused(
+    kind: ActionKind, chunk: int, microbatch: int, message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make_state().arrive(kind, chunk, microbatch)
+
+
+def test_an_input_that_arrives_twice_is_refused() -> None:
+    state = make_state()
+    state.arrive(B, 0, 1)
+    with pytest.raises(ScheduleError, match="B0-1 arrived twice"):
+        state.arrive(B, 0, 1)
+
+
+def test_missing_names_sender_and_stage() -> None:
+    state = make_state(ranks=3, chunks=2, rank=1, cap=2.0)
+    assert state.missing() == (
+        "input of F0-0 from rank 0 (stage 0), input of F1-0 from rank 0 (stage 3)"
+    )
+    state.arrive(F, 0, 0)
+    run(state, Action(F, 0, 0))
+    assert state.missing() == (
+        "input of F0-1 from rank 0 (stage 0), input of B0-0 from rank 2 (stage 2),"
+        " input of F1-0 from rank 0 (stage 3)"
+    )
+
+
+def test_missing_names_memory_running_work_and_the_end() -> None:
+    state = make_state(microbatches=2, cap=1.0)
+    state.start(Action(F, 0, 0))
+    assert state.missing() == "memory for F0-1 (holds 1, cap 1), the end of a running action"
+    state.finish(Action(F, 0, 0))
+    assert "input of B0-0 from rank 1 (stage 1)" in state.missing()
+    assert make_state().missing() == "nothing for F0-0, which is ready"
+    done = make_state(ranks=1, microbatches=1)
+    run(done, Action(F, 0, 0), Action(B, 0, 0))
+    assert done.missing() == "nothing, every action is finished"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2}, "rank 2"),
+        ({"microbatches": 0}, "0 microbatches"),
+        ({"cap": 0.9}, "least cap is 1 "),
+        ({"units": (1.0, 1.0)}, "2 activation sizes for 1 chunks"),
+        ({"units": (-1.0,)}, "activation size -1.0 of chunk 0"),
+        ({"units": (float("nan"),)}, "activation size nan"),
+        ({"units": (7.0,), "cap": 6.0}, "least cap is 7"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make_state(**arguments)  # type: ignore[arg-type]
+
+
+@given(chunks=st.integers(1, 3), microbatches=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_ready_agrees_with_is_ready_along_any_walk(
+    chunks: int, microbatches: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    state = make_state(ranks=3, chunks=chunks, rank=1, microbatches=microbatches)
+    everything = [
+        Action(kind, chunk, microbatch)
+        for kind in (F, B)
+        for chunk in range(chunks)
+        for microbatch in range(microbatches)
+    ]
+    inputs = list(everything)
+    rng.shuffle(inputs)
+    while not state.done:
+        ready = state.ready()
+        assert set(ready) == {action for action in everything if state.is_ready(action)}
+        assert all(state.is_possible(action) for action in ready)
+        if ready and (not inputs or rng.random() < 0.5):
+            run(state, rng.choice(ready))
+        else:
+            arrival = inputs.pop()
+            state.arrive(arrival.kind, arrival.chunk, arrival.microbatch)
+    assert not any(state.is_possible(action) for action in everything)

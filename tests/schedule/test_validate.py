@@ -1,0 +1,174 @@
+"""Broken schedules: one line with rank, position and action, and the cell marked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.validate import validate
+
+ONE_CHUNK = Placement(num_ranks=2, num_chunks=1)
+
+
+def schedule_of(*rows: str, placement: Placement = ONE_CHUNK, microbatches: int = 2) -> Schedule:
+    def parse(text: str) -> Action:
+        chunk, microbatch = text[1:].split("-")
+        return Action(ActionKind(text[0]), int(chunk), int(microbatch))
+
+    return Schedule(
+        name="mine",
+        placement=placement,
+        num_microbatches=microbatches,
+        orders=tuple(tuple(parse(text) for text in row.split()) for row in rows),
+    )
+
+
+GOOD = "F0-0 B0-0 F0-1 B0-1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "first_line", "marked"),
+    [
+        (
+            ("F0-0 F0-1 B0-0 B0-1", "F0-0 B0-0 F0-1"),
+            "rank 1, position 3: the order ends, but B0-1 is missing",
+            "rank 1 | F0-0 B0-0 F0-1 [missing]",
+        ),
+        (
+            ("F0-0", GOOD),
+            "rank 0, position 1: the order ends, but F0-1 and 2 more are missing",
+            "rank 0 | F0-0 [missing]",
+        ),
+        (
+            (GOOD, "F0-0 B0-0 F0-0 F0-1 B0-1"),
+            "rank 1, position 2: F0-0 cannot be here: it was started before",
+            "rank 1 | F0-0 B0-0 [F0-0] F0-1 B0-1",
+        ),
+        (
+            ("F0-0 F0-1 B0-1 B0-0", GOOD),
+            "rank 0, position 2: B0-1 cannot be here: B0-0 comes before it",
+            "rank 0 | F0-0 F0-1 [B0-1] B0-0",
+        ),
+        (
+            ("F0-0 B0-0 B0-1 F0-1", GOOD),
+            "rank 0, position 2: B0-1 cannot be here: its own forward F0-1 has not finished",
+            "rank 0 | F0-0 B0-0 [B0-1] F0-1",
+        ),
+        (
+            ("F0-0 F0-1 F0-2 B0-0 B0-1", GOOD),
+            "rank 0, position 2: F0-2 cannot be here: there is no such action",
+            "rank 0 | F0-0 F0-1 [F0-2] B0-0 B0-1",
+        ),
+        (
+            ("F0-0 F1-0 F0-1 B0-0 B0-1", GOOD),
+            "rank 0, position 1: F1-0 cannot be here: there is no such action",
+            "rank 0 | F0-0 [F1-0] F0-1 B0-0 B0-1",
+        ),
+        (
+            ("F0-0 W0-0 F0-1 B0-0 B0-1", GOOD),
+            "rank 0, position 1: W0-0 cannot be here: this step has no W",
+            "rank 0 | F0-0 [W0-0] F0-1 B0-0 B0-1",
+        ),
+    ],
+)
+def test_broken_orders(rows: tuple[str, ...], first_line: str, marked: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule_of(*rows))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"schedule mine, {first_line}")
+    assert [" ".join(line.split()) for line in lines[1:]].count(marked) == 1
+    assert len(lines) == 1 + 2
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """Rank 0 wants its first gradient before it sends what rank 1 wants first: a circle."""
+    placement = Placement(num_ranks=2, num_chunks=2)
+    schedule = schedule_of(
+        "F0-0 F1-0 B1-0 B0-0", "F0-0 F1-0 B1-0 B0-0", placement=placement, microbatches=1
+    )
+    validate(schedule)
+    circle = schedule_of(
+        "F0-0 F1-0 B1-0 B0-0", "F1-0 F0-0 B1-0 B0-0", placement=placement, microbatches=1
+    )
+    with pytest.raises(ScheduleError) as caught:
+        validate(circle)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        "schedule mine, rank 1, position 0: deadlock at F1-0: its input from rank 0 (stage 2)"
+        " is not here, and no other rank can go on either"
+    )
+    assert "[F1-0]" in lines[2]
+
+
+def test_only_the_columns_around_the_cell_are_drawn() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    good = make_schedule("gpipe", placement, 40)
+    broken = (*good.orders[0][:50], good.orders[0][49], *good.orders[0][50:])
+    with pytest.raises(ScheduleError) as caught:
+        validate(replace(good, orders=(broken, good.orders[1])))
+    lines = str(caught.value).splitlines()
+    assert (
+        lines[0]
+        == "schedule gpipe, rank 0, position 50: B0-9 cannot be here: it was started before"
+    )
+    assert lines[1].split()[3] == "..."
+    assert lines[1].split()[-1] == "..."
+    assert "[B0-9]" in lines[1]
+    assert max(map(len, lines[1:])) < 140
+
+
+def test_a_cap_that_the_schedule_exceeds() -> None:
+    schedule = make_schedule("gpipe", ONE_CHUNK, 4)
+    validate(schedule, cap=4)
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, position 3: F0-3 makes the rank hold 4, above the cap of 3"
+    ):
+        validate(schedule, cap=3)
+    with pytest.raises(ScheduleError, match="least cap is 1"):
+        validate(schedule, cap=0.5)
+    with pytest.raises(ScheduleError, match="rank 0, position 1"):
+        validate(schedule, cap=15, activation_units=(10.0,))
+
+
+def test_an_order_is_missing() -> None:
+    with pytest.raises(ScheduleError, match="orders for 1 ranks: its placement has 2"):
+        validate(schedule_of(GOOD))
+
+
+def test_an_empty_schedule_misses_its_forwards() -> None:
+    with pytest.raises(ScheduleError, match="rank 0, position 0: the order ends, but F0-0 and 1"):
+        validate(schedule_of("", ""))
+
+
+@given(
+    name=st.sampled_from(["gpipe", "interleaved", "forward-only"]),
+    ranks=st.integers(1, 4),
+    rounds=st.integers(1, 2),
+    damage=st.sampled_from(["drop", "double"]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_dropped_or_doubled_action_is_found(
+    name: str, ranks: int, rounds: int, damage: str, seed: int
+) -> None:
+    schedule = make_schedule(name, Placement(num_ranks=ranks, num_chunks=2), ranks * rounds)
+    rng = random.Random(seed)
+    rank = rng.randrange(ranks)
+    order = list(schedule.orders[rank])
+    position = rng.randrange(len(order))
+    if damage == "drop":
+        del order[position]
+    else:
+        order.insert(rng.randrange(len(order) + 1), order[position])
+    orders = list(schedule.orders)
+    orders[rank] = tuple(order)
+    with pytest.raises(ScheduleError, match=f"rank {rank}, position "):
+        validate(replace(schedule, orders=tuple(orders)))
