@@ -1,0 +1,32 @@
+"""What every command line program shares: how expected errors end a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron.adaptive.errors import AdaptiveError
+
+EXIT_EXPECTED_ERROR = 2
+
+
+def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
+    """Run ``main(argv)`` and turn an expected error into one line on stderr.
+
+    Args:
+        main: the program; gets the arguments without the program's name, returns its exit status
+            (``None`` counts as 0).
+        argv: the arguments, ``sys.argv[1:]`` by default.
+
+    Returns:
+        The exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C. Other exceptions pass
+        through with their traceback, for they are bugs.
+    """
+    try:
+        return main(list(sys.argv[1:] if argv is None else argv)) or 0
+    except AdaptiveError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_EXPECTED_ERROR
+    except KeyboardInterrupt:
+        print("stopped by the user", file=sys.stderr, flush=True)
+        return 130

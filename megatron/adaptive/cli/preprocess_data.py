@@ -1,0 +1,177 @@
+"""``preprocess_data``: JSON lines to token files, with Megatron-LM's flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.training.preprocess import (
+    PreprocessSpec,
+    Progress,
+    expand_inputs,
+    preprocess,
+)
+from megatron.adaptive.training.tokenizer import TOKENIZER_TYPES
+
+__all__ = ["OneLineParser", "available_cores", "main", "progress_display", "tidy_on_sigterm"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a wrong command line as an expected error: one line, status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def progress_display(total_bytes: int | None, log_interval: int) -> Iterator[Progress]:
+    """Yield a progress function: a bar on a terminal, else a log line on stderr now and then.
+
+    Args:
+        total_bytes: input size, ``None`` if not known yet.
+        log_interval: documents between two log lines.
+    """
+    if sys.stderr.isatty():
+        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing") as bar:
+
+            def advance(documents: int, input_bytes: int) -> None:
+                bar.set_postfix_str(f"{documents} documents", refresh=False)
+                bar.update(input_bytes - bar.n)
+
+            yield advance
+        return
+    start_s = time.monotonic()
+    next_line = log_interval
+
+    def log(documents: int, input_bytes: int) -> None:
+        nonlocal next_line
+        if documents < next_line:
+            return
+        next_line = documents + log_interval
+        elapsed_s = max(time.monotonic() - start_s, 1e-9)
+        print(
+            f"tokenized {documents} documents, {input_bytes / 1e6:.1f} MB "
+            f"({documents / elapsed_s:.0f} documents/s, {input_bytes / 1e6 / elapsed_s:.2f} MB/s)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    yield log
+
+
+@contextmanager
+def tidy_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C does, so that temporary files and workers go."""
+
+    def leave(signum: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``preprocess_data`` with ``argv`` (the process's arguments by default)."""
+    return run_cli(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if args.log_interval < 1:
+        raise ConfigError(f"--log-interval is {args.log_interval}, but must be at least 1")
+    spec = PreprocessSpec(
+        inputs=expand_inputs(args.input),
+        output_prefix=args.output_prefix,
+        json_keys=tuple(args.json_keys),
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        vocab_size=args.vocab_size,
+        append_eod=args.append_eod,
+        workers=args.workers,
+    )
+    total_bytes = sum(path.stat().st_size for path in spec.inputs)
+    with tidy_on_sigterm(), progress_display(total_bytes, args.log_interval) as progress:
+        summary = preprocess(spec, progress=progress)
+    rate = summary.input_bytes / 1e6 / summary.elapsed_s
+    empty = f" ({summary.num_empty} empty texts left out)" if summary.num_empty else ""
+    print(
+        f"{summary.num_documents} documents{empty}, {summary.num_tokens} tokens in "
+        f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s a worker)"
+    )
+    for prefix in summary.prefixes:
+        print(f"train with --data-path {prefix}")
+    return 0
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="preprocess_data.py",
+        allow_abbrev=False,
+        description="Turn JSON lines into the .bin and .idx files that --data-path takes.",
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines files or glob patterns, one JSON object a line",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys whose text to tokenize, each into its own files (default: text)",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="files are PREFIX_KEY_document.bin and .idx",
+    )
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="GPT2BPETokenizer")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
+    add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
+    add(
+        "--workers",
+        type=int,
+        default=available_cores(),
+        metavar="N",
+        help="processes that tokenize (default: one a core)",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="documents between log lines where stderr is no terminal (default: 1000)",
+    )
+    add(
+        "--dataset-impl",
+        choices=["mmap"],
+        default="mmap",
+        help="accepted as in Megatron-LM; there is only mmap",
+    )
+    return parser

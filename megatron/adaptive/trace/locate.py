@@ -1,0 +1,118 @@
+"""Which trace the user means.
+
+``runs/latest`` is a symbolic link to the newest run's folder, or a text file with its path
+(relative to ``runs``). A run's folder holds ``traces/`` with the JSON lines of its ranks, and may
+hold the text form. Looked for, in this order:
+
+1. the folder or file given by the user,
+2. ``runs/latest`` below the current directory,
+3. the text form in the current directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
+from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
+
+__all__ = ["load_run"]
+
+TRACES = "traces"
+RUNS = "runs"
+LATEST = "latest"
+
+
+def load_run(
+    given: Path | None,
+    num_ranks: int | None = None,
+    num_chunks: int | None = None,
+    *,
+    base: Path | None = None,
+) -> RunTrace:
+    """Find and read the trace of a run.
+
+    Args:
+        given: the run's folder, its folder of traces, or a file in the text form; ``None`` to
+            look for the latest run.
+        num_ranks: the pipeline ranks that it must have, ``None`` for any.
+        num_chunks: the chunks per rank that it must have, ``None`` for any.
+        base: where to look instead of the current directory.
+
+    Raises:
+        TraceError: there is none, it has another shape, or it cannot be read.
+    """
+    base = Path() if base is None else base
+    if given is not None:
+        if not given.exists():
+            raise TraceError(f"{given} does not exist; give the folder of a run")
+        return _read(given, num_ranks, num_chunks, base)
+    latest = _latest(base)
+    if latest is not None:
+        return _read(latest, num_ranks, num_chunks, base)
+    text = _text_file(base, num_ranks, num_chunks)
+    if text is not None:
+        return read_legacy(text)
+    shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text form"
+    raise TraceError(
+        f"no trace found: neither {base / RUNS / LATEST} nor {shape} in {base.resolve()}; "
+        "run run_single.sh first or give --run-dir"
+    )
+
+
+def _latest(base: Path) -> Path | None:
+    pointer = base / RUNS / LATEST
+    if pointer.is_file():
+        folder = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    elif pointer.is_symlink() or pointer.is_dir():
+        folder = pointer
+    else:
+        return None
+    if not folder.is_dir():
+        raise TraceError(
+            f"{pointer} points to {folder.resolve()}, which is gone; give --run-dir, or run again"
+        )
+    return folder
+
+
+def _read(place: Path, num_ranks: int | None, num_chunks: int | None, base: Path) -> RunTrace:
+    if place.is_file():
+        return read_legacy(place, num_ranks, num_chunks)
+    traces = next((p for p in (place / TRACES, place) if trace_files(p)), None)
+    if traces is not None:
+        run = read_run(traces)
+    elif (text := _text_file(place, num_ranks, num_chunks)) is not None:
+        run = read_legacy(text)
+    else:
+        raise TraceError(
+            f"{place} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "
+            "trace_pipeline_<p>_model_chunks_<c>.txt; was the run traced, and did it finish a step?"
+        )
+    _check_shape(run, num_ranks, num_chunks, base)
+    return run
+
+
+def _check_shape(run: RunTrace, num_ranks: int | None, num_chunks: int | None, base: Path) -> None:
+    wanted = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
+    if wanted == (run.num_ranks, run.num_chunks):
+        return
+    advice = f"give --pipeline_parallel {run.num_ranks} --model_chunks {run.num_chunks}"
+    others = [p.parent for p in (base / RUNS).glob(f"*/{legacy_name(*wanted)}.txt")]
+    if others:
+        newest = max(others, key=lambda folder: folder.stat().st_mtime)
+        advice += f", or --run-dir {newest} for the newest run of that shape"
+    raise TraceError(
+        f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
+        f"{wanted[0]} x {wanted[1]}; {advice}"
+    )
+
+
+def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
+    """The newest file in the text form that has the shape."""
+    found = []
+    for path in folder.glob("trace_pipeline_*_model_chunks_*.txt"):
+        shape = legacy_shape(path)
+        if shape and num_ranks in (None, shape[0]) and num_chunks in (None, shape[1]):
+            found.append(path)
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,62 @@
+"""``make_corpus`` as a user runs it, on this Python's own library."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli.make_corpus import main
+from megatron.adaptive.training.indexed import check_indexed, check_vocabulary_fits
+from megatron.adaptive.training.tokenizer import GPT2BPETokenizer
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
+
+
+def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, str(TOOL), "--output-dir", "made"),
+        *("--max-bytes", "500000", "--vocab-size", "1000"),
+    ]
+    runs = [
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        for _ in range(2)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs
+    assert runs[0].stdout.startswith("corpus made in ")
+    assert runs[1].stdout.startswith("corpus found: ")
+    words = shlex.split(runs[1].stdout.splitlines()[-1])
+    flags = dict(zip(words[2::2], words[3::2], strict=True))
+    tokenizer = GPT2BPETokenizer(flags["--vocab-file"], flags["--merge-file"])
+    assert tokenizer.vocab_size == 1000
+    assert check_indexed(flags["--data-path"]).num_tokens > 100_000
+    check_vocabulary_fits(flags["--data-path"], tokenizer.vocab_size)
+    assert os.listdir(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--output-dir"),
+        (["--output-dir", "x", "--vocab-size", "10"], "257 is the least"),
+        (["--output-dir", "x", "--workers", "0"], "--workers is 0"),
+    ],
+)
+def test_expected_errors_are_one_line_and_status_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert message in errors
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,183 @@
+"""``preprocess_data`` as a user runs it: flags, output, exit status, and what stays behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli.preprocess_data import main
+from megatron.adaptive.training.indexed import check_indexed
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} {n}"}) + "\n" for n in range(50)))
+    return path
+
+
+def _null(tmp_path: Path, *more: str) -> list[str]:
+    return [
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
+        *("--output-prefix", str(tmp_path / "out"), *more),
+    ]
+
+
+def test_megatron_lms_flags_make_megatron_lms_files(
+    tmp_path: Path, numbers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(
+        [
+            *("--input", str(tmp_path / "*.jsonl"), "--json-keys", "text", "--append-eod"),
+            *_null(tmp_path, "--workers", "1", "--dataset-impl", "mmap", "--log-interval", "10"),
+        ]
+    )
+    assert status == 0
+    info = check_indexed(tmp_path / "out_text_document")
+    assert (info.num_documents, info.num_tokens) == (50, 150)
+    captured = capsys.readouterr()
+    assert "50 documents, 150 tokens" in captured.out
+    assert f"--data-path {tmp_path / 'out_text_document'}" in captured.out
+    assert "tokenized 50 documents" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--input", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["--dataset-impl", "lazy"], "invalid choice: 'lazy'"),
+        (["--split-sentences"], "unrecognized arguments: --split-sentences"),
+        (["--workers", "0"], "--workers is 0"),
+        (["--log-interval", "0"], "--log-interval is 0"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file"),
+        (["--json-keys", "body"], "numbers.jsonl:1: has no key 'body'"),
+    ],
+)
+def test_expected_errors_are_one_line_and_status_2(
+    tmp_path: Path,
+    numbers: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    message: str,
+) -> None:
+    status = main(["--input", str(numbers), *_null(tmp_path), "--workers", "1", *changes])
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert captured.out == ""
+    assert os.listdir(tmp_path) == ["numbers.jsonl"]
+
+
+def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--input, --output-prefix" in capsys.readouterr().err
+
+
+def test_the_tool_runs_from_any_folder_with_workers(tmp_path: Path, numbers: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, TOOL, "--input", numbers.name, *_null(tmp_path, "--workers", "2")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "50 documents, 100 tokens" in done.stdout
+    assert check_indexed(tmp_path / "out_text_document").num_documents == 50
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path: Path, numbers: Path) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+    program = subprocess.Popen(
+        [sys.executable, TOOL, "--input", numbers, *_null(tmp_path, "--workers", "1")],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:
+        pass  # Linux says EIO where the other end of a terminal is closed.
+    finally:
+        os.close(ours)
+    assert program.wait(timeout=60) == 0
+    assert b"tokenizing" in shown
+    assert b"50 documents" in shown
+
+
+def _wait_for(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"no {what} within 60 s"
+        time.sleep(0.02)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _children(pid: int) -> set[int]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found |= {int(child) for child in task.read_text().split()}
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_stopped_run_leaves_no_output_and_no_workers(
+    tmp_path: Path, numbers: Path, number: int, status: int
+) -> None:
+    large = tmp_path / "large.jsonl"
+    large.write_text(numbers.read_text() * 30_000)
+    program = subprocess.Popen(
+        [sys.executable, TOOL, "--input", large, *_null(tmp_path, "--workers", "2")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_for(lambda: any(map(_size, tmp_path.glob(".out*.tmp.bin"))), "token written")
+        workers = _children(program.pid)
+        assert len(workers) >= 2
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert program.returncode == status
+    _wait_for(lambda: not any(map(_is_alive, workers)), "end of the workers")
+    if number == signal.SIGKILL:
+        # Nobody is left to remove the hidden temporary file.
+        assert not list(tmp_path.glob("out*"))
+    else:
+        assert "Traceback" not in errors
+        assert sorted(os.listdir(tmp_path)) == ["large.jsonl", "numbers.jsonl"]

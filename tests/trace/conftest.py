@@ -1,0 +1,106 @@
+"""Traces to look at: a small pipeline simulated event by event, written by the real recorder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.recorder import Recorder
+
+FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
+START_NS = 5_000_000_000
+
+Timed = tuple[str, int, int, int, int]
+"""Action, chunk, microbatch, start and end in nanoseconds."""
+
+
+def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
+    """Run all forwards, then all backwards, each as soon as its input is there and its rank free.
+
+    Returns the actions of each rank in executed order.
+    """
+    num_stages = num_ranks * num_chunks
+    rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
+    free = [0] * num_ranks
+    ready = [0] * num_microbatches
+    forward = [("F", stage, FORWARD_NS) for stage in range(num_stages)]
+    backward = [("B", stage, BACKWARD_NS) for stage in reversed(range(num_stages))]
+    for action, stage, cost in forward + backward:
+        chunk, rank = divmod(stage, num_ranks)
+        for microbatch in range(num_microbatches):
+            start = max(ready[microbatch], free[rank])
+            free[rank] = ready[microbatch] = start + cost
+            rows[rank].append((action, chunk, microbatch, start, start + cost))
+    return rows
+
+
+def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader:
+    """A header of a run with pipeline parallelism only, unless changed."""
+    values: dict[str, object] = {
+        "run": "run-1",
+        "rank": rank,
+        "world_size": num_ranks,
+        "pp_rank": rank,
+        "num_ranks": num_ranks,
+        "num_chunks": 1,
+        "num_microbatches": 4,
+        "schedule": "adaptive",
+    }
+    return TraceHeader.create(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(name="simulate")
+def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
+    """The function that tells what :func:`write_run` writes, from time 0."""
+    return simulate
+
+
+@pytest.fixture(name="make_header")
+def make_header_fixture() -> Callable[..., TraceHeader]:
+    """A function ``(rank, num_ranks=2, **changes)`` that returns a header."""
+    return make_header
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes the traces of a run and returns their folder."""
+
+    def write(
+        num_ranks: int = 2,
+        num_chunks: int = 1,
+        num_microbatches: int = 4,
+        *,
+        iterations: int = 3,
+        folder: Path | None = None,
+        **changes: object,
+    ) -> Path:
+        target = folder or tmp_path / "traces"
+        rows = simulate(num_ranks, num_chunks, num_microbatches)
+        for rank, row in enumerate(rows):
+            header = make_header(
+                rank,
+                num_ranks,
+                num_chunks=num_chunks,
+                num_microbatches=num_microbatches,
+                **changes,
+            )
+            with Recorder(target, header) as recorder:
+                for iteration in range(1, iterations + 1):
+                    shift = START_NS + iteration * 10**10
+                    recorder.begin_iteration(iteration, num_microbatches)
+                    recorder.record("data", -1, -1, shift - 50, shift - 10)
+                    for action, chunk, microbatch, start, end in row:
+                        recorder.record(
+                            action,
+                            chunk,
+                            microbatch,
+                            shift + start,
+                            shift + end,
+                            wait_ns=7,
+                            bytes=100,
+                            in_flight_bytes=1 << 20,
+                        )
+        return target
+
+    return write

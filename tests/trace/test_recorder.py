@@ -1,0 +1,236 @@
+"""The recorder writes every span, survives its own process and reports a full disk."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, parse_line
+from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
+
+HEADER = TraceHeader.create(
+    run="run-1",
+    rank=0,
+    world_size=1,
+    pp_rank=0,
+    num_ranks=1,
+    num_chunks=1,
+    num_microbatches=2,
+    schedule="1f1b",
+)
+
+
+def records(path: Path) -> list[TraceHeader | IterationStart | Span | None]:
+    return [parse_line(line, str(path)) for line in path.read_bytes().splitlines()]
+
+
+def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "new" / "traces", HEADER) as recorder:
+        recorder.begin_iteration(1, 2)
+        recorder.record("F", 0, 0, 10, 20)
+        recorder.record("B", 0, 0, 25, 40, wait_ns=5, bytes=64, in_flight_bytes=128)
+        recorder.begin_iteration(2, 4)
+        recorder.record("optimizer", -1, -1, 50, 60)
+    assert recorder.path == tmp_path / "new" / "traces" / "trace_rank_00000.jsonl"
+    assert records(recorder.path) == [
+        HEADER,
+        IterationStart(1, 2),
+        Span("F", 0, 0, 10, 20, 1),
+        Span("B", 0, 0, 25, 40, 1, 5, 64, 128),
+        IterationStart(2, 4),
+        Span("optimizer", -1, -1, 50, 60, 2),
+    ]
+
+
+def test_only_chosen_iterations_are_recorded(tmp_path: Path) -> None:
+    with Recorder(tmp_path, HEADER, interval=2, iterations=range(3, 9)) as recorder:
+        recorder.record("F", 0, 0, 1, 2)
+        for iteration in range(1, 12):
+            recorder.begin_iteration(iteration, 2)
+            recorder.record("F", 0, 0, 1, 2)
+            recorder.end_iteration()
+            recorder.record("optimizer", 0, 0, 1, 2)
+    written = {r.iteration for r in records(recorder.path) if isinstance(r, Span)}
+    assert written == {4, 6, 8}
+    assert len(records(recorder.path)) == 1 + 2 * 3
+
+
+def test_more_iterations_than_the_queue_holds(tmp_path: Path) -> None:
+    count = 10 * QUEUE_ITERATIONS
+    with Recorder(tmp_path, HEADER) as recorder:
+        for iteration in range(count):
+            recorder.begin_iteration(iteration, 2)
+            recorder.record("F", 0, 0, iteration, iteration + 1)
+    spans = [r for r in records(recorder.path) if isinstance(r, Span)]
+    assert [span.iteration for span in spans] == list(range(count))
+
+
+def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, HEADER)
+    recorder.close()
+    size = recorder.path.stat().st_size
+    recorder.close()
+    recorder.begin_iteration(1, 2)
+    recorder.record("F", 0, 0, 1, 2)
+    recorder.end_iteration()
+    assert recorder.path.stat().st_size == size
+
+
+def test_a_resumed_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    with Recorder(tmp_path, HEADER) as recorder:
+        recorder.begin_iteration(1, 2)
+        recorder.record("F", 0, 0, 1, 2)
+    with recorder.path.open("ab") as file:
+        file.write(b'{"action": "F", "chun')
+    with Recorder(tmp_path, HEADER) as resumed:
+        resumed.begin_iteration(2, 2)
+    kinds = [type(record) for record in records(resumed.path)]
+    assert kinds == [TraceHeader, IterationStart, Span, TraceHeader, IterationStart]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"run": "run-2"}, "belongs to run 'run-1'"), ({"num_chunks": 2}, r"\(1, 1, 1\)")],
+)
+def test_another_run_or_shape_in_the_folder_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    Recorder(tmp_path, HEADER).close()
+    before = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
+    values = {name: getattr(HEADER, name) for name in HEADER.__slots__}
+    with pytest.raises(TraceError, match=message):
+        Recorder(tmp_path, TraceHeader(**{**values, **change}))
+    assert (tmp_path / "trace_rank_00000.jsonl").read_bytes() == before
+
+
+def test_a_foreign_file_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace_rank_00000.jsonl"
+    path.write_text("my notes\n")
+    with pytest.raises(TraceError, match="not a line of JSON"):
+        Recorder(tmp_path, HEADER)
+    assert path.read_text() == "my notes\n"
+
+
+def test_an_unusable_folder_or_interval_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TraceError, match="cannot write the trace file"):
+        Recorder(tmp_path / "file", HEADER)
+    with pytest.raises(TraceError, match="interval is 0"):
+        Recorder(tmp_path, HEADER, interval=0)
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with ``folder`` and ``header()`` at hand in a process of its own."""
+    prelude = f"""
+        from pathlib import Path
+        from megatron.adaptive.errors import TraceError
+        from megatron.adaptive.trace.event import TraceHeader
+        from megatron.adaptive.trace.recorder import Recorder
+        folder = Path({str(folder)!r})
+        header = TraceHeader.create(run="r", rank=0, world_size=1, pp_rank=0, num_ranks=1,
+                                    num_chunks=1, num_microbatches=2, schedule="1f1b")
+    """
+    program = textwrap.dedent(prelude) + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_full_disk_is_raised_once_at_a_step_boundary(tmp_path: Path) -> None:
+    # A limit on the file's size fails a write in the middle, as a full disk does.
+    result = run_python(
+        """
+        import resource, time
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        recorder = Recorder(folder, header)
+        errors = []
+        for iteration in range(200):
+            try:
+                recorder.begin_iteration(iteration, 2)
+            except TraceError as error:
+                errors.append(str(error))
+            for microbatch in range(10):
+                recorder.record("F", 0, microbatch, 1, 2)
+            time.sleep(0.001)
+        recorder.close()
+        assert len(errors) == 1, errors
+        print(errors[0])
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "cannot write the trace file" in result.stdout
+    assert "File too large" in result.stdout
+    data = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
+    assert data.endswith(b"\n")
+    assert len(records(tmp_path / "trace_rank_00000.jsonl")) > 10
+
+
+def test_close_reports_a_full_disk_too(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        recorder = Recorder(folder, header)
+        recorder.begin_iteration(1, 2)
+        for microbatch in range(100):
+            recorder.record("F", 0, microbatch, 1, 2)
+        try:
+            recorder.close()
+        except TraceError as error:
+            print(error)
+        recorder.close()
+        """,
+        tmp_path,
+    )
+    assert "File too large" in result.stdout, result.stderr
+
+
+def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import os, signal
+        recorder = Recorder(folder, header)
+        path = recorder.path
+        for iteration in range(1, 31):
+            recorder.begin_iteration(iteration, 2)
+            for microbatch in range(20):
+                recorder.record("F", 0, microbatch, 1, 2)
+        while b'"iteration": 20,' not in path.read_bytes():
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == -9
+    spans = [r for r in records(tmp_path / "trace_rank_00000.jsonl") if isinstance(r, Span)]
+    assert len(spans) >= 20 * 20
+    assert len(spans) % 20 == 0
+
+
+def test_an_exit_without_close_writes_the_rest(tmp_path: Path) -> None:
+    run_python(
+        """
+        recorder = Recorder(folder, header)
+        recorder.begin_iteration(1, 2)
+        recorder.record("F", 0, 0, 1, 2)
+        raise SystemExit(1)
+        """,
+        tmp_path,
+    )
+    assert len(records(tmp_path / "trace_rank_00000.jsonl")) == 3
+
+
+def test_recording_needs_no_torch_and_no_drawing_package(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import sys
+        heavy = {"torch", "numpy", "openpyxl", "matplotlib"} & set(sys.modules)
+        assert not heavy, heavy
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,96 @@
+"""Choosing an iteration, and the names of rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import TraceHeader, trace_file_name
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.step import pipeline_step, stages_of_rank
+
+
+def test_a_step_holds_the_executed_order_from_time_zero(
+    write_run: Callable[..., Path],
+    simulate: Callable[..., list[list[tuple[str, int, int, int, int]]]],
+) -> None:
+    step = pipeline_step(read_run(write_run(2, 2, 4)), 2)
+    rows = [[(s.action, s.chunk, s.microbatch, s.start_ns, s.end_ns) for s in r] for r in step.rows]
+    assert rows == simulate(2, 2, 4)
+    assert step.step_ns == max(row[-1][-1] for row in simulate(2, 2, 4))
+    assert (step.schedule, step.num_microbatches, step.missing) == ("adaptive", 4, ())
+    assert step.actions == ("F", "B")
+
+
+def test_one_rank_one_microbatch(write_run: Callable[..., Path]) -> None:
+    step = pipeline_step(read_run(write_run(1, 1, 1)))
+    assert step.step_ns == 1_000_000 + 2_000_000
+    assert step.label(0) == "stage 0"
+
+
+def test_the_default_is_the_last_complete_iteration(
+    write_run: Callable[..., Path], make_header: Callable[..., TraceHeader]
+) -> None:
+    folder = write_run(2, 1, 4, iterations=2)
+    for rank in range(2):
+        with Recorder(folder, make_header(rank)) as recorder:
+            recorder.begin_iteration(3, 4)
+            recorder.record("F", 0, 0, 1, 2)
+    run = read_run(folder)
+    assert pipeline_step(run).iteration == 2
+    assert pipeline_step(run, 3).iteration == 3
+
+
+def test_without_a_complete_iteration_the_last_is_taken(write_run: Callable[..., Path]) -> None:
+    folder = write_run(2, 1, 4, iterations=1)
+    path = folder / trace_file_name(0)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert pipeline_step(read_run(folder)).iteration == 1
+
+
+def test_an_iteration_out_of_range_says_which_exist(write_run: Callable[..., Path]) -> None:
+    run = read_run(write_run(iterations=3))
+    with pytest.raises(TraceError, match=r"iteration 9 is not in .*; it has 1-3"):
+        pipeline_step(run, 9)
+
+
+def test_a_run_without_anything_to_draw_is_refused(
+    write_run: Callable[..., Path], make_header: Callable[..., TraceHeader]
+) -> None:
+    folder = write_run(1, iterations=0)
+    with pytest.raises(TraceError, match="holds no iteration"):
+        pipeline_step(read_run(folder))
+    with Recorder(folder, make_header(0, 1)) as recorder:
+        recorder.begin_iteration(1, 4)
+        recorder.record("optimizer", -1, -1, 1, 2)
+    with pytest.raises(TraceError, match="nothing to draw"):
+        pipeline_step(read_run(folder))
+
+
+def test_missing_ranks_keep_their_empty_row(write_run: Callable[..., Path]) -> None:
+    folder = write_run(3)
+    (folder / trace_file_name(1)).unlink()
+    step = pipeline_step(read_run(folder))
+    assert step.missing == (1,)
+    assert [len(row) for row in step.rows] == [8, 0, 8]
+
+
+@pytest.mark.parametrize(
+    ("placement", "table"),
+    [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)]), ("odd", [None, None])],
+)
+def test_stages_of_a_rank(placement: str, table: list[tuple[int, ...] | None]) -> None:
+    assert [stages_of_rank(rank, 2, 3, placement) for rank in range(2)] == table
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "placement", "label"),
+    [(1, "loop", "stage 1"), (2, "loop", "rank 1 (stages 1, 3)"), (2, "odd", "rank 1")],
+)
+def test_labels(
+    write_run: Callable[..., Path], num_chunks: int, placement: str, label: str
+) -> None:
+    step = pipeline_step(read_run(write_run(2, num_chunks, 2, placement=placement)))
+    assert step.label(1) == label
