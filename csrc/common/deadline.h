@@ -1,0 +1,49 @@
+// A point in time after which a wait gives up. Every blocking function of the core takes one.
+#pragma once
+
+#include <sys/types.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+namespace adaptive {
+
+class Deadline {
+ public:
+  // steady_clock is CLOCK_MONOTONIC on Linux, the clock that futexes are given.
+  using Clock = std::chrono::steady_clock;
+
+  static Deadline after(std::chrono::nanoseconds wait) { return Deadline(Clock::now() + wait); }
+
+  // The earlier of this deadline and `slice` from now: for waits that look up now and then.
+  Deadline at_most(std::chrono::nanoseconds slice) const {
+    return Deadline(std::min(when_, Clock::now() + slice));
+  }
+
+  bool expired() const { return Clock::now() >= when_; }
+
+  // Time left in whole milliseconds, rounded up so that poll() does not spin at the end.
+  int remaining_ms() const {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now()).count();
+    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000'000));
+  }
+
+  timespec as_timespec() const {
+    const auto since_epoch = when_.time_since_epoch();
+    const auto whole_s = std::chrono::duration_cast<std::chrono::seconds>(since_epoch);
+    const auto rest_ns = std::chrono::nanoseconds(since_epoch - whole_s);
+    timespec result{};
+    result.tv_sec = static_cast<time_t>(whole_s.count());
+    result.tv_nsec = static_cast<long>(rest_ns.count());
+    return result;
+  }
+
+ private:
+  explicit Deadline(Clock::time_point when) : when_(when) {}
+
+  Clock::time_point when_;
+};
+
+}  // namespace adaptive

@@ -1,0 +1,393 @@
+#include "shm/decision_log.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+#include "common/futex.h"
+
+namespace adaptive {
+namespace detail {
+
+constexpr std::size_t kLineBytes = 64;
+
+// One cache line each, so that the sides disturb each other only where they have to.
+struct alignas(kLineBytes) HeaderLine {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t num_readers;
+  std::uint32_t capacity;
+  std::uint32_t reserved;
+  std::uint64_t size_bytes;
+};
+
+struct alignas(kLineBytes) WriterLine {
+  std::atomic<std::uint64_t> published;
+  std::atomic<std::uint32_t> futex;  // changes with every entry and every change of state
+};
+
+struct alignas(kLineBytes) StateLine {
+  std::atomic<std::uint64_t> state;
+};
+
+struct alignas(kLineBytes) WaitLine {
+  std::atomic<std::uint32_t> sleeping_readers;
+  std::atomic<std::uint32_t> writer_sleeps;
+  std::atomic<std::uint32_t> release_futex;  // changes when a reader acknowledged to a sleeper
+};
+
+struct alignas(kLineBytes) ReaderLine {
+  std::atomic<std::uint64_t> acknowledged;
+  std::atomic<std::uint32_t> taken_by;  // process id, 0: nobody
+};
+
+struct Lines {
+  HeaderLine header;
+  WriterLine writer;
+  StateLine state;
+  WaitLine waits;
+  // num_readers times ReaderLine follow, then the entries.
+};
+
+}  // namespace detail
+
+namespace {
+
+using detail::Lines;
+using detail::ReaderLine;
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
+                  std::atomic<std::int64_t>::is_always_lock_free,
+              "atomics that hide a lock cannot be shared between processes");
+
+constexpr std::uint64_t kMagic = 0x4d41'4445'4349'4445ULL;
+constexpr std::uint32_t kVersion = 1;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Values of StateLine::state; the low half of kAborted carries the reason.
+constexpr std::uint64_t kOpen = 0;
+constexpr std::uint64_t kClosed = 1ULL << 32;
+constexpr std::uint64_t kAborted = 2ULL << 32;
+
+bool is_aborted(std::uint64_t state) noexcept {
+  return state >= kAborted;
+}
+
+std::size_t entries_offset(std::uint32_t num_readers) noexcept {
+  return sizeof(Lines) + std::size_t{num_readers} * sizeof(ReaderLine);
+}
+
+std::size_t size_for(std::uint32_t num_readers, std::uint32_t capacity) noexcept {
+  return entries_offset(num_readers) + std::size_t{capacity} * sizeof(std::int64_t);
+}
+
+std::string sizes_text(std::uint32_t num_readers, std::uint32_t capacity) {
+  return "num_readers " + std::to_string(num_readers) + " and capacity " + std::to_string(capacity);
+}
+
+bool sizes_allowed(std::uint32_t num_readers, std::uint32_t capacity) noexcept {
+  return num_readers >= 1 && num_readers <= DecisionLog::kMaxReaders && capacity >= 1 &&
+         capacity <= DecisionLog::kMaxCapacity;
+}
+
+[[noreturn]] void throw_foreign(const std::string& finding) {
+  throw Error("the descriptor does not hold a decision log of this version: " + finding);
+}
+
+ScopedFd make_memory(std::size_t size_bytes) {
+  ScopedFd fd(::memfd_create("megatron-adaptive-decisions", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) {
+    throw_errno("memfd_create", std::to_string(size_bytes) + " bytes");
+  }
+  if (::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
+    throw_errno("ftruncate", std::to_string(size_bytes) + " bytes");
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw_errno("fcntl", "F_ADD_SEALS");
+  }
+  return fd;
+}
+
+// The size of a memory file whose size cannot change any more.
+std::size_t sealed_size(int fd) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    throw_errno("fstat", std::to_string(fd));
+  }
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw_foreign("its size is not sealed");
+  }
+  const auto size_bytes = static_cast<std::size_t>(status.st_size);
+  if (size_bytes < size_for(1, 1) ||
+      size_bytes > size_for(DecisionLog::kMaxReaders, DecisionLog::kMaxCapacity)) {
+    throw_foreign("its size is " + std::to_string(size_bytes) + " bytes");
+  }
+  return size_bytes;
+}
+
+SpinBudget spin_for(std::uint32_t num_readers, unsigned local_processes) noexcept {
+  return SpinBudget(local_processes == 0 ? num_readers + 1 : local_processes);
+}
+
+}  // namespace
+
+// ---- DecisionLog
+
+DecisionLog::DecisionLog(MappedRegion region, std::uint32_t num_readers, std::uint32_t capacity,
+                         SpinBudget spin)
+    : region_(std::move(region)),
+      lines_(reinterpret_cast<Lines*>(region_.data())),
+      readers_(reinterpret_cast<ReaderLine*>(region_.data() + sizeof(Lines))),
+      entries_(reinterpret_cast<std::atomic<std::int64_t>*>(region_.data() +
+                                                            entries_offset(num_readers))),
+      num_readers_(num_readers),
+      capacity_(capacity),
+      spin_(spin),
+      owner_(::getpid()) {}
+
+DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
+  const std::size_t size_bytes = sealed_size(fd);
+  MappedRegion region = MappedRegion::shared(fd, size_bytes);
+  // One copy, checked and used: a peer may write the original at any moment. The fence keeps the
+  // compiler from reading the original again.
+  detail::HeaderLine header;
+  std::memcpy(&header, region.data(), sizeof(header));
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  if (header.magic != kMagic) {
+    throw_foreign("it starts with other bytes");
+  }
+  if (header.version != kVersion) {
+    throw_foreign("its version is " + std::to_string(header.version) + ", not " +
+                  std::to_string(kVersion));
+  }
+  if (!sizes_allowed(header.num_readers, header.capacity) || header.size_bytes != size_bytes ||
+      size_for(header.num_readers, header.capacity) != size_bytes) {
+    throw_foreign(sizes_text(header.num_readers, header.capacity) + " do not fit its " +
+                  std::to_string(size_bytes) + " bytes");
+  }
+  return DecisionLog(std::move(region), header.num_readers, header.capacity,
+                     spin_for(header.num_readers, local_processes));
+}
+
+void DecisionLog::set_state(std::uint64_t state) noexcept {
+  std::uint64_t current = lines_->state.state.load();
+  // The state only rises: closed gives way to aborted, and the first abort stays.
+  while (!is_aborted(current) && current < state &&
+         !lines_->state.state.compare_exchange_weak(current, state)) {
+  }
+  lines_->writer.futex.fetch_add(1);
+  futex_wake_all(lines_->writer.futex);
+  lines_->waits.release_futex.fetch_add(1);
+  futex_wake_all(lines_->waits.release_futex);
+}
+
+void DecisionLog::abort(std::uint32_t reason_code) noexcept {
+  set_state(kAborted | reason_code);
+}
+
+std::optional<std::uint32_t> DecisionLog::abort_reason() const noexcept {
+  const std::uint64_t state = lines_->state.state.load();
+  if (!is_aborted(state)) {
+    return std::nullopt;
+  }
+  return static_cast<std::uint32_t>(state);
+}
+
+// ---- DecisionWriter
+
+DecisionWriter DecisionWriter::create(std::uint32_t num_readers, std::uint32_t capacity,
+                                      unsigned local_processes) {
+  if (!sizes_allowed(num_readers, capacity)) {
+    throw std::invalid_argument(sizes_text(num_readers, capacity) + " must be within 1.." +
+                                std::to_string(kMaxReaders) + " and 1.." +
+                                std::to_string(kMaxCapacity));
+  }
+  const std::size_t size_bytes = size_for(num_readers, capacity);
+  ScopedFd fd = make_memory(size_bytes);
+  MappedRegion region = MappedRegion::shared(fd.get(), size_bytes);
+  // Fresh memory is zero, which is every atomic's initial value; the header says how much it is.
+  auto* header = new (region.data()) detail::HeaderLine{};
+  header->magic = kMagic;
+  header->version = kVersion;
+  header->num_readers = num_readers;
+  header->capacity = capacity;
+  header->size_bytes = size_bytes;
+  return DecisionWriter(std::move(region), num_readers, capacity,
+                        spin_for(num_readers, local_processes), std::move(fd));
+}
+
+DecisionWriter::DecisionWriter(MappedRegion region, std::uint32_t num_readers,
+                               std::uint32_t capacity, SpinBudget spin, ScopedFd fd)
+    : DecisionLog(std::move(region), num_readers, capacity, spin), fd_(std::move(fd)) {}
+
+DecisionWriter::~DecisionWriter() {
+  if (region_.data() != nullptr && owner_ == ::getpid()) {
+    close();
+  }
+}
+
+void DecisionWriter::close() noexcept {
+  set_state(kClosed);
+}
+
+std::uint64_t DecisionWriter::acknowledged_by(std::uint32_t reader) const {
+  const std::uint64_t position = readers_[reader].acknowledged.load();
+  if (position > published_ || published_ - position > capacity_) {
+    throw Error("reader " + std::to_string(reader) + " claims position " +
+                std::to_string(position) + " with " + std::to_string(published_) +
+                " entries published and a capacity of " + std::to_string(capacity_) +
+                ": the shared memory was overwritten");
+  }
+  return position;
+}
+
+DecisionWriter::Laggard DecisionWriter::slowest() const {
+  // One look at each reader: a second look at the one found slowest could find it ahead of
+  // another, and the writer would overrun that one.
+  Laggard slowest{0, acknowledged_by(0)};
+  for (std::uint32_t reader = 1; reader < num_readers_; ++reader) {
+    const std::uint64_t position = acknowledged_by(reader);
+    if (position < slowest.position) {
+      slowest = {reader, position};
+    }
+  }
+  return slowest;
+}
+
+bool DecisionWriter::has_room() {
+  if (published_ - seen_acknowledged_ < capacity_) {
+    return true;
+  }
+  seen_acknowledged_ = slowest().position;
+  return published_ - seen_acknowledged_ < capacity_;
+}
+
+bool DecisionWriter::wait_for_room(const Deadline& deadline) {
+  const auto settled = [this] { return lines_->state.state.load() != kOpen || has_room(); };
+  if (spin_.spin_until(settled)) {
+    return true;
+  }
+  // Saying so before looking again is what keeps a reader from missing a sleeper: it moves its
+  // position first and looks for sleepers afterwards, both sequentially consistent.
+  lines_->waits.writer_sleeps.store(1);
+  const bool ready = sleep_until(lines_->waits.release_futex, deadline, settled);
+  lines_->waits.writer_sleeps.store(0);
+  return ready;
+}
+
+WaitStatus DecisionWriter::try_publish(std::int64_t value) {
+  const std::uint64_t state = lines_->state.state.load();
+  if (state != kOpen) {
+    return is_aborted(state) ? WaitStatus::kAborted : WaitStatus::kClosed;
+  }
+  if (!has_room()) {
+    return WaitStatus::kNotYet;
+  }
+  entries_[published_ % capacity_].store(value, std::memory_order_relaxed);
+  lines_->writer.published.store(++published_, std::memory_order_release);
+  lines_->writer.futex.fetch_add(1);
+  if (lines_->waits.sleeping_readers.load() != 0) {
+    futex_wake_all(lines_->writer.futex);
+  }
+  return WaitStatus::kReady;
+}
+
+WaitStatus DecisionWriter::publish(std::int64_t value, const Deadline& deadline) {
+  WaitStatus status = try_publish(value);
+  while (status == WaitStatus::kNotYet && wait_for_room(deadline)) {
+    status = try_publish(value);
+  }
+  return status;
+}
+
+// ---- DecisionReader
+
+DecisionReader DecisionReader::attach(int fd, std::uint32_t reader_index,
+                                      unsigned local_processes) {
+  DecisionLog log = DecisionLog::attach(fd, local_processes);
+  if (reader_index >= log.num_readers()) {
+    throw std::invalid_argument("reader_index " + std::to_string(reader_index) +
+                                " must be below num_readers " + std::to_string(log.num_readers()));
+  }
+  return DecisionReader(std::move(log), reader_index);
+}
+
+DecisionReader::DecisionReader(DecisionLog log, std::uint32_t reader_index)
+    : DecisionLog(std::move(log)), index_(reader_index) {
+  ReaderLine& line = readers_[index_];
+  std::uint32_t nobody = 0;
+  if (!line.taken_by.compare_exchange_strong(nobody, static_cast<std::uint32_t>(owner_))) {
+    throw Error("reader_index " + std::to_string(index_) + " is taken by process " +
+                std::to_string(nobody) + ": each reader needs its own");
+  }
+  position_ = line.acknowledged.load();
+}
+
+DecisionReader::~DecisionReader() {
+  if (region_.data() != nullptr && owner_ == ::getpid()) {
+    readers_[index_].taken_by.store(0);
+  }
+}
+
+bool DecisionReader::has_entry() const {
+  const std::uint64_t published = lines_->writer.published.load();
+  if (published < position_ || published - position_ > capacity_) {
+    throw Error("the writer claims " + std::to_string(published) + " entries while reader " +
+                std::to_string(index_) + " has read " + std::to_string(position_) +
+                " with a capacity of " + std::to_string(capacity_) +
+                ": the shared memory was overwritten");
+  }
+  return published > position_;
+}
+
+bool DecisionReader::wait_for_entry(const Deadline& deadline) {
+  const auto settled = [this] { return lines_->state.state.load() != kOpen || has_entry(); };
+  if (spin_.spin_until(settled)) {
+    return true;
+  }
+  // Counted before the last look, as in wait_for_room(). A reader killed in its sleep stays
+  // counted, which costs the writer one system call per entry and nothing else.
+  lines_->waits.sleeping_readers.fetch_add(1);
+  const bool ready = sleep_until(lines_->writer.futex, deadline, settled);
+  lines_->waits.sleeping_readers.fetch_sub(1);
+  return ready;
+}
+
+WaitStatus DecisionReader::try_next(std::int64_t& value) {
+  // Read before the position: closed is set after the last entry, so with closed seen here an
+  // empty ring stays empty.
+  const std::uint64_t state = lines_->state.state.load();
+  if (is_aborted(state)) {
+    return WaitStatus::kAborted;
+  }
+  if (!has_entry()) {
+    return state == kOpen ? WaitStatus::kNotYet : WaitStatus::kClosed;
+  }
+  value = entries_[position_ % capacity_].load(std::memory_order_relaxed);
+  readers_[index_].acknowledged.store(++position_);
+  if (lines_->waits.writer_sleeps.load() != 0) {
+    lines_->waits.release_futex.fetch_add(1);
+    futex_wake_all(lines_->waits.release_futex);
+  }
+  return WaitStatus::kReady;
+}
+
+WaitStatus DecisionReader::next(std::int64_t& value, const Deadline& deadline) {
+  WaitStatus status = try_next(value);
+  while (status == WaitStatus::kNotYet && wait_for_entry(deadline)) {
+    status = try_next(value);
+  }
+  return status;
+}
+
+}  // namespace adaptive

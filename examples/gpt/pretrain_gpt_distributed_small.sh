@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# A small GPT on one machine, CPU or GPU: what run_single.sh runs, as a script to read and change.
+#
+#   PIPELINE_PARALLEL=2 MODEL_CHUNKS=2 bash examples/gpt/pretrain_gpt_distributed_small.sh
+#
+# Options of the trainer may follow; they override those below. Needs the data of
+#   python tools/make_corpus.py --output-dir data/stdlib
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+
+PYTHON=${PYTHON:-python}
+PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
+MODEL_CHUNKS=${MODEL_CHUNKS:-1}
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
+DATA_PARALLEL=${DATA_PARALLEL:-1}
+SCHEDULE=${SCHEDULE:-adaptive}
+DATA_DIR=${DATA_DIR:-$root/data/stdlib}
+RUN_DIR=${RUN_DIR:-$root/runs/small}
+# torchrun itself will do, too; this one checks the options first and ends with a short message.
+LAUNCHER=${LAUNCHER:-$PYTHON -m megatron.adaptive launch}
+
+DISTRIBUTED_ARGS=(
+  --standalone
+  --nproc-per-node "$((PIPELINE_PARALLEL * TENSOR_PARALLEL * DATA_PARALLEL))"
+)
+
+MODEL_ARGS=(
+  --num-layers 8
+  --hidden-size 128
+  --num-attention-heads 4
+  --seq-length 128
+  --max-position-embeddings 128
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
+)
+
+PARALLEL_ARGS=(
+  --pipeline-model-parallel-size "$PIPELINE_PARALLEL"
+  --tensor-model-parallel-size "$TENSOR_PARALLEL"
+  --pipeline-schedule "$SCHEDULE"
+)
+if ((MODEL_CHUNKS > 1)); then
+  PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$MODEL_CHUNKS")
+fi
+
+TRAINING_ARGS=(
+  --micro-batch-size 2
+  --global-batch-size 16
+  --train-iters 200
+  --lr 2e-3
+  --min-lr 2e-4
+  --lr-decay-style cosine
+  --lr-warmup-iters 10
+  --weight-decay 0.1
+  --adam-beta2 0.95
+  --clip-grad 1.0
+)
+
+DATA_ARGS=(
+  --data-path "$DATA_DIR/corpus_text_document"
+  --vocab-file "$DATA_DIR/vocab.json"
+  --merge-file "$DATA_DIR/merges.txt"
+  --tokenizer-type GPT2BPETokenizer
+  --split 969,30,1
+)
+
+OUTPUT_ARGS=(
+  --save "$RUN_DIR/checkpoints"
+  --save-interval 100
+  --load "$RUN_DIR/checkpoints"
+  --tensorboard-dir "$RUN_DIR/tensorboard"
+  --trace-dir "$RUN_DIR/traces"
+  --log-interval 10
+  --eval-interval 100
+  --eval-iters 2
+)
+
+# Several ranks on few processors: one thread each, or they get in each other's way.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+# shellcheck disable=SC2086  # the launcher may be a command with options
+exec $LAUNCHER "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py" \
+  "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
+  "${OUTPUT_ARGS[@]}" "$@"

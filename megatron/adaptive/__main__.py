@@ -1,0 +1,38 @@
+"""``python -m megatron.adaptive <subcommand>``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
+
+_SUBCOMMANDS = {
+    "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
+    "make-corpus": ("make_corpus", "make training data from Python's own sources"),
+    "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
+    "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
+    "process-trace": ("process_trace", "aggregate a run's traces"),
+    "run-single": ("run_single", "train a small GPT on this machine"),
+    "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
+}
+
+
+def main() -> int:
+    """Run the subcommand that the first argument names; returns its exit status."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
+        for known, (_, summary) in _SUBCOMMANDS.items():
+            print(f"  {known:16} {summary}")
+        return 0
+    if name not in _SUBCOMMANDS:
+        known = ", ".join(_SUBCOMMANDS)
+        print(f"error: unknown subcommand {name!r}: choose one of {known}", file=sys.stderr)
+        return EXIT_EXPECTED_ERROR
+    module = importlib.import_module(f"megatron.adaptive.cli.{_SUBCOMMANDS[name][0]}")
+    return run_cli(module.main, sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

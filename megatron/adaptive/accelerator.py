@@ -1,0 +1,302 @@
+"""The one place that knows which device the process runs on.
+
+Two things live here and nowhere else:
+
+* :class:`Accelerator`, the device of this process and the few helpers that differ between CUDA and
+  CPU (memory, synchronization, backend, peak FLOP/s).
+* :func:`install`, which lets an **unmodified** megatron-core run without CUDA. megatron-core names
+  the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current device and its
+  random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. On a machine without
+  CUDA each of these names is substituted, process-wide, before megatron-core is imported. With
+  CUDA nothing is touched.
+
+Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
+that a new release of torch or megatron-core tells which of them changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.adaptive.errors import SetupError
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
+    *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like"),
+    *("randperm", "tensor", "zeros", "zeros_like"),
+)
+
+# Dense bf16/fp16 tensor-core peak of common parts, FLOP/s, from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "4090": 165e12,
+    "3090": 71e12,
+    "A6000": 155e12,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """The device that this process computes on.
+
+    Attributes:
+        device: the ``torch.device`` of parameters and activations.
+        backend: the ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
+        name: the part's marketing name, ``CPU`` without CUDA.
+    """
+
+    device: torch.device
+    backend: str
+    name: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is a CUDA GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense 16-bit peak in FLOP/s, ``None`` where the part is unknown or a CPU."""
+        if not self.is_cuda:
+            return None
+        return next((peak for part, peak in _PEAK_FLOPS.items() if part in self.name), None)
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device is done; does nothing on a CPU."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def memory_in_use_bytes(self) -> int:
+        """Bytes that tensors hold on the GPU; on a CPU the resident size of the process."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.device)
+        return _resident_bytes()
+
+    def peak_memory_bytes(self) -> int:
+        """The largest value so far of what :meth:`memory_in_use_bytes` counts."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        return _peak_resident_bytes()
+
+    def clock(self) -> CpuClock | CudaClock:
+        """Return the clock that times work on this device."""
+        return CudaClock() if self.is_cuda else CpuClock()
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on this device, copied without blocking where it is pinned."""
+        return tensor.to(self.device, non_blocking=True)
+
+
+class CpuClock:
+    """Marks are nanoseconds of ``time.monotonic_ns``: CPU work is done when the call returns."""
+
+    def mark(self) -> int:
+        """Return the present moment."""
+        return time.monotonic_ns()
+
+    def resolve_ns(self, mark: int) -> int:
+        """Return ``mark``."""
+        return mark
+
+
+class CudaClock:
+    """Marks are events in the current CUDA stream; nothing is synchronized to take one.
+
+    An event is placed on the host's clock by its distance from an anchor, an event taken while the
+    device was idle together with the host's time.
+    """
+
+    def __init__(self) -> None:
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        self._anchor.record()
+        self._anchor.synchronize()
+        self._anchor_ns = time.monotonic_ns()
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve_ns(self, mark: torch.cuda.Event) -> int:
+        """Return the host time at which the device passed ``mark``; it must have passed it."""
+        return self._anchor_ns + int(self._anchor.elapsed_time(mark) * 1e6)
+
+
+def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
+    """Pick the device of this process and make it current.
+
+    Processes beyond the number of GPUs share them in turn (two pipeline stages on one GPU work,
+    with gloo between them, for NCCL refuses two ranks on one device).
+
+    Args:
+        local_rank: index of the process on its node.
+        backend: ``nccl`` or ``gloo``; chosen from the hardware where ``None``.
+
+    Raises:
+        SetupError: ``nccl`` was asked for on a machine without CUDA.
+    """
+    if not torch.cuda.is_available():
+        if backend == "nccl":
+            raise SetupError(
+                "--distributed-backend nccl: this machine has no CUDA device and NCCL needs one; "
+                "leave the flag out or use gloo"
+            )
+        return Accelerator(device=_CPU, backend="gloo", name="CPU")
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count
+    return Accelerator(
+        device=device,
+        backend=backend or ("gloo" if shared else "nccl"),
+        name=torch.cuda.get_device_name(device),
+    )
+
+
+def install() -> bool:
+    """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
+
+    Process-wide. Must run before the first import of ``megatron.core``.
+
+    Returns:
+        Whether the substitutions are in force.
+
+    Raises:
+        SetupError: ``megatron.core`` was imported before the first call.
+    """
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda.current_device, "_megatron_adaptive", False):
+        return True
+    if "megatron.core.tensor_parallel" in sys.modules:
+        raise SetupError(
+            "megatron.core was imported before megatron.adaptive.accelerator.install(); "
+            "call install() first on a machine without CUDA"
+        )
+    # Fusions would go through torch.compile, whose first call takes half a minute on a CPU.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _substitute_current_device()
+    _substitute_synchronize()
+    _substitute_factories()
+    _substitute_tensor_moves()
+    _substitute_tensor_type()
+    _substitute_random_state()
+    return True
+
+
+def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    function._megatron_adaptive = True  # type: ignore[attr-defined]
+    return function
+
+
+def _substitute_current_device() -> None:
+    """``torch.cuda.current_device()`` is passed on as ``device=``: answer with the CPU."""
+    torch.cuda.current_device = _mark(lambda: _CPU)  # type: ignore[assignment,return-value]
+
+
+def _substitute_synchronize() -> None:
+    """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
+    torch.cuda.synchronize = _mark(lambda device=None: None)  # type: ignore[assignment]
+    torch.cuda.empty_cache = _mark(lambda: None)
+
+
+def _is_cuda_name(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _substitute_factories() -> None:
+    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs and _is_cuda_name(kwargs["device"]):
+                kwargs["device"] = _CPU
+                kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return _mark(make)
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _substitute_tensor_moves() -> None:
+    """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU."""
+    torch.Tensor.cuda = _mark(lambda self, *args, **kwargs: self)  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _mark(lambda self, device=None: self)  # type: ignore[method-assign]
+
+
+def _substitute_tensor_type() -> None:
+    """``Tensor.type()`` without arguments answers ``torch.cuda.FloatTensor`` for a CPU tensor.
+
+    megatron-core's optimizers sort parameters by that name and refuse every other.
+    """
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = _mark(type_name)  # type: ignore[method-assign]
+
+
+def _substitute_random_state() -> None:
+    """The CUDA generator that megatron-core forks, saves and restores is the CPU generator."""
+    substitutes = {
+        "get_rng_state": _mark(lambda device="cuda": torch.get_rng_state()),
+        "set_rng_state": _mark(lambda state, device="cuda": torch.set_rng_state(state)),
+        "manual_seed": _mark(torch.manual_seed),
+    }
+    for module in (torch.cuda, torch.cuda.random):
+        for name, substitute in substitutes.items():
+            setattr(module, name, substitute)
+    # megatron-core sets the state through a lazy call on `default_generators[device.index]`, which
+    # would otherwise be queued until CUDA is initialized, that is for ever.
+    torch.cuda._lazy_call = _mark(lambda call, **kwargs: call())
+    torch.cuda.default_generators = _AnyIndex(torch.default_generator)  # type: ignore[assignment]
+
+
+class _AnyIndex(tuple):  # type: ignore[type-arg]
+    """A one-element sequence whose element answers to every index, a device included."""
+
+    def __new__(cls, element: Any) -> _AnyIndex:
+        return super().__new__(cls, (element,))
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_resident_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,244 @@
+"""``run_single.sh``: data, training, traces and chart on one machine with one command."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
+
+_ROOT = Path(__file__).resolve().parents[3]
+_SCRIPT = _ROOT / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
+_LAYERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """The pipeline asked for."""
+
+    pipeline_parallel: int
+    model_chunks: int
+    tensor_parallel: int
+    data_parallel: int
+    schedule: str
+
+    def flags(self) -> str:
+        """The options that the trace programs take for this shape."""
+        return f"--pipeline_parallel {self.pipeline_parallel} --model_chunks {self.model_chunks}"
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the example script reads."""
+        return {
+            "PIPELINE_PARALLEL": str(self.pipeline_parallel),
+            "MODEL_CHUNKS": str(self.model_chunks),
+            "TENSOR_PARALLEL": str(self.tensor_parallel),
+            "DATA_PARALLEL": str(self.data_parallel),
+            "SCHEDULE": self.schedule,
+        }
+
+    def name(self) -> str:
+        """A folder name that tells the shape."""
+        return (
+            f"{self.schedule}-p{self.pipeline_parallel}-c{self.model_chunks}"
+            f"-t{self.tensor_parallel}-d{self.data_parallel}"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the whole job as ``argv`` says.
+
+    Returns:
+        The exit status of the training.
+
+    Raises:
+        ConfigError: an option breaks a rule.
+        SetupError: the run's folder cannot be made.
+    """
+    own, trainer = _split(argv)
+    options = _parser().parse_args(own)
+    shape = _shape(options)
+    data_dir = options.data_dir.resolve()
+    _make_data(data_dir)
+    run_dir = _run_dir(options.runs_dir.resolve(), shape, resume=options.resume)
+    defaults = _default_flags(shape)
+    status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
+    if status == 0 or status > 128:
+        _tell(shape, run_dir, stopped=status != 0)
+    return status
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part our options from the trainer's, which follow ``--``."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}; see bash run_single.sh --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="run_single.sh",
+        allow_abbrev=False,
+        description="Train a small GPT through a pipeline of processes on this machine.",
+        epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
+    )
+    add = parser.add_argument
+    for name, default, text in (
+        ("pipeline_parallel", 2, "pipeline ranks"),
+        ("model_chunks", 1, "model chunks of each pipeline rank"),
+        ("tensor_parallel", 1, "tensor-parallel ranks of each stage"),
+        ("data_parallel", 1, "copies of the pipeline"),
+    ):
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        add(*flags, dest=name, type=int, default=default, metavar="N", help=f"{text} ({default})")
+    add(
+        "--schedule",
+        default="adaptive",
+        choices=("adaptive", "1f1b", "interleaved", "megatron"),
+        help="order of work in the pipeline (adaptive)",
+    )
+    add("--resume", action="store_true", help="go on with the latest run instead of a new one")
+    add("--runs-dir", type=Path, default=_ROOT / "runs", help="where runs are kept (runs)")
+    add(
+        "--data-dir",
+        type=Path,
+        default=_ROOT / "data" / "stdlib",
+        help="where the corpus is, or is made (data/stdlib)",
+    )
+    return parser
+
+
+def _shape(options: argparse.Namespace) -> _Shape:
+    for name in ("pipeline_parallel", "model_chunks", "tensor_parallel", "data_parallel"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ConfigError(f"--{name} {value}: there must be at least 1")
+    return _Shape(
+        pipeline_parallel=options.pipeline_parallel,
+        model_chunks=options.model_chunks,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+        schedule=options.schedule,
+    )
+
+
+def _default_flags(shape: _Shape) -> list[str]:
+    """Options of the trainer that depend on shape and machine; the user's own come after them."""
+    from megatron.adaptive.config.partition import format_partition, nearly_even_split
+
+    flags = []
+    stages = shape.pipeline_parallel * shape.model_chunks
+    if _LAYERS % stages:
+        flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
+    return flags
+
+
+def _make_data(data_dir: Path) -> None:
+    from megatron.adaptive.cli.make_corpus import main as make_corpus
+
+    make_corpus(["--output-dir", str(data_dir)])
+
+
+def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
+    """Make a new run's folder, or find the latest; points ``latest`` at it."""
+    latest = runs / "latest"
+    if resume:
+        if not latest.exists():
+            raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
+        return latest.resolve()
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    run = runs / f"{stamp}-{shape.name()}"
+    try:
+        run.mkdir(parents=True)
+        link = runs / f".latest-{os.getpid()}"
+        link.symlink_to(run.name)
+        link.replace(latest)
+    except OSError as error:
+        raise SetupError(
+            f"cannot make the run's folder {run}: {error.strerror}; name another with --runs-dir"
+        ) from error
+    return run
+
+
+def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
+    """Run the example script; signals that come here are passed on to it."""
+    environment = {
+        **os.environ,
+        **shape.environment(),
+        "PYTHON": sys.executable,
+        "DATA_DIR": str(data_dir),
+        "RUN_DIR": str(run_dir),
+    }
+    # A session of its own: Ctrl-C reaches it once, from here, not twice.
+    job = subprocess.Popen(
+        ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=_ROOT
+    )
+
+    def pass_on(number: int, frame: object) -> None:
+        job.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    status = job.wait()
+    return 128 - status if status < 0 else status
+
+
+def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
+    """Write the text trace and the picture, and say where everything is."""
+    print(f"\nrun            {run_dir}")
+    for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
+        if (run_dir / folder).is_dir():
+            print(f"{what:14} {run_dir / folder}")
+    chart = _draw(shape, run_dir)
+    python = sys.executable
+    print("\nnext commands:")
+    environment = Path(sys.prefix) / "bin" / "activate"
+    if environment.exists():
+        print(f"  source {environment}")
+    if chart:
+        print(f"  python process_trace.py {shape.flags()}")
+        print(f"  python visualize_trace.py {shape.flags()}")
+    print(
+        f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
+        f"--logdir {run_dir / 'tensorboard'}"
+    )
+    again = "go on" if stopped else "train further: raise --train-iters"
+    print(f"  bash run_single.sh {shape.flags()} --resume    # {again}", flush=True)
+
+
+def _draw(shape: _Shape, run_dir: Path) -> bool:
+    """Write text trace and picture from the traces, where there are any."""
+    from megatron.adaptive.trace.order import legacy_name, write_legacy
+    from megatron.adaptive.trace.picture import write_picture
+    from megatron.adaptive.trace.read import read_run
+    from megatron.adaptive.trace.step import pipeline_step
+
+    traces = run_dir / "traces"
+    if not traces.is_dir():
+        return False
+    try:
+        trace = read_run(traces)
+        name = legacy_name(shape.pipeline_parallel, shape.model_chunks)
+        text = run_dir / f"{name}.txt"
+        write_legacy(trace, text)
+        print(f"traces         {traces}\ntext trace     {text}")
+        chart = run_dir / f"{name}.png"
+        write_picture(pipeline_step(trace), chart)
+        print(f"chart          {chart}")
+    except AdaptiveError as error:
+        print(f"traces         {traces} (no chart: {error})")
+        return False
+    return True

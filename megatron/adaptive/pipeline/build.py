@@ -1,0 +1,242 @@
+"""Puts a rank's executor together from the process groups of megatron-core.
+
+Every rank of the job calls :func:`build_executor` at the same point: process groups are made by
+all ranks together, in one order.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive import extension
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.pipeline.agreement import (
+    Agreement,
+    Alone,
+    Led,
+    MessageBoard,
+    SharedMemoryBoard,
+)
+from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.gloo import GlooTransport
+from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.nccl import NcclTransport
+
+_SETUP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What connects a rank with the others; closed at the end of the run.
+
+    Attributes:
+        executor: the engine.
+        transport: its channels, ``None`` for a pipeline of one rank.
+        agreement: its tensor-parallel group's decisions.
+    """
+
+    executor: Executor
+    transport: Transport | None
+    agreement: Agreement
+
+    def close(self) -> None:
+        """Close channels and decisions; all ranks of the pipeline must do so."""
+        self.agreement.close()
+        if self.transport is not None:
+            self.transport.close()
+
+
+def build_executor(
+    *,
+    placement: Placement,
+    accelerator: Accelerator,
+    payload_shape: tuple[int, ...] | None,
+    payload_dtype: torch.dtype,
+    timeout_s: float,
+    recorder: Recorder | None,
+) -> Wiring:
+    """Make this rank's executor with its channels and agreement.
+
+    Collective over all ranks of the job, after megatron-core's parallel state is initialized.
+
+    Args:
+        placement: where stages live.
+        accelerator: this rank's device.
+        payload_shape: shape of the tensors between stages when they are all alike.
+        payload_dtype: their element type.
+        timeout_s: limit of every wait of the executor.
+        recorder: where spans go.
+    """
+    places = _places()
+    pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+
+    def describe(rank: int) -> str:
+        place = places[rank]
+        return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
+
+    transport = _build_transport(
+        pp_ranks, pp_rank, placement, accelerator, payload_shape, payload_dtype, describe
+    )
+    agreement = _build_agreement(places, describe)
+    executor = Executor(
+        placement=placement,
+        pp_rank=pp_rank,
+        peer_of=pp_ranks.__getitem__,
+        transport=transport,
+        agreement=agreement,
+        clock=accelerator.clock(),
+        recorder=recorder,
+        timeout_s=timeout_s,
+    )
+    return Wiring(executor=executor, transport=transport, agreement=agreement)
+
+
+def _places() -> list[dict[str, Any]]:
+    """Return host, pid and stage of every rank."""
+    import os
+
+    mine = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+    }
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, mine)
+    return places
+
+
+def _all_groups(ranks: list[int]) -> list[list[int]]:
+    """Return every rank's list once, sorted: the order in which all ranks make groups."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ranks)
+    return sorted({tuple(group): list(group) for group in gathered}.values())
+
+
+def _new_gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
+    """Make a gloo group for each distinct ``ranks`` of the job; returns this rank's."""
+    mine = None
+    for members in _all_groups(ranks):
+        group = dist.new_group(members, backend="gloo")
+        if members == ranks:
+            mine = group
+    return mine
+
+
+def _neighbours(placement: Placement, pp_rank: int) -> list[int]:
+    """Return the pipeline positions that this one exchanges messages with."""
+    found = set()
+    for chunk in range(placement.num_chunks):
+        for place in (placement.next_of(pp_rank, chunk), placement.previous_of(pp_rank, chunk)):
+            if place is not None and place[0] != pp_rank:
+                found.add(place[0])
+    return sorted(found)
+
+
+def _build_transport(
+    pp_ranks: list[int],
+    pp_rank: int,
+    placement: Placement,
+    accelerator: Accelerator,
+    payload_shape: tuple[int, ...] | None,
+    payload_dtype: torch.dtype,
+    describe: Any,
+) -> Transport | None:
+    if len(pp_ranks) == 1:
+        return None
+    group = _new_gloo_group(pp_ranks)
+    assert group is not None
+    peers = [pp_ranks[position] for position in _neighbours(placement, pp_rank)]
+    if accelerator.backend != "nccl":
+        return GlooTransport(
+            group,
+            peers=peers,
+            device=accelerator.device,
+            payload_shape=payload_shape,
+            dtype=payload_dtype,
+            describe=describe,
+        )
+    outgoing, incoming = _nccl_channels(pp_ranks, placement, accelerator.device)
+    return NcclTransport(
+        group,
+        outgoing=outgoing,
+        incoming=incoming,
+        peers=peers,
+        device=accelerator.device,
+        describe=describe,
+    )
+
+
+def _nccl_channels(
+    pp_ranks: list[int], placement: Placement, device: torch.device
+) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
+    """Make a communicator per directed channel, all ranks in one order, and connect each."""
+    outgoing: dict[int, dist.ProcessGroup] = {}
+    incoming: dict[int, dist.ProcessGroup] = {}
+    me = dist.get_rank()
+    for members in _all_groups(pp_ranks):
+        for position, sender in enumerate(members):
+            for receiver in (members[place] for place in _neighbours(placement, position)):
+                group = dist.new_group(sorted((sender, receiver)), backend="nccl", device_id=device)
+                if me == sender:
+                    outgoing[receiver] = group
+                    dist.send(torch.zeros(1, device=device), receiver, group=group)
+                elif me == receiver:
+                    incoming[sender] = group
+                    dist.recv(torch.zeros(1, device=device), sender, group=group)
+    torch.cuda.synchronize()
+    return outgoing, incoming
+
+
+def _build_agreement(places: list[dict[str, Any]], describe: Any) -> Agreement:
+    members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
+    group = _new_gloo_group(members)
+    if len(members) == 1 or group is None:
+        return Alone()
+    leads = members[0] == dist.get_rank()
+    on_one_host = len({places[rank]["host"] for rank in members}) == 1
+    module = extension.load()
+    usable: list[Any] = [None] * len(members)
+    dist.all_gather_object(usable, module is not None and on_one_host, group=group)
+    if not all(usable):
+        return Led(MessageBoard(group), is_leader=leads)
+    log = _shared_log(module, group, members, leads)
+    board = SharedMemoryBoard(log, is_leader=leads, describe=describe(members[0]))
+    return Led(board, is_leader=leads)
+
+
+def _shared_log(module: Any, group: dist.ProcessGroup, members: list[int], leads: bool) -> Any:
+    """Make the leader's decision log and hand its memory to the followers."""
+    import os
+
+    message: list[Any] = [None]
+    folder = None
+    if leads:
+        folder = tempfile.TemporaryDirectory(prefix="megatron-adaptive-")
+        message = [str(Path(folder.name) / "log")]
+    dist.broadcast_object_list(message, src=members[0], group=group)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    try:
+        if leads:
+            followers = len(members) - 1
+            writer = module.DecisionLog.create(followers, 256, local)
+            module.send_fd(message[0], writer.fd, followers, _SETUP_TIMEOUT_S)
+            return writer
+        fd = module.recv_fd(message[0], _SETUP_TIMEOUT_S)
+        try:
+            return module.DecisionLog.attach(fd, members.index(dist.get_rank()) - 1, local)
+        finally:
+            os.close(fd)
+    finally:
+        if folder is not None:
+            folder.cleanup()

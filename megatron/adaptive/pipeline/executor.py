@@ -1,0 +1,284 @@
+"""The engine: runs one step of one pipeline rank in the order that its policy picks.
+
+A static schedule and a run-time rule go through the same loop::
+
+    policy picks ─> run the action on its chunk ─> hand the result to the channel
+         ^                                                    │
+         └── arrivals of other ranks <── completion queue <───┘
+
+The engine owns the state of the step, the tensors between stages and the clock; it knows neither
+megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
+one tensor-parallel group keep together is an ``Agreement``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron.adaptive.accelerator import CpuClock, CudaClock
+from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
+from megatron.adaptive.pipeline.agreement import Agreement
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.interface import Arrival, Label, Transport
+
+
+class Stages(Protocol):
+    """The chunks of one rank during one step."""
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Run the forward of a chunk.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            received: output of the stage before, ``None`` on the first stage.
+
+        Returns:
+            The tensor for the next stage (the loss on the last).
+        """
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """The output of that forward is with the transport: its memory may go."""
+
+    def activation_bytes(self, chunk: int) -> int:
+        """Bytes that one microbatch's forward of the chunk keeps for its backward."""
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run the backward of a chunk.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            gradient: gradient of the chunk's output, ``None`` on the last stage.
+
+        Returns:
+            The gradient for the stage before, ``None`` on the first stage.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of one rank in one step.
+
+    Attributes:
+        busy_s: seconds within actions.
+        span_s: seconds from its first action's start to its last one's end.
+    """
+
+    busy_s: float
+    span_s: float
+
+
+class Executor:
+    """Runs the steps of one pipeline rank.
+
+    Args:
+        placement: where stages live.
+        pp_rank: this rank's position in the pipeline.
+        peer_of: global rank of a position in the pipeline.
+        transport: channels to the other ranks, ``None`` for a pipeline of one rank.
+        agreement: keeps the ranks of a tensor-parallel group on one order.
+        clock: takes the times of the trace.
+        recorder: where spans go, ``None`` for no trace.
+        timeout_s: limit of every wait for an input.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        pp_rank: int,
+        peer_of: Callable[[int], int],
+        transport: Transport | None,
+        agreement: Agreement,
+        clock: CpuClock | CudaClock,
+        recorder: Recorder | None,
+        timeout_s: float,
+    ) -> None:
+        self._placement = placement
+        self._pp_rank = pp_rank
+        self._peer_of = peer_of
+        self._transport = transport
+        self._agreement = agreement
+        self._clock = clock
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._step = -1
+        self._early: list[Arrival] = []
+        self._inputs: dict[Action, torch.Tensor] = {}
+        self._received_bytes: dict[Action, int] = {}
+        self._wait_ns = 0
+        self._held_bytes = 0
+        self._spans: list[tuple[Action, object, object, int, int, int]] = []
+
+    def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
+        """Run one step: every action of ``state`` once, in the order ``policy`` picks.
+
+        Args:
+            stages: the rank's chunks.
+            policy: picks the order; ranks of one tensor-parallel group must pass equal ones.
+            state: a fresh state of this rank.
+
+        Raises:
+            DeadlineError: an input did not arrive within the time limit.
+            PeerLostError: a neighbour is gone.
+            ScheduleError: the policy picked an action that is not ready.
+        """
+        self._step += 1
+        self._inputs.clear()
+        self._spans.clear()
+        self._wait_ns = 0
+        self._held_bytes = 0
+        early, self._early = self._early, []
+        for arrival in early:
+            self._accept(arrival, state)
+        while not state.done:
+            self._drain(state)
+            action = self._agreement.next_action(policy, state, self._timeout_s)
+            if action is None:
+                self._await_arrival(state)
+                continue
+            while not state.is_ready(action):
+                if not state.is_possible(action):
+                    raise ScheduleError(
+                        f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
+                        f"pipeline, which {state.why_not(action)}; {state.describe()}"
+                    )
+                self._await_arrival(state)
+            self._perform(action, stages, state)
+
+    def finish_step(self) -> StepTimes:
+        """Hand the spans of the last step to the recorder; the device must have finished it.
+
+        Returns:
+            How long the rank worked and how long the step took it.
+        """
+        resolve: Callable[[Any], int] = self._clock.resolve_ns
+        busy_ns = 0
+        start_ns = end_ns = 0
+        for action, start, end, wait_ns, nbytes, held in self._spans:
+            begin_ns, end_ns = resolve(start), resolve(end)
+            start_ns = start_ns or begin_ns
+            busy_ns += end_ns - begin_ns
+            if self._recorder is not None:
+                self._recorder.record(
+                    action.kind.value,
+                    action.chunk,
+                    action.microbatch,
+                    begin_ns,
+                    end_ns,
+                    wait_ns=wait_ns,
+                    bytes=nbytes,
+                    in_flight_bytes=held,
+                )
+        self._spans.clear()
+        return StepTimes(busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9)
+
+    def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
+        wait_ns, self._wait_ns = self._wait_ns, 0
+        nbytes = self._received_bytes.pop(action, 0)
+        start = self._clock.mark()
+        state.start(action)
+        received = self._inputs.pop(action, None)
+        chunk, microbatch = action.chunk, action.microbatch
+        if action.kind is ActionKind.F:
+            output = stages.forward(chunk, microbatch, received)
+            if not state.forward_only:
+                self._held_bytes += stages.activation_bytes(chunk)
+            held = self._held_bytes
+            state.finish(action)
+            nbytes += self._hand_forward(action, output, state)
+            stages.release(chunk, microbatch)
+        else:
+            held = self._held_bytes
+            gradient = stages.backward(chunk, microbatch, received)
+            self._held_bytes -= stages.activation_bytes(chunk)
+            state.finish(action)
+            nbytes += self._hand_backward(action, gradient, state)
+        self._spans.append((action, start, self._clock.mark(), wait_ns, nbytes, held))
+
+    def _hand_forward(self, action: Action, output: torch.Tensor, state: RankState) -> int:
+        target = self._placement.next_of(self._pp_rank, action.chunk)
+        if target is None:
+            return 0  # the loss: its backward starts from here
+        return self._hand(target, ActionKind.F, action.microbatch, output, state)
+
+    def _hand_backward(
+        self, action: Action, gradient: torch.Tensor | None, state: RankState
+    ) -> int:
+        target = self._placement.previous_of(self._pp_rank, action.chunk)
+        if target is None:
+            return 0
+        if gradient is None:
+            raise ScheduleError(
+                f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
+                "before it; does its input require one?"
+            )
+        return self._hand(target, ActionKind.B, action.microbatch, gradient, state)
+
+    def _hand(
+        self,
+        target: tuple[int, int],
+        kind: ActionKind,
+        microbatch: int,
+        tensor: torch.Tensor,
+        state: RankState,
+    ) -> int:
+        """Give ``tensor`` to the stage at ``target``; returns the bytes that leave this rank."""
+        rank, chunk = target
+        action = Action(kind, chunk, microbatch)
+        if rank == self._pp_rank:
+            self._inputs[action] = tensor.detach()
+            state.arrive(kind, chunk, microbatch)
+            return 0
+        assert self._transport is not None
+        self._transport.send(self._peer_of(rank), Label(self._step, action), tensor)
+        return tensor.nbytes
+
+    def _drain(self, state: RankState) -> None:
+        if self._transport is None:
+            return
+        while (arrival := self._transport.completions.poll()) is not None:
+            self._accept(arrival, state)
+
+    def _await_arrival(self, state: RankState) -> None:
+        if self._transport is None:
+            raise ScheduleError(
+                f"no action can start and no other rank could change that: {state.describe()}"
+            )
+        start = time.monotonic_ns()
+        arrival = self._transport.completions.wait(start / 1e9 + self._timeout_s)
+        self._wait_ns += time.monotonic_ns() - start
+        if arrival is None:
+            raise DeadlineError(
+                f"rank {self._pp_rank} of the pipeline waited {self._timeout_s:g} s in step "
+                f"{self._step} for {state.missing()}; look at those ranks, or raise "
+                "--pipeline-timeout-s"
+            )
+        self._accept(arrival, state)
+
+    def _accept(self, arrival: Arrival, state: RankState) -> None:
+        step, action = arrival.label.step, arrival.label.action
+        if step == self._step + 1:
+            # A neighbour is already in the next step; evaluation has no barrier between steps.
+            self._early.append(arrival)
+            return
+        if step != self._step:
+            raise TransportError(
+                f"rank {arrival.peer} sent {action} of step {step} to rank {self._pp_rank} of the "
+                f"pipeline, which is in step {self._step}; the ranks ran different numbers of steps"
+            )
+        self._inputs[action] = arrival.take()
+        self._received_bytes[action] = arrival.nbytes
+        state.arrive(action.kind, action.chunk, action.microbatch)

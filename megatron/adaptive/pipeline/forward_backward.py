@@ -1,0 +1,157 @@
+"""A replacement for what megatron-core's ``get_forward_backward_func()`` returns.
+
+Same signature, same return value; the order of work is that of the schedule or policy it was made
+with. One object serves a whole run: it owns the executor and, per number of microbatches, the
+policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.pipeline.stages import (
+    ActivationMeter,
+    MegatronStages,
+    default_process_groups,
+)
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.state import RankState
+
+
+class ForwardBackward:
+    """Runs forward and backward passes of a step; call it like megatron-core's function.
+
+    Args:
+        executor: the engine of this rank.
+        placement: where stages live.
+        pp_rank: position of this rank in the pipeline.
+        schedule: name of a schedule or policy.
+        activation_cap: most activations a rank may hold, in whole-rank microbatches; chosen from
+            the shape of the pipeline where ``None``.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        placement: Placement,
+        pp_rank: int,
+        schedule: str,
+        activation_cap: float | None = None,
+    ) -> None:
+        self._executor = executor
+        self._placement = placement
+        self._pp_rank = pp_rank
+        self._schedule = schedule
+        self._cap = activation_cap
+        self._meter = ActivationMeter()
+        self._policies: dict[tuple[int, bool], Policy] = {}
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one step; see megatron-core for the arguments.
+
+        Returns:
+            What ``loss_func`` returned for logging, one entry per microbatch in ascending order, on
+            the last stage; an empty list elsewhere.
+
+        Raises:
+            ConfigError: an argument asks for what this executor does not do.
+            TransportError: another rank is gone or silent.
+        """
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError(
+                "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
+                "shape; leave it out"
+            )
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if not len(chunks) == len(iterators) == self._placement.num_chunks:
+            raise ConfigError(
+                f"{len(chunks)} model chunks and {len(iterators)} data iterators were given to a "
+                f"pipeline of {self._placement.num_chunks} chunks per rank; give one of each per "
+                "chunk"
+            )
+        groups = pg_collection or default_process_groups()
+        stages = MegatronStages(
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            chunks=chunks,
+            placement=self._placement,
+            pp_rank=self._pp_rank,
+            num_microbatches=num_microbatches,
+            groups=groups,
+            meter=self._meter,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        timers = stages.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(
+                barrier=stages.config.barrier_with_L1_time
+            )
+        try:
+            with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
+                self._executor.run(
+                    stages,
+                    self._policy(num_microbatches, forward_only),
+                    self._state(num_microbatches, forward_only),
+                )
+        finally:
+            stages.finish()
+        if not forward_only and stages.config.finalize_model_grads_func is not None:
+            stages.config.finalize_model_grads_func(
+                chunks,
+                stages.num_tokens if stages.config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        if timers is not None:
+            timers("forward-backward").stop()
+        return stages.reduced_losses
+
+    def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
+        key = (num_microbatches, forward_only)
+        if key not in self._policies:
+            name = "forward-only" if forward_only else self._schedule
+            policies = make_policies(name, self._placement, num_microbatches)
+            self._policies[key] = policies[self._pp_rank]
+        return self._policies[key]
+
+    def _state(self, num_microbatches: int, forward_only: bool) -> RankState:
+        cap = self._cap
+        if cap is None:
+            cap = default_cap(self._placement, num_microbatches)
+        return RankState(
+            placement=self._placement,
+            rank=self._pp_rank,
+            num_microbatches=num_microbatches,
+            cap=None if forward_only else cap,
+            forward_only=forward_only,
+        )

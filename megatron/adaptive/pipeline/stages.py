@@ -1,0 +1,255 @@
+"""The chunks of a rank as megatron-core sees them: its forward and backward steps, unchanged.
+
+This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
+It keeps, per chunk and microbatch, what megatron-core's own loops keep in lists, and switches the
+gradient synchronization of data parallelism on for the last microbatch of each chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_model_type
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.placement import Placement
+
+
+def default_process_groups() -> ProcessGroupCollection:
+    """Return the groups that megatron-core's schedules take from its global state."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+class ActivationMeter:
+    """Measures what one forward of each chunk keeps for its backward.
+
+    Counts the distinct storages that autograd saves during the first forward of a chunk, without
+    those of parameters. Later forwards run unobserved.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def bytes_of(self, chunk: int) -> int:
+        """Bytes of one microbatch of the chunk, 0 before its first forward."""
+        return self._bytes.get(chunk, 0)
+
+    @contextlib.contextmanager
+    def measure(self, chunk: int, model: torch.nn.Module) -> Iterator[None]:
+        """Observe a forward of ``chunk`` unless one was observed before."""
+        if chunk in self._bytes:
+            yield
+            return
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self._bytes[chunk] = sum(seen.values())
+
+
+class GradientSync:
+    """Holds data-parallel gradient reduction back until a chunk's last microbatch.
+
+    Of one rank's chunks the last backward comes in descending order under every schedule (a
+    chunk's backward needs that of the next chunk), so replicas enqueue their reductions alike.
+
+    Args:
+        config: megatron-core's configuration of the chunks.
+        chunks: the rank's model chunks.
+    """
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._hold = _as_list(config.no_sync_func, len(chunks))
+        self._start = _as_list(config.grad_sync_func, len(chunks))
+        self._held: list[contextlib.AbstractContextManager[Any] | None] = [None] * len(chunks)
+
+    def hold(self) -> None:
+        """Accumulate gradients locally from here on."""
+        for chunk, hold in enumerate(self._hold):
+            if hold is not None and self._held[chunk] is None:
+                context = hold()
+                context.__enter__()
+                self._held[chunk] = context
+
+    def before_last_backward(self, chunk: int) -> None:
+        """The chunk's next backward completes its gradients."""
+        if self._start[chunk] is None:
+            self._let_go(chunk)
+
+    def after_last_backward(self, chunk: int) -> None:
+        """The chunk's gradients are complete: reduce them where that is explicit."""
+        start = self._start[chunk]
+        if start is not None:
+            self._let_go(chunk)
+            start(self._chunks[chunk].parameters())
+
+    def release(self) -> None:
+        """Leave nothing held back, whatever happened in the step."""
+        for chunk in range(len(self._held)):
+            self._let_go(chunk)
+
+    def _let_go(self, chunk: int) -> None:
+        context, self._held[chunk] = self._held[chunk], None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def _as_list(value: Any, length: int) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value] * length if length == 1 or value is None else _shared(value, length)
+
+
+def _shared(value: Callable[..., Any], length: int) -> list[Any]:
+    raise ConfigError(
+        f"one function {value!r} was given for the gradient synchronization of {length} chunks; "
+        "give a list with one function per chunk"
+    )
+
+
+class MegatronStages:
+    """One step of a rank's megatron-core chunks.
+
+    Args:
+        forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
+            loss_func)``.
+        data_iterators: one per chunk.
+        chunks: the rank's model chunks, in order.
+        placement: where stages live.
+        pp_rank: position of this rank.
+        num_microbatches: microbatches of the step.
+        groups: process groups of the step.
+        meter: measures activations once.
+        forward_only: evaluation: nothing is kept for a backward.
+        collect_non_loss_data: as in megatron-core.
+        first_val_step: as in megatron-core.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterators: Sequence[Any],
+        chunks: Sequence[torch.nn.Module],
+        placement: Placement,
+        pp_rank: int,
+        num_microbatches: int,
+        groups: ProcessGroupCollection,
+        meter: ActivationMeter,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+        first_val_step: bool | None,
+    ) -> None:
+        self.reduced_losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        self.config = get_model_config(chunks[0])
+        self._model_type = get_model_type(chunks[0])
+        self._forward_step_func = forward_step_func
+        self._data_iterators = data_iterators
+        self._chunks = chunks
+        self._num_microbatches = num_microbatches
+        self._cp_size = groups.cp.size()
+        self._meter = meter
+        self._forward_only = forward_only
+        self._collect_non_loss_data = collect_non_loss_data
+        self._first_val_step = first_val_step
+        stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
+        self._is_first = [stage == 0 for stage in stages]
+        self._is_last = [stage == placement.num_stages - 1 for stage in stages]
+        self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._sync = GradientSync(self.config, chunks)
+        if not forward_only:
+            self._sync.hold()
+
+    def activation_bytes(self, chunk: int) -> int:
+        """See :class:`~megatron.adaptive.pipeline.executor.Stages`."""
+        return self._meter.bytes_of(chunk)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.pipeline.executor.Stages`."""
+        if received is not None and not self._forward_only:
+            received.requires_grad_()
+        model = self._chunks[chunk]
+        with self._meter.measure(chunk, model) if not self._forward_only else _NOTHING:
+            output, num_tokens = forward_step(
+                self._forward_step_func,
+                self._data_iterators[chunk],
+                model,
+                self._num_microbatches,
+                received,
+                self.reduced_losses,
+                self.config,
+                self._cp_size,
+                collect_non_loss_data=self._collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(
+                    self._first_val_step, self._forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(self._chunks) > 1 else None,
+                is_last_stage=self._is_last[chunk],
+            )
+        self.num_tokens += num_tokens
+        if not self._forward_only:
+            self._inputs[chunk, microbatch] = received
+            self._outputs[chunk, microbatch] = output
+        return output
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """See :class:`~megatron.adaptive.pipeline.executor.Stages`.
+
+        Only the graph of an output is needed from here on. Its storage lives as long as the
+        transport holds it.
+        """
+        output = self._outputs.get((chunk, microbatch))
+        if output is not None and not self._is_last[chunk]:
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See :class:`~megatron.adaptive.pipeline.executor.Stages`."""
+        last = microbatch == self._num_microbatches - 1
+        if last:
+            self._sync.before_last_backward(chunk)
+        received = self._inputs.pop((chunk, microbatch))
+        output = self._outputs.pop((chunk, microbatch))
+        answer = backward_step(received, output, gradient, self._model_type, self.config)
+        if last:
+            self._sync.after_last_backward(chunk)
+        return answer
+
+    def finish(self) -> None:
+        """End the step, normally or after an error."""
+        self._sync.release()
+
+
+_NOTHING = contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""The trainer's parts: data, loop, checkpoints, logging, profiling."""

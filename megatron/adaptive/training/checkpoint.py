@@ -1,0 +1,415 @@
+"""Saves and loads a training run, whole or not at all, by all ranks together.
+
+A checkpoint is megatron-core's ``torch_dist``, which loads into every mesh and partition, with a
+manifest of ours beside it (``checkpoint_folder.py``). It is written in the process that trains:
+megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
+costs seconds and copies the sockets and mappings of the channels into the children.
+
+What fails on one rank fails on all: after each part that only some ranks do, all ranks exchange
+what went wrong, over gloo, and raise the same :class:`CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_common_strategy,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.adaptive.errors import AdaptiveError, CheckpointError
+from megatron.adaptive.training import checkpoint_state as state
+from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
+from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
+from megatron.adaptive.training.initialize import Job
+
+__all__ = ["Checkpoints", "Progress"]
+
+_LOG = logging.getLogger(__name__)
+_CONTENT = "content_metadata"
+_SCHEDULER = "opt_param_scheduler"
+
+# What a full disk, a damaged file or a missing permission looks like. torch raises the last one as
+# a BaseException. Anything else is a mistake of ours and keeps its traceback.
+_EXPECTED: tuple[type[BaseException], ...] = (
+    AdaptiveError,
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+    CheckpointException,
+)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        iteration: iterations done.
+        consumed_train_samples: training samples used.
+        consumed_valid_samples: validation samples used.
+        skipped_iterations: iterations without an update, for an overflow.
+    """
+
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    skipped_iterations: int
+
+
+class Checkpoints:
+    """Saves and loads one run. Every method is collective over all ranks.
+
+    Args:
+        job: this process within the job; ``job.config.checkpoint`` says what is saved and loaded.
+        chunks: this rank's model chunks, wrapped for data parallelism.
+        optimizer: megatron-core's optimizer over their parameters.
+        scheduler: megatron-core's schedule of learning rate and weight decay.
+
+    Raises:
+        CheckpointError: this optimizer's state cannot be saved.
+    """
+
+    def __init__(
+        self, job: Job, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any
+    ) -> None:
+        self._job = job
+        self._config = job.config
+        self._settings = job.config.checkpoint
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._refuse_distributed_sgd()
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint; the ones before it stay.
+
+        Blocks until it is complete and durable.
+
+        Args:
+            progress: how far the run has come; the iteration names the checkpoint.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: it could not be written on some rank; nothing of it is left.
+        """
+        if self._settings.save is None:
+            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
+        folder = CheckpointFolder(self._settings.save)
+        iteration = progress.iteration
+        try:
+            return self._write(folder, progress)
+        except BaseException as error:
+            if self._job.is_first:
+                folder.abandon(iteration)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(
+                    f"the checkpoint of iteration {iteration} was not written to "
+                    f"{folder.path}: {error}; those before it are as they were. Free space there "
+                    "or name another folder with --save"
+                ) from error
+            raise
+
+    def load(self) -> Progress | None:
+        """Load the checkpoint that the settings name into model, optimizer and schedule.
+
+        ``--finetune`` loads the weights and starts anew; ``--no-load-optim`` also goes on counting,
+        with the schedule of the learning rate at its place but from this run's settings. Random
+        states are restored into the same mesh; others need none, for dropout is drawn from the
+        seed and the place of each microbatch.
+
+        Returns:
+            How far the run had come, ``None`` where there is nothing to load.
+
+        Raises:
+            CheckpointError: the checkpoint is missing where one must be, damaged, of a newer
+                format, or does not fit this run; the model may be loaded in part.
+        """
+        if self._settings.load is None:
+            return None
+        found = self._on_first(self._find, name_rank=False)
+        if found is None:
+            return None
+        path, manifest = found
+        self._read(path, manifest)
+        if self._settings.finetune:
+            return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
+        return Progress(**manifest.progress)
+
+    def _refuse_distributed_sgd(self) -> None:
+        config = self._config
+        if (
+            config.parallel.use_distributed_optimizer
+            and config.optimizer.optimizer == "sgd"
+            and (self._settings.save is not None or self._settings.load is not None)
+        ):
+            raise CheckpointError(
+                "--use-distributed-optimizer with --optimizer sgd cannot be saved or loaded: "
+                "megatron-core's format of it holds the state of Adam; drop "
+                "--use-distributed-optimizer"
+            )
+
+    def _write(self, folder: CheckpointFolder, progress: Progress) -> Path:
+        iteration = progress.iteration
+        partial = folder.partial_path(iteration)
+        self._on_first(lambda: folder.begin(iteration))
+        sharded, common = save_preprocess(
+            self._state_to_save(progress),
+            preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
+        )
+        saver = self._saver()
+        common_strategy = get_default_save_common_strategy()
+        # megatron-core's `save` does the same, but a failure of rank 0 in its own part would leave
+        # the others waiting in a collective.
+        self._together(lambda: common_strategy.save_common(common, str(partial)))
+        self._together(lambda: saver.save(sharded, partial))
+
+        def complete() -> Path:
+            save_config(CheckpointingConfig(saver.backend, saver.version), str(partial))
+            return folder.commit(iteration, self._manifest(progress))
+
+        return self._on_first(complete)
+
+    def _state_to_save(self, progress: Progress) -> dict[str, Any]:
+        content = dict(state.METADATA)
+        weights = state.sharded_model(self._chunks, content)
+        whole: dict[str, Any] = {
+            _CONTENT: content,
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+            **weights,
+        }
+        if not self._settings.no_save_optim:
+            whole["optimizer"] = state.sharded_optimizer(
+                self._optimizer, weights, content, loading=False
+            )
+        if not self._settings.no_save_rng:
+            whole["rng_state"] = state.sharded_rng()
+        return whole
+
+    def _manifest(self, progress: Progress) -> Manifest:
+        return Manifest(
+            progress=dataclasses.asdict(progress),
+            config=self._config.to_dict(),
+            shape=state.mesh_shape(self._config),
+            padded_vocab_size=state.padded_vocab_size(self._chunks),
+            has_optimizer=not self._settings.no_save_optim,
+            has_rng=not self._settings.no_save_rng,
+        )
+
+    def _saver(self) -> SaveShardedStrategy:
+        saver = _InProcessSaver(self._job.control_group)
+        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+            return FullyParallelSaveStrategyWrapper(saver, _replica_group())
+        return saver
+
+    def _find(self) -> tuple[Path, Manifest] | None:
+        """Return the checkpoint to load; on rank 0 only."""
+        folder = CheckpointFolder(str(self._settings.load))
+        iteration = self._settings.ckpt_step
+        if iteration is None:
+            iteration = folder.latest()
+        if iteration is None:
+            why = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
+            if self._settings.exit_on_missing_checkpoint:
+                raise CheckpointError(
+                    f"--load {folder.path} {why}: name a folder with one, or leave out "
+                    "--exit-on-missing-checkpoint to start from scratch"
+                )
+            _LOG.warning("WARNING: --load %s %s: starting from scratch", folder.path, why)
+            return None
+        path, manifest = folder.open(iteration)
+        require_same_model(
+            manifest, self._config, state.padded_vocab_size(self._chunks), f"--load {path}"
+        )
+        if self._loads_optimizer:
+            require_same_optimizer(manifest, self._config, f"--load {path}")
+        return path, manifest
+
+    @property
+    def _loads_optimizer(self) -> bool:
+        return not (self._settings.no_load_optim or self._settings.finetune)
+
+    def _loads_rng(self, manifest: Manifest) -> bool:
+        wanted = not (self._settings.no_load_rng or self._settings.finetune)
+        return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
+
+    def _read(self, path: Path, manifest: Manifest) -> None:
+        common = self._together(lambda: dist_checkpointing.load_common_state_dict(str(path)))
+        content = common[_CONTENT]
+        weights = state.sharded_model(self._chunks, content)
+        whole: dict[str, Any] = dict(weights)
+        if self._loads_optimizer:
+            self._together(lambda: self._require_same_groups(common, path))
+            whole["optimizer"] = state.sharded_optimizer(
+                self._optimizer, weights, content, loading=True
+            )
+        if self._loads_rng(manifest):
+            whole["rng_state"] = state.sharded_rng()
+        loaded = self._together(lambda: self._read_shards(whole, path))
+        state.load_model(self._chunks, loaded)
+        if self._loads_optimizer:
+            state.load_optimizer(self._optimizer, loaded["optimizer"])
+            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
+        else:
+            state.reload_main_params(self._optimizer)
+            if not self._settings.finetune:
+                self._scheduler.step(common[_SCHEDULER]["num_steps"])
+        if self._loads_rng(manifest):
+            state.load_rng(loaded["rng_state"])
+
+    def _require_same_groups(self, common: dict[str, Any], path: Path) -> None:
+        before, now = state.saved_groups(common["optimizer"]), state.count_groups(self._optimizer)
+        if before != now:
+            raise CheckpointError(
+                f"--load {path} holds optimizer state in {before} groups of parameters and this "
+                f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
+                "weights alone with --no-load-optim"
+            )
+
+    def _read_shards(self, whole: dict[str, Any], path: Path) -> dict[str, Any]:
+        strategy = get_default_load_sharded_strategy(str(path))
+        if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
+        loaded, _, absent = dist_checkpointing.load(
+            whole, str(path), strategy, strict=StrictHandling.RETURN_UNEXPECTED
+        )
+        # Layers of Transformer Engine keep their own scratch state, which others do not write.
+        absent = sorted(key for key in absent if not key.endswith("_extra_state"))
+        if absent:
+            raise CheckpointError(
+                f"--load {path} has no {absent[0]} ({len(absent)} such): it is of another model or "
+                "optimizer; give the settings it was trained with"
+            )
+        return loaded
+
+    def _replicas(self) -> int:
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    def _on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
+        """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
+        result = self._together(
+            lambda: action() if self._job.is_first else None, name_ranks=name_rank
+        )
+        box: list[Any] = [result]
+        dist.broadcast_object_list(box, src=0, group=self._job.control_group)
+        return box[0]
+
+    def _together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
+        """Run ``action`` on each rank; raise on all ranks what failed on any.
+
+        Raises:
+            CheckpointError: it failed somewhere; the text names the ranks where that helps.
+        """
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = action()
+        except (Exception, CheckpointException) as error:
+            failure = error
+        gathered: list[Any] = [None] * dist.get_world_size()
+        own = {} if failure is None else _describe(failure, self._job.rank)
+        dist.all_gather_object(gathered, own, group=self._job.control_group)
+        if failure is not None and not _is_expected(failure):
+            raise failure
+        failures = {rank: text for texts in gathered for rank, text in texts.items()}
+        if failures:
+            raise CheckpointError(_merged(failures, name_ranks=name_ranks)) from failure
+        return result
+
+
+def _replica_group() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _describe(error: BaseException, rank: int) -> dict[int, str]:
+    """Return what went wrong, on one line, by the rank it happened on."""
+    if isinstance(error, CheckpointException):
+        return {failed: _one_line(wrapped[0]) for failed, wrapped in error.failures.items()}
+    return {rank: _one_line(error)}
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split())
+    return text if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_expected(error: BaseException) -> bool:
+    return isinstance(error, _EXPECTED) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
+    """Return one line for what failed, each text once, with its ranks unless there is only one."""
+    if dist.get_world_size() == 1 or not name_ranks:
+        return "; ".join(dict.fromkeys(failures.values()))
+    parts = []
+    for text in dict.fromkeys(failures[rank] for rank in sorted(failures)):
+        ranks = [str(rank) for rank in sorted(failures) if failures[rank] == text]
+        parts.append(f"rank {', '.join(ranks)}: {text}")
+    return "; ".join(parts)
+
+
+class _InProcessSaver(SaveShardedStrategy):  # type: ignore[misc]
+    """Writes megatron-core's ``torch_dist`` with torch's own file writer, without other processes.
+
+    Args:
+        group: all ranks, on gloo: what is exchanged are plans and results.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__("torch_dist", 1)
+        self._group = group
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Objects that differ between ranks are written among the tensors."""
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """Write this rank's part; collective, raises the same failure on all ranks."""
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=False),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
+        )

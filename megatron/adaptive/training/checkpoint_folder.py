@@ -1,0 +1,276 @@
+"""How checkpoints lie on disk, and how they appear there whole or not at all.
+
+::
+
+    <folder>/
+      latest_checkpointed_iteration.txt     the iteration to go on from
+      iter_0000100/                         a complete checkpoint
+        manifest.json                       ours: format, settings, progress, size of each file
+        metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
+      .iter_0000200.partial/                being written, or left behind by a crash
+      .iter_0000100.replaced/               the former iter_0000100 while a new one takes its place
+
+A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
+tracker; whatever happens in between, the tracker names a complete checkpoint. The names of the
+folders and of the tracker are Megatron-LM's.
+
+Nothing here knows of other ranks or of tensors; one process works on a folder at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import CheckpointError
+
+__all__ = ["FORMAT_VERSION", "CheckpointFolder", "Manifest"]
+
+FORMAT_VERSION = 1
+_FORMAT = "megatron-adaptive-checkpoint"
+_MANIFEST = "manifest.json"
+_CORE_METADATA = "metadata.json"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_COMPLETE = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds, in JSON beside megatron-core's files.
+
+    Attributes:
+        progress: the counters of the run.
+        config: the run's settings, as of ``TrainerConfig.to_dict``.
+        shape: sizes of the mesh's axes and the number of chunks.
+        padded_vocab_size: rows of the embedding.
+        has_optimizer: whether optimizer state is in it.
+        has_rng: whether random states are in it.
+        files: size of each other file in bytes.
+    """
+
+    progress: Mapping[str, int]
+    config: Mapping[str, Any]
+    shape: Mapping[str, int]
+    padded_vocab_size: int
+    has_optimizer: bool
+    has_rng: bool
+    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class CheckpointFolder:
+    """A folder of checkpoints.
+
+    Args:
+        path: the folder; it need not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def partial_path(self, iteration: int) -> Path:
+        """Where the checkpoint of ``iteration`` is written before it is complete."""
+        return self.path / f".{_name(iteration)}.partial"
+
+    def complete_path(self, iteration: int) -> Path:
+        """Where the checkpoint of ``iteration`` is when it is complete."""
+        return self.path / _name(iteration)
+
+    def begin(self, iteration: int) -> Path:
+        """Clear away what crashed runs left and make an empty partial checkpoint.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for former in self.path.glob(".iter_*.replaced"):
+            complete = self.path / former.name[1 : -len(".replaced")]
+            if complete.exists():
+                shutil.rmtree(former)
+            else:
+                former.rename(complete)
+        for stale in self.path.glob(".iter_*.partial"):
+            shutil.rmtree(stale)
+        partial = self.partial_path(iteration)
+        partial.mkdir()
+        return partial
+
+    def commit(self, iteration: int, manifest: Manifest) -> Path:
+        """Turn the partial checkpoint of ``iteration`` into a complete one, the latest.
+
+        Args:
+            iteration: the iteration given to :meth:`begin`.
+            manifest: what it holds; ``files`` is filled in.
+
+        Returns:
+            The folder of the complete checkpoint.
+
+        Raises:
+            OSError: writing failed; the partial checkpoint is still there.
+        """
+        partial, complete = self.partial_path(iteration), self.complete_path(iteration)
+        files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
+        body = {"format": _FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+        body["files"] = files
+        _write_durably(partial / _MANIFEST, json.dumps(body, indent=1) + "\n")
+        for name in files:
+            _sync(partial / name)
+        _sync(partial)
+        former = self._replaced_path(iteration)
+        if complete.exists():
+            complete.rename(former)
+        partial.rename(complete)
+        _sync(self.path)
+        self._write_tracker(iteration)
+        if former.exists():
+            shutil.rmtree(former)
+        return complete
+
+    def abandon(self, iteration: int) -> None:
+        """Remove the partial checkpoint of ``iteration``, as far as the file system lets us."""
+        shutil.rmtree(self.partial_path(iteration), ignore_errors=True)
+
+    def latest(self) -> int | None:
+        """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
+
+        Without a tracker it is the last complete checkpoint: a run may have died between the first
+        checkpoint and the tracker.
+
+        Raises:
+            CheckpointError: the tracker holds something else than an iteration.
+        """
+        tracker = self.path / _TRACKER
+        if not tracker.exists():
+            found = [_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests()]
+            return max((int(match[1]) for match in found if match), default=None)
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdecimal():
+            raise CheckpointError(
+                f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
+                "of the checkpoints beside it, or choose one with --ckpt-step"
+            )
+        return int(text)
+
+    def open(self, iteration: int) -> tuple[Path, Manifest]:
+        """Return the folder and manifest of a checkpoint after checking that all of it is there.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, of a newer format or not of this program.
+        """
+        path = self.complete_path(iteration)
+        if not path.exists() and self._replaced_path(iteration).exists():
+            path = self._replaced_path(iteration)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
+                f"there: {self._others(iteration)}"
+            )
+        body = self._read_manifest(path, iteration)
+        names = [field.name for field in dataclasses.fields(Manifest)]
+        missing = [name for name in names if name not in body]
+        if missing:
+            raise CheckpointError(
+                f"{path / _MANIFEST} has no {missing[0]!r}: it is damaged; "
+                f"{self._others(iteration)}"
+            )
+        manifest = Manifest(**{name: body[name] for name in names})
+        self._check_files(path, manifest, iteration)
+        return path, manifest
+
+    def _read_manifest(self, path: Path, iteration: int) -> dict[str, Any]:
+        others = self._others(iteration)
+        try:
+            body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(self._why_no_manifest(path, others)) from None
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{path / _MANIFEST} cannot be read ({error}): {others}"
+            ) from None
+        if not isinstance(body, dict) or body.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{path / _MANIFEST} is not of a checkpoint of this program: {others}"
+            )
+        version = body.get("version")
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version} and this program reads up to "
+                f"{FORMAT_VERSION}: load it with the version that wrote it, or a later one"
+            )
+        return body
+
+    @staticmethod
+    def _why_no_manifest(path: Path, others: str) -> str:
+        if any(path.glob("mp_rank_*")):
+            return (
+                f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
+                "convert it with Megatron-LM, or start without --load"
+            )
+        if (path / _CORE_METADATA).exists():
+            return f"{path} was not written by this program (it has no {_MANIFEST}): {others}"
+        return f"{path} is incomplete (it has no {_MANIFEST}): {others}"
+
+    def _check_files(self, path: Path, manifest: Manifest, iteration: int) -> None:
+        if _CORE_METADATA not in manifest.files:
+            raise CheckpointError(
+                f"{path} is incomplete (its list of files has no {_CORE_METADATA}): "
+                f"{self._others(iteration)}"
+            )
+        for name, size in manifest.files.items():
+            file = path / name
+            if not file.exists():
+                raise CheckpointError(
+                    f"{path} is incomplete ({name} is missing): {self._others(iteration)}"
+                )
+            found = file.stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
+                    f"{self._others(iteration)}"
+                )
+
+    def _others(self, iteration: int) -> str:
+        """What to do when the checkpoint of ``iteration`` cannot be used."""
+        found = (_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests())
+        others = sorted({int(match[1]) for match in found if match} - {iteration})
+        if not others:
+            return "restore it from a copy, or start without --load"
+        return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
+
+    def _manifests(self) -> list[Path]:
+        return list(self.path.glob(f"iter_*/{_MANIFEST}"))
+
+    def _replaced_path(self, iteration: int) -> Path:
+        return self.path / f".{_name(iteration)}.replaced"
+
+    def _write_tracker(self, iteration: int) -> None:
+        temporary = self.path / f".{_TRACKER}.partial"
+        _write_durably(temporary, f"{iteration}")
+        temporary.replace(self.path / _TRACKER)
+        _sync(self.path)
+
+
+def _name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

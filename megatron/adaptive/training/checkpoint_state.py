@@ -1,0 +1,322 @@
+"""Takes a run's state apart for megatron-core's distributed checkpointing, and puts it back.
+
+Owns what is particular about megatron-core's optimizers here: they are written for the fused Adam
+of Transformer Engine or apex and need help with torch's, which is used where those are missing.
+Knows nothing of folders.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import CheckpointError
+
+__all__ = [
+    "METADATA",
+    "count_groups",
+    "load_model",
+    "load_optimizer",
+    "load_rng",
+    "load_scheduler",
+    "mesh_shape",
+    "padded_vocab_size",
+    "reload_main_params",
+    "saved_groups",
+    "sharded_model",
+    "sharded_optimizer",
+    "sharded_rng",
+]
+
+# How megatron-core shall name and cut things. One key per layer loads into every partition, and
+# optimizer state in the shape of the parameters into every mesh.
+METADATA = {
+    "non_homogeneous_layers": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+# Settings of the scheduler in a checkpoint and the flags that they come from.
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "warm-up in samples (--lr-warmup-iters, -samples, -fraction)",
+    "lr_decay_steps": "decay in samples (--lr-decay-iters, -samples or the length of the run)",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "--start-weight-decay or --weight-decay",
+    "end_wd": "--end-weight-decay or --weight-decay",
+    "wd_incr_steps": "length of the run in samples",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+
+
+def unwrapped(chunk: torch.nn.Module) -> Any:
+    """Return megatron-core's model inside the wrappers of data parallelism and 16-bit types."""
+    model: Any = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
+    """Rows of the embedding; every stage knows it, also one without the embedding."""
+    return int(unwrapped(chunks[0]).vocab_size)
+
+
+def mesh_shape(config: TrainerConfig) -> dict[str, int]:
+    """Sizes of the mesh's axes and chunks of each pipeline rank."""
+    parallel = config.parallel
+    return {
+        "tensor": parallel.tensor_model_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "data": parallel.data_parallel_size,
+        "chunks": parallel.num_chunks,
+    }
+
+
+def sharded_model(
+    chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the weights with their places in the whole model, by chunk."""
+    return {
+        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(chunks)
+    }
+
+
+def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
+    """Set the weights from what was loaded for :func:`sharded_model`."""
+    for index, chunk in enumerate(chunks):
+        unwrapped(chunk).load_state_dict(state[f"model{index}"])
+
+
+def sharded_optimizer(
+    optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
+) -> dict[str, Any]:
+    """Return the optimizer's state with its places in the whole model.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        model_state: what :func:`sharded_model` returned.
+        metadata: as given to :func:`sharded_model`.
+        loading: the result tells what to load, its values do not matter.
+    """
+    leaf = _leaf(optimizer)
+    distributed = isinstance(leaf, DistributedOptimizer)
+    _fill_state(leaf)
+    with _StepForEmptyRank(leaf):
+        # Other optimizers would fill in state themselves when loading, in a way that fails for
+        # SGD and forgets the step of torch's Adam.
+        state: dict[str, Any] = leaf.sharded_state_dict(
+            model_state, is_loading=loading and distributed, metadata=dict(metadata)
+        )
+    _move_step_to_groups(state)
+    return state
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Set the optimizer's state from what was loaded for :func:`sharded_optimizer`.
+
+    Hyperparameters (betas, weight decay multipliers, ends of the learning rate) stay those of this
+    run's settings: only the step comes from the checkpoint.
+    """
+    leaf = _leaf(optimizer)
+    inner = leaf.optimizer
+    kept = [_without(group, "params", "step") for group in inner.param_groups]
+    # Groups are in the same order on all ranks, but megatron-core pairs them by their multipliers,
+    # which are equal in the groups with and without a decoupled learning rate.
+    tree = state.get("optimizer", state)
+    saved = tree["param_groups"]
+    if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):
+        step = torch.tensor(float(saved[0]["step"]))
+        tree.setdefault("state", {})["common_step"] = step
+    for index, (own, other) in enumerate(zip(inner.param_groups, saved, strict=True)):
+        own["lr_mult"] = other["lr_mult"] = float(index)
+        for name in ("wd_mult", "is_expert_parallel", "is_decoupled_lr"):
+            other[name] = own[name]
+    # Written apart below, for megatron-core also wants to copy the step of torch's Adam from it.
+    shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
+    with _StepForEmptyRank(leaf):
+        leaf.load_state_dict(state)
+    if shards is not None:
+        _load_shards(leaf, shards)
+    for group, values in zip(inner.param_groups, kept, strict=True):
+        group.update(values)
+    _fill_state(leaf)
+
+
+def count_groups(optimizer: Any) -> int:
+    """Number of groups of parameters, equal on all ranks."""
+    return len(_leaf(optimizer).optimizer.param_groups)
+
+
+def saved_groups(state: Mapping[str, Any]) -> int:
+    """Number of groups of parameters in the common part of a checkpoint's optimizer state."""
+    return len(state.get("optimizer", state)["param_groups"])
+
+
+def reload_main_params(optimizer: Any) -> None:
+    """Take over weights that were loaded without the optimizer into its 32-bit copies."""
+    optimizer.reload_model_params()
+
+
+def _leaf(optimizer: Any) -> Any:
+    """Return the one optimizer inside megatron-core's chain; only experts would need a second."""
+    (leaf,) = optimizer.chained_optimizers
+    return leaf
+
+
+def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in names}
+
+
+def _is_torch_adam(leaf: Any) -> bool:
+    return isinstance(leaf.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _fill_state(leaf: Any) -> None:
+    """Give every parameter the state that the optimizer would make in its first step.
+
+    A checkpoint then holds the same entries before and after that step, which float16 can put off
+    for a dozen iterations.
+    """
+    inner = leaf.optimizer
+    if leaf.init_state_fn is not None:
+        leaf.init_state_fn(inner, leaf.config)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if leaf.init_state_fn is None and group.get("momentum"):
+                state = inner.state[parameter]
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter.data))
+            if _is_torch_adam(leaf):
+                step = torch.tensor(float(group.get("step", 0)))
+                inner.state[parameter].setdefault("step", step)
+
+
+def _move_step_to_groups(state: dict[str, Any]) -> None:
+    """Store the number of steps in the groups, where every implementation of Adam finds it."""
+    inner = state.get("optimizer", state)
+    groups = inner["param_groups"]
+    common = inner.get("state", {}).pop("common_step", None)
+    step = max([int(group.get("step") or 0) for group in groups] if common is None else [common])
+    for group in groups:
+        group["step"] = int(step)
+
+
+class _StepForEmptyRank:
+    """Shows the distributed optimizer a step where the rank's share has no parameter.
+
+    With torch's Adam megatron-core reads the step from the state of the parameters, and fails on a
+    rank that has none (an empty stage, or more data parallel ranks than elements).
+    """
+
+    _KEY = "step of a rank without parameters"
+
+    def __init__(self, leaf: Any) -> None:
+        self._inner = leaf.optimizer
+        self._needed = (
+            isinstance(leaf, DistributedOptimizer)
+            and _is_torch_adam(leaf)
+            and not any(group["params"] for group in self._inner.param_groups)
+        )
+
+    def __enter__(self) -> None:
+        if self._needed:
+            step = float(self._inner.param_groups[0].get("step", 0))
+            self._inner.state[self._KEY] = {"step": torch.tensor(step)}
+
+    def __exit__(self, *unused: object) -> None:
+        self._inner.state.pop(self._KEY, None)
+
+
+def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
+    """Load the distributed optimizer's share of main weights and moments.
+
+    megatron-core copies every entry of a parameter's state, with torch's Adam also the step, which
+    the checkpoint holds elsewhere; and it sets one step tensor for all parameters, so that each of
+    them would count it up.
+    """
+    inner = leaf.optimizer
+    torch_adam = _is_torch_adam(leaf)
+    steps = {key: state.pop("step") for key, state in inner.state.items() if torch_adam}
+    leaf.load_parameter_state_from_fully_reshardable(shards)
+    for key, step in steps.items():
+        inner.state[key]["step"] = step.clone()
+
+
+def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
+    """Set the schedule of learning rate and weight decay to where the checkpoint left it.
+
+    Raises:
+        CheckpointError: the run's settings give another schedule and no flag says which counts.
+    """
+    own = scheduler.state_dict()
+    if _constant_decay(own) and _constant_decay(saved):
+        saved = {**saved, "wd_incr_steps": own["wd_incr_steps"]}  # has no effect then
+    different = [name for name in _SCHEDULE_FLAGS if saved[name] != own[name]]
+    free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
+    if different and not free:
+        listed = "; ".join(
+            f"{_SCHEDULE_FLAGS[name]}: {saved[name]} in the checkpoint, {own[name]} here"
+            for name in different
+        )
+        raise CheckpointError(
+            f"the checkpoint has another schedule of the learning rate: {listed}. Use the same "
+            "settings, --override-opt-param-scheduler for those of this run, or "
+            "--use-checkpoint-opt-param-scheduler for those of the checkpoint"
+        )
+    scheduler.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        if group["default_config"]:
+            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+    scheduler.step(0)  # it was set while the scheduler still had the other weight decay
+
+
+def _constant_decay(state: Mapping[str, Any]) -> bool:
+    return state["wd_incr_style"] == "constant" and state["start_wd"] == state["end_wd"]
+
+
+def sharded_rng() -> ShardedObject:
+    """Return the random states of this rank, which only the same mesh can use."""
+    shape, place = _mesh_place()
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("rng_state", state, shape, place, replica_id=0)
+
+
+def load_rng(state: Mapping[str, Any]) -> None:
+    """Set the random states of this rank."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _mesh_place() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the mesh's axes and this rank's position on each."""
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return shape, place

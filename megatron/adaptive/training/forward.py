@@ -1,0 +1,148 @@
+"""The forward step of GPT training: batch in, loss out, dropout keyed by place and time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron.adaptive.accelerator import Accelerator
+
+Microbatch = Mapping[str, torch.Tensor]
+LOSS_NAME = "lm loss"
+
+
+class ChunkFeed:
+    """Hands a chunk its microbatches, in ascending order, with what names its random numbers.
+
+    Args:
+        microbatches: the step's microbatches, ``None`` on a rank that needs no data.
+        count: microbatches of the step.
+        stage: global stage of the chunk.
+        step: iteration, part of the key.
+    """
+
+    def __init__(
+        self, microbatches: Sequence[Microbatch] | None, *, count: int, stage: int, step: int
+    ) -> None:
+        self.stage = stage
+        self.step = step
+        self._microbatches = microbatches
+        self._indices = iter(range(count))
+
+    def __iter__(self) -> Iterator[tuple[int, Microbatch | None]]:
+        return self
+
+    def __next__(self) -> tuple[int, Microbatch | None]:
+        index = next(self._indices)
+        return index, None if self._microbatches is None else self._microbatches[index]
+
+
+class DropoutKeys:
+    """Seeds the random generators before a forward, from step, microbatch and stage alone.
+
+    So the order in which a rank runs its forwards does not change a single random number, and a
+    resumed run needs no generator state.
+
+    Args:
+        seed: the run's seed.
+        enabled: whether the model has dropout at all.
+    """
+
+    def __init__(self, seed: int, *, enabled: bool) -> None:
+        self._seed = seed
+        self._enabled = enabled
+
+    def apply(self, *, step: int, microbatch: int, stage: int) -> None:
+        """Set the generators for the forward of ``microbatch`` on ``stage``.
+
+        Ranks of one tensor-parallel group share the generator for replicated tensors and differ
+        in the one for split tensors; data-parallel ranks differ in both.
+        """
+        if not self._enabled:
+            return
+        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        key = f"{self._seed} {step} {microbatch} {stage} {dp_rank}"
+        torch.manual_seed(_digest(key))
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        states = tracker.get_states()
+        device = torch.cuda.current_device()
+        for name in states:
+            generator = torch.Generator(device=device)
+            states[name] = generator.manual_seed(_digest(f"{key} {name} {tp_rank}")).get_state()
+        tracker.set_states(states)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+class GptForward:
+    """megatron-core's ``forward_step_func`` for GPT.
+
+    Args:
+        accelerator: where the batch goes.
+        dropout: seeds the generators.
+    """
+
+    def __init__(self, accelerator: Accelerator, dropout: DropoutKeys) -> None:
+        self._accelerator = accelerator
+        self._dropout = dropout
+
+    def __call__(self, feed: ChunkFeed, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run one microbatch through a chunk.
+
+        Args:
+            feed: gives the microbatch; ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``,
+                ``loss_mask [b, s] float32``.
+            model: the chunk.
+
+        Returns:
+            The chunk's output (losses ``[b, s]`` on the last stage) and the loss function.
+        """
+        index, batch = next(feed)
+        if model.training:
+            self._dropout.apply(step=feed.step, microbatch=index, stage=feed.stage)
+        if batch is None:
+            return model(None, None, None, labels=None), None
+        to_device = self._accelerator.to_device
+        batch = get_batch_on_this_cp_rank({key: to_device(value) for key, value in batch.items()})
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("attention_mask"),
+            labels=batch["labels"],
+        )
+        return output, partial(masked_mean_loss, batch["loss_mask"])
+
+
+def masked_mean_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Average the losses of a microbatch over its unmasked tokens.
+
+    Args:
+        loss_mask: ``[b, s] float32``.
+        losses: ``[b, s] float32``.
+
+    Returns:
+        The loss to differentiate, scalar, and the same detached under its name for the log.
+    """
+    mask = loss_mask.reshape(-1).float()
+    tokens = mask.sum()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    if parallel_state.get_context_parallel_world_size() > 1:
+        group = parallel_state.get_context_parallel_group()
+        tokens = tokens.clone()
+        torch.distributed.all_reduce(tokens, group=group)
+    loss = total / tokens.clamp(min=1.0)
+    reported = loss.detach().clone()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
+    return loss, {LOSS_NAME: reported}

@@ -1,0 +1,234 @@
+"""Checks of ``.bin/.idx`` token files before anything is built on them.
+
+megatron-core maps both files and trusts them: a foreign index fails an assertion, a truncated one
+reads past its end, and an id outside the vocabulary crashes in the embedding of some later step.
+These checks say at start-up which file is wrong and what was found. Needs neither torch nor
+megatron-core. The index is laid out as::
+
+    bytes  0..8    magic  MMIDIDX\\0\\0
+           9..16   version, u64            1
+          17       dtype code, u8
+          18..25   sequences S, u64
+          26..33   document marks D, u64   documents + 1
+          34..     lengths   S x i32       tokens
+                   pointers  S x i64       bytes into .bin
+                   marks     D x i64       index of each document's first sequence, then S
+                   modes     S x i8        multimodal data only
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.errors import DataError
+
+__all__ = ["INDEX_CACHE", "IndexedInfo", "check_indexed", "check_vocabulary_fits"]
+
+INDEX_CACHE = "index_cache"
+"""Folder beside the data where shuffling indices go unless ``--data-cache-path`` names another."""
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_AGAIN = "make it again with tools/preprocess_data.py"
+
+_SCAN_WHOLE_BYTES = 256 << 20
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedInfo:
+    """What an index says about its data.
+
+    Attributes:
+        prefix: path of both files without suffix.
+        dtype: numpy type of a token in the ``.bin`` file.
+        num_sequences: sequences; megatron-core splits a corpus by these.
+        num_documents: documents.
+        num_tokens: tokens in all.
+    """
+
+    prefix: str
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+
+
+def check_indexed(prefix: str | Path) -> IndexedInfo:
+    """Check that ``<prefix>.idx`` and ``<prefix>.bin`` are whole and belong together.
+
+    Args:
+        prefix: path of both files without suffix, as ``--data-path`` takes it.
+
+    Returns:
+        What the index says.
+
+    Raises:
+        DataError: a file is missing, foreign, of another version, truncated, or the two disagree;
+            names the file and what was found.
+    """
+    prefix = str(prefix)
+    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    sizes = {}
+    for path in (idx_path, bin_path):
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; {_hint_for_missing(prefix)}")
+        sizes[path] = path.stat().st_size
+    try:
+        with idx_path.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+        dtype, sequences, marks = _parse_header(idx_path, header)
+        _check_idx_size(idx_path, sizes[idx_path], sequences, marks)
+        num_tokens = _check_arrays(
+            idx_path, bin_path, sizes[bin_path], dtype=dtype, sequences=sequences, marks=marks
+        )
+    except OSError as error:
+        raise DataError(f"{idx_path}: cannot be read ({error.strerror})") from None
+    return IndexedInfo(
+        prefix=prefix,
+        dtype=dtype,
+        num_sequences=sequences,
+        num_documents=marks - 1,
+        num_tokens=num_tokens,
+    )
+
+
+def check_vocabulary_fits(prefix: str | Path, vocab_size: int) -> None:
+    """Check that the data holds no id outside ``0..vocab_size-1``.
+
+    Reads all of a ``.bin`` file up to 256 MB. Of a larger one it reads 256 MB in pieces of 4 MB
+    spread evenly from the first token to the last, so that a few stray ids may go unseen, but not
+    data of another vocabulary.
+
+    Args:
+        prefix: path of both files without suffix; checked with :func:`check_indexed` before.
+        vocab_size: ids the tokenizer knows, without padding.
+
+    Raises:
+        DataError: an id is outside; says how large a vocabulary the data needs.
+    """
+    info = check_indexed(prefix)
+    path = f"{prefix}.bin"
+    tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
+    lowest = highest = 0
+    for start, stop in _pieces(tokens.size, info.dtype.itemsize):
+        piece = tokens[start:stop]
+        lowest = min(lowest, int(piece.min()))
+        highest = max(highest, int(piece.max()))
+    if lowest < 0:
+        raise DataError(f"{path}: holds the negative id {lowest}; {_AGAIN}")
+    if highest >= vocab_size:
+        raise DataError(
+            f"{path}: holds id {highest}, but the vocabulary has only {vocab_size} ids; give the "
+            f"--vocab-file and --merge-file it was tokenized with ({highest + 1} ids or more)"
+        )
+
+
+def _hint_for_missing(prefix: str) -> str:
+    stem = prefix.removesuffix(".idx").removesuffix(".bin")
+    if stem != prefix and Path(f"{stem}.idx").is_file():
+        return f"give the path without suffix: {stem}"
+    nearby = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}*.idx"))
+    if nearby:
+        return f"did you mean {str(nearby[0]).removesuffix('.idx')}?"
+    return "make it with tools/preprocess_data.py, or correct --data-path"
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
+    if header.startswith(_OLD_MAGIC):
+        raise DataError(f"{path}: is of Megatron's old 'lazy' or 'cached' format; {_AGAIN}")
+    if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
+        raise DataError(
+            f"{path}: is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}); "
+            f"{_AGAIN}"
+        )
+    if len(header) < _HEADER.size:
+        raise DataError(
+            f"{path}: is truncated ({len(header)} bytes, the header alone has {_HEADER.size}); "
+            f"{_AGAIN}"
+        )
+    _, version, code, sequences, marks = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise DataError(
+            f"{path}: is a token index of version {version}, but only {_VERSION} can be read; "
+            f"{_AGAIN}"
+        )
+    if code not in _DTYPES:
+        raise DataError(f"{path}: has dtype code {code}, known are 1 to 8; {_AGAIN}")
+    dtype = np.dtype(_DTYPES[code])
+    if dtype.kind == "f":
+        raise DataError(f"{path}: holds {dtype.name} values, but tokens are integers; {_AGAIN}")
+    return dtype, sequences, marks
+
+
+def _check_idx_size(path: Path, size: int, sequences: int, marks: int) -> None:
+    expected = _HEADER.size + 12 * sequences + 8 * marks
+    # Multimodal indices carry one more byte a sequence, which a reader of text ignores.
+    if size not in (expected, expected + sequences):
+        what = "is truncated" if size < expected else "has bytes too many"
+        raise DataError(
+            f"{path}: {what} ({size} bytes, but {sequences} sequences and {marks - 1} documents "
+            f"take {expected}); {_AGAIN}"
+        )
+    if not sequences or marks < 2:
+        raise DataError(f"{path}: holds no document; {_AGAIN}")
+
+
+def _check_arrays(
+    idx_path: Path,
+    bin_path: Path,
+    bin_size: int,
+    *,
+    dtype: np.dtype[Any],
+    sequences: int,
+    marks: int,
+) -> int:
+    """Check lengths, pointers and marks against each other and the data; return the tokens."""
+    index: npt.NDArray[np.uint8] = np.memmap(idx_path, dtype=np.uint8, mode="r")
+    offset = _HEADER.size
+
+    def take(count: int, kind: str) -> npt.NDArray[Any]:
+        nonlocal offset
+        array = np.frombuffer(index, dtype=kind, count=count, offset=offset)
+        offset += array.nbytes
+        return array
+
+    lengths, pointers, ends = take(sequences, "<i4"), take(sequences, "<i8"), take(marks, "<i8")
+    if int(lengths.min()) < 0:
+        raise DataError(
+            f"{idx_path}: sequence {int(lengths.argmin())} has length {int(lengths.min())}; "
+            f"{_AGAIN}"
+        )
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    if num_tokens * dtype.itemsize != bin_size:
+        raise DataError(
+            f"{bin_path}: has {bin_size} bytes, but its index counts {num_tokens} tokens of "
+            f"{dtype.itemsize} bytes; the pair is damaged or mixed up, {_AGAIN}"
+        )
+    starts = np.cumsum(lengths, dtype=np.int64)
+    starts -= lengths
+    if not np.array_equal(pointers, starts * dtype.itemsize):
+        raise DataError(f"{idx_path}: offsets do not follow from the lengths; {_AGAIN}")
+    if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
+        raise DataError(f"{idx_path}: document marks do not rise from 0 to {sequences}; {_AGAIN}")
+    return num_tokens
+
+
+def _pieces(num_tokens: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    piece = _PIECE_BYTES // itemsize
+    if num_tokens * itemsize <= _SCAN_WHOLE_BYTES:
+        starts = np.arange(0, num_tokens, piece)
+    else:
+        starts = np.linspace(0, num_tokens - piece, _SCAN_WHOLE_BYTES // _PIECE_BYTES, dtype=int)
+    for start in starts.tolist():
+        yield start, min(start + piece, num_tokens)

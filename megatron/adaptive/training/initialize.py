@@ -1,0 +1,106 @@
+"""Brings a process into the job: device, process groups, random seeds."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.trainer import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process within the job.
+
+    Attributes:
+        config: the run's settings.
+        environment: what the launcher said.
+        accelerator: this process's device.
+        control_group: gloo group of all ranks for small host-side messages.
+        stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
+    """
+
+    config: TrainerConfig
+    environment: Environment
+    accelerator: Accelerator
+    control_group: dist.ProcessGroup
+    stop_group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.environment.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.environment.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last global rank, which holds the loss and writes the log."""
+        return self.environment.rank == self.environment.world_size - 1
+
+
+def start_job(config: TrainerConfig, environment: Environment, accelerator: Accelerator) -> Job:
+    """Connect this process with the others and set up megatron-core's parallel state.
+
+    Collective over all ranks. The caller ends it with :func:`end_job`.
+    """
+    parallel = config.parallel
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    if environment.world_size == 1 and not environment.is_launched:
+        store = dist.HashStore()
+        dist.init_process_group(
+            accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(accelerator.backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size
+        if parallel.pipeline_model_parallel_size > 1
+        else None,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    seed_everything(config.run.seed)
+    # megatron-core asks this machine about NaN handling; faults here are our own errors.
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    return Job(
+        config=config,
+        environment=environment,
+        accelerator=accelerator,
+        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        stop_group=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def end_job() -> None:
+    """Leave the job; every rank calls it after its last collective."""
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Set the random generators before the model is built, as Megatron-LM does.
+
+    Ranks of a pipeline get different seeds; ranks of one tensor-parallel group share the seed of
+    what is replicated between them.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,218 @@
+"""The training loop: iterations, validation, checkpoints, and when to end."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive.training.batch_sizes import BatchSizes
+from megatron.adaptive.training.checkpoint import Checkpoints, Progress
+from megatron.adaptive.training.logging import IterationReport, TrainingLog
+from megatron.adaptive.training.profiler import Profiler
+from megatron.adaptive.training.setup import Run, make_loader
+from megatron.adaptive.training.step import Step, params_norm
+from megatron.adaptive.training.stop import StopRequest
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What a checkpoint keeps of the loop."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+
+    def progress(self) -> Progress:
+        return Progress(
+            iteration=self.iteration,
+            consumed_train_samples=self.consumed_train_samples,
+            consumed_valid_samples=self.consumed_valid_samples,
+            skipped_iterations=self.skipped_iterations,
+        )
+
+
+class Trainer:
+    """Trains a built run to its end.
+
+    Args:
+        run: the built run.
+        checkpoints: saves and loads it.
+        log: where progress goes.
+        profiler: steps with the iterations.
+        stop: asks for an early end.
+        progress: where a loaded checkpoint left off, ``None`` at a fresh start.
+    """
+
+    COMPLETE = "all iterations are done"
+
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        log: TrainingLog,
+        profiler: Profiler,
+        stop: StopRequest,
+        progress: Progress | None,
+    ) -> None:
+        config = run.job.config
+        self._run = run
+        self._config = config
+        self._checkpoints = checkpoints
+        self._log = log
+        self._profiler = profiler
+        self._stop = stop
+        self._counters = _Counters()
+        if progress is not None:
+            self._counters = _Counters(
+                progress.iteration,
+                progress.consumed_train_samples,
+                progress.consumed_valid_samples,
+                progress.skipped_iterations,
+            )
+        self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
+        self._step = Step(run)
+        self._saved_at = self._counters.iteration if progress is not None else -1
+        self._iterations_here = 0
+
+    def train(self) -> str:
+        """Train until the iterations, the samples or the patience end.
+
+        Returns:
+            Why it ended, one phrase.
+
+        Raises:
+            DeviceMemoryError: the device ran out of memory.
+        """
+        run, config, counters = self._run, self._config, self._counters
+        loader = make_loader(run, run.samples.train, counters.consumed_train_samples)
+        if config.run.manual_gc:
+            gc.disable()
+        reason = self.COMPLETE
+        try:
+            while not self._is_finished():
+                self._iteration(loader)
+                if config.run.eval_iters and counters.iteration % config.run.eval_interval == 0:
+                    self._validate(f"iteration {counters.iteration}")
+                self._save_if_due()
+                early = self._early_end()
+                if early is not None:
+                    reason = early
+                    break
+        finally:
+            if loader is not None:
+                loader.close()
+        self._stop.finish()
+        if config.checkpoint.save is not None and self._saved_at != counters.iteration:
+            self._save()
+        return reason
+
+    def evaluate_at_end(self) -> None:
+        """Validate and test once more, as Megatron-LM does after the last iteration."""
+        if not self._config.run.eval_iters:
+            return
+        prefix = f"iteration {self._counters.iteration}"
+        self._validate(f"{prefix} on validation set")
+        if self._run.samples.valid_samples:
+            losses = self._evaluate(self._run.samples.test, 0)
+            self._report_validation(f"{prefix} on test set", losses)
+
+    def _is_finished(self) -> bool:
+        if self._config.run.skip_train:
+            return True
+        return self._counters.iteration >= self._run.samples.iterations
+
+    def _iteration(self, loader: Any) -> None:
+        run, counters = self._run, self._counters
+        start = time.perf_counter()
+        batch = self._sizes.global_batch_size_at(counters.consumed_train_samples)
+        num_microbatches = self._sizes.num_microbatches_at(counters.consumed_train_samples)
+        iteration = counters.iteration + 1
+        self._profiler.step(counters.iteration)
+        traced = run.recorder is not None and self._config.schedule.traces(self._iterations_here)
+        if run.recorder is not None and traced:
+            run.recorder.begin_iteration(iteration, num_microbatches)
+        microbatches = None if loader is None else loader.step(num_microbatches)
+        result = self._step.train(microbatches, num_microbatches, iteration)
+        if result.updated:
+            run.scheduler.step(increment=batch)
+        else:
+            counters.skipped_iterations += 1
+        counters.iteration = iteration
+        counters.consumed_train_samples += batch
+        self._iterations_here += 1
+        self._log.iteration(
+            IterationReport(
+                iteration=iteration,
+                consumed_samples=counters.consumed_train_samples,
+                elapsed_s=time.perf_counter() - start,
+                learning_rate=_learning_rate(run.optimizer),
+                global_batch_size=batch,
+                losses=result.losses,
+                loss_scale=float(run.optimizer.get_loss_scale()),
+                grad_norm=result.grad_norm,
+                skipped=not result.updated,
+                is_nan=not all(math.isfinite(loss) for loss in result.losses.values()),
+                params_norm=params_norm(run) if self._config.logging.log_params_norm else None,
+                num_zeros=result.num_zeros,
+                bubble_fraction=result.bubble_fraction,
+                memory_bytes=run.job.accelerator.memory_in_use_bytes(),
+                peak_memory_bytes=run.job.accelerator.peak_memory_bytes(),
+            )
+        )
+        interval = self._config.run.manual_gc_interval
+        if self._config.run.manual_gc and interval and iteration % interval == 0:
+            gc.collect()
+
+    def _validate(self, prefix: str) -> None:
+        counters = self._counters
+        losses = self._evaluate(self._run.samples.valid, counters.consumed_valid_samples)
+        counters.consumed_valid_samples += (
+            self._config.run.eval_iters * self._config.batch.global_batch_size
+        )
+        self._report_validation(prefix, losses)
+
+    def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
+        """Run the forward over ``--eval-iters`` batches; returns the mean losses."""
+        run, config = self._run, self._config
+        loader = make_loader(run, dataset, consumed_samples)
+        try:
+            return self._step.evaluate(loader, config.run.eval_iters, config.num_microbatches)
+        finally:
+            if loader is not None:
+                loader.close()
+
+    def _report_validation(self, prefix: str, losses: dict[str, float]) -> None:
+        self._log.validation(self._counters.iteration, prefix, losses)
+
+    def _save_if_due(self) -> None:
+        checkpoint = self._config.checkpoint
+        if checkpoint.save is None or not checkpoint.save_interval:
+            return
+        if self._counters.iteration % checkpoint.save_interval == 0:
+            self._save()
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        path = self._checkpoints.save(self._counters.progress())
+        self._saved_at = self._counters.iteration
+        self._log.message(
+            f"  successfully saved checkpoint from iteration {self._counters.iteration:7d} to "
+            f"{path} ({time.perf_counter() - start:.2f} s)"
+        )
+
+    def _early_end(self) -> str | None:
+        """Return why training ends before its time, ``None`` if it goes on; all ranks agree."""
+        if self._stop.agreed(self._run.job.stop_group):
+            return self._stop.reason
+        interval = self._config.run.exit_interval
+        if interval and self._counters.iteration % interval == 0:
+            return f"--exit-interval {interval}"
+        return None
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return max(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,0 +1,281 @@
+"""Builds everything that a training run needs, in the one order that works on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.pipeline.build import Wiring, build_executor
+from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.training.batch_sizes import BatchSizes
+from megatron.adaptive.training.datasets import DataSpec, build_datasets
+from megatron.adaptive.training.initialize import Job
+from megatron.adaptive.training.loader import MicrobatchLoader
+from megatron.adaptive.training.model import build_chunks, transformer_config
+from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler
+from megatron.adaptive.training.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples of the whole run and the datasets that hold them (``None`` where not needed here).
+
+    Attributes:
+        iterations: of the whole training.
+        train_samples: training samples from the first to the last iteration.
+        valid_samples: of all validations together.
+        train, valid, test: the datasets.
+    """
+
+    iterations: int
+    train_samples: int
+    valid_samples: int
+    train: Any
+    valid: Any
+    test: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, built and ready to take its first step.
+
+    Attributes:
+        job: this process within the job.
+        placement: where stages live.
+        chunks: this rank's model chunks, wrapped for data parallelism.
+        core: megatron-core's configuration, shared by the chunks.
+        optimizer, scheduler: megatron-core's.
+        samples: the data.
+        forward_backward: runs one step; ours or megatron-core's own.
+        wiring: the executor and its channels, ``None`` under megatron-core's own schedule.
+        recorder: the trace, ``None`` without one.
+        padded_vocab_size: rows of the embedding.
+    """
+
+    job: Job
+    placement: Placement
+    chunks: list[torch.nn.Module]
+    core: TransformerConfig
+    optimizer: Any
+    scheduler: Any
+    samples: Samples
+    forward_backward: Callable[..., list[Any]]
+    wiring: Wiring | None
+    recorder: Recorder | None
+    padded_vocab_size: int
+
+
+def build_run(job: Job) -> Run:
+    """Build model, optimizer, data, executor and trace. Collective over all ranks."""
+    config = job.config
+    placement = Placement(
+        num_ranks=config.parallel.pipeline_model_parallel_size,
+        num_chunks=config.parallel.num_chunks,
+    )
+    tokenizer = _tokenizer(config)
+    core = transformer_config(config, job.accelerator)
+    chunks = build_chunks(config, core, job.accelerator, placement, tokenizer.padded_vocab_size)
+    optimizer = build_optimizer(config, chunks)
+    samples = _build_samples(job, placement, tokenizer)
+    scheduler = build_scheduler(config, optimizer, samples.train_samples)
+    _connect(config, core, chunks, optimizer)
+    recorder = _recorder(job, placement)
+    wiring = None
+    forward_backward: Callable[..., list[Any]]
+    if config.schedule.pipeline_schedule == "megatron":
+        _refuse_unsafe_exchange(config, job)
+        forward_backward = get_forward_backward_func()
+    else:
+        wiring = build_executor(
+            placement=placement,
+            accelerator=job.accelerator,
+            payload_shape=_payload_shape(config),
+            payload_dtype=core.pipeline_dtype,
+            timeout_s=config.schedule.pipeline_timeout_s,
+            recorder=recorder,
+        )
+        forward_backward = ForwardBackward(
+            executor=wiring.executor,
+            placement=placement,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            schedule=config.schedule.pipeline_schedule,
+            activation_cap=config.schedule.activation_cap,
+        )
+    return Run(
+        job=job,
+        placement=placement,
+        chunks=chunks,
+        core=core,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        samples=samples,
+        forward_backward=forward_backward,
+        wiring=wiring,
+        recorder=recorder,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+    )
+
+
+def make_loader(run: Run, dataset: Any, consumed_samples: int) -> MicrobatchLoader | None:
+    """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
+    if dataset is None:
+        return None
+    config = run.job.config
+    return MicrobatchLoader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.batch.micro_batch_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        # With no spare processor a reader process only takes time from the ranks.
+        num_workers=config.data.num_workers if run.job.accelerator.is_cuda else 0,
+        pin_memory=run.job.accelerator.is_cuda,
+    )
+
+
+def _tokenizer(config: TrainerConfig) -> Tokenizer:
+    data = config.data
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.vocab_file,
+        data.merge_file,
+        vocab_size=data.vocab_size,
+        make_divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+    )
+
+
+def _payload_shape(config: TrainerConfig) -> tuple[int, ...]:
+    """Return ``[s, b, h]`` of the tensors between stages, all alike in GPT training."""
+    length = config.model.seq_length // config.parallel.context_parallel_size
+    if config.parallel.sequence_parallel:
+        length //= config.parallel.tensor_model_parallel_size
+    return (length, config.batch.micro_batch_size, config.model.hidden_size)
+
+
+def _needs_data(placement: Placement) -> bool:
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
+    return 0 in stages or placement.num_stages - 1 in stages
+
+
+def _build_samples(job: Job, placement: Placement, tokenizer: Tokenizer) -> Samples:
+    config = job.config
+    run, data = config.run, config.data
+    sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
+    if run.train_iters is not None:
+        iterations = run.train_iters
+        train_samples = iterations * config.batch.global_batch_size
+    else:
+        assert run.train_samples is not None  # checked with the settings
+        train_samples = run.train_samples
+        iterations = sizes.iterations_for(train_samples)
+    per_validation = run.eval_iters * config.batch.global_batch_size
+    valid_samples = (iterations // run.eval_interval + 1) * per_validation
+    train, valid, test = build_datasets(
+        DataSpec(
+            seq_length=config.model.seq_length,
+            seed=run.seed,
+            data_path=data.data_path,
+            split=data.split,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+            mock_data=data.mock_data,
+            data_cache_path=data.data_cache_path,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        ),
+        tokenizer,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        test_samples=per_validation,
+        is_built_on_rank=lambda: _needs_data(placement) or dist.get_rank() == 0,
+    )
+    if not _needs_data(placement):
+        train = valid = test = None
+    return Samples(
+        iterations=iterations,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        train=train,
+        valid=valid,
+        test=test,
+    )
+
+
+def _connect(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+) -> None:
+    """Tell megatron-core's configuration how gradients are scaled, held back and reduced."""
+    parallel = config.parallel
+    core.grad_scale_func = optimizer.scale_loss
+    core.finalize_model_grads_func = finalize_model_grads
+    single = len(chunks) == 1
+    if parallel.overlap_grad_reduce:
+        holds = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = holds[0] if single else holds
+        if parallel.align_grad_reduce:
+            starts = [chunk.start_grad_sync for chunk in chunks]
+            core.grad_sync_func = starts[0] if single else starts
+    if parallel.overlap_param_gather and parallel.align_param_gather:
+        gathers = [chunk.start_param_sync for chunk in chunks]
+        core.param_sync_func = gathers[0] if single else gathers
+
+
+def _recorder(job: Job, placement: Placement) -> Recorder | None:
+    config = job.config
+    if config.schedule.trace_dir is None:
+        return None
+    run_id: list[Any] = [f"{job.environment.run_id}-{os.getpid()}"]
+    dist.broadcast_object_list(run_id, src=0, group=job.control_group)
+    return Recorder(
+        config.schedule.trace_dir,
+        TraceHeader.create(
+            run=run_id[0],
+            rank=job.rank,
+            world_size=config.world_size,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            num_ranks=placement.num_ranks,
+            num_chunks=placement.num_chunks,
+            num_microbatches=config.num_microbatches,
+            schedule=config.schedule.pipeline_schedule,
+            placement=placement.kind,
+        ),
+    )
+
+
+def _refuse_unsafe_exchange(config: TrainerConfig, job: Job) -> None:
+    parallel = config.parallel
+    if (
+        job.accelerator.backend == "gloo"
+        and parallel.num_chunks > 1
+        and parallel.pipeline_model_parallel_size == 2
+        and not parallel.overlap_p2p_comm
+    ):
+        raise ConfigError(
+            f"--pipeline-schedule megatron with {parallel.num_chunks} chunks on 2 pipeline ranks "
+            "and --no-overlap-p2p-communication: gloo mixes up two messages of one batch between "
+            "the same ranks and the losses would be wrong; leave the flag out, or use "
+            "--pipeline-schedule interleaved"
+        )

@@ -1,0 +1,151 @@
+"""When to stop before the last iteration: a signal or the time limit, agreed by all ranks.
+
+::
+
+    rank 0   iteration 7 ── start all-reduce 7 ──────────┐  iteration 8 ── start 8, read 7: stop
+    rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
+
+The answer to one boundary is read at the next, so asking costs no waiting. It owns the handlers of
+SIGTERM, SIGINT and SIGUSR1 while it is open. It deliberately saves nothing and ends nothing: that
+is the loop's; and where a peer is lost, the liveness watcher ends the process whatever was asked.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.errors import PeerLostError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopRequest:
+    """Collects requests to stop and lets all ranks decide on the same iteration.
+
+    Open it in the main thread. A first SIGINT asks for a stop, a second one raises
+    ``KeyboardInterrupt`` at once.
+
+    Args:
+        limit_minutes: stop this long after opening, on whichever rank it passes first; ``None``
+            for no limit.
+    """
+
+    def __init__(self, limit_minutes: float | None = None) -> None:
+        self._limit_minutes = limit_minutes
+        self._start_s = time.monotonic()
+        self._received: set[int] = set()
+        self._agreed: str | None = None
+        self._flags: torch.Tensor | None = None
+        self._work: Any = None
+        self._old: dict[int, _Handler] = {
+            number: signal.signal(number, self._on_signal) for number in _SIGNALS
+        }
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def requested_locally(self) -> bool:
+        """Whether a signal came to this rank, or its time is over."""
+        return any(self._mine())
+
+    @property
+    def reason(self) -> str | None:
+        """What all ranks agreed on, such as ``signal SIGTERM``; ``None`` before they did."""
+        return self._agreed
+
+    def agreed(self, group: dist.ProcessGroup | None) -> bool:
+        """Say whether to stop now; every rank calls it at the same iteration boundaries.
+
+        Args:
+            group: a gloo group of all ranks, used by nothing else meanwhile; ``None`` for a single
+                process, whose requests count at once.
+
+        Returns:
+            The same on every rank: whether one of them was asked to before its previous call.
+            Once true it stays true.
+
+        Raises:
+            PeerLostError: a member of the group is gone.
+        """
+        if self._agreed is not None:
+            return True
+        if group is None or group.size() == 1:
+            self._settle(self._mine())
+            return self._agreed is not None
+        if self.finish():
+            return True
+        self._flags = torch.tensor(self._mine(), dtype=torch.int32)
+        try:
+            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return False
+
+    def finish(self) -> bool:
+        """Wait for the answer that is still out; call it before the group goes away.
+
+        Returns:
+            Whether a stop is agreed now.
+
+        Raises:
+            PeerLostError: a member of the group is gone.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            assert self._flags is not None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _lost(error) from error
+            self._settle([bool(flag) for flag in self._flags.tolist()])
+        return self._agreed is not None
+
+    def close(self) -> None:
+        """Give the signals back to their former handlers. Idempotent."""
+        while self._old:
+            number, handler = self._old.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _mine(self) -> list[bool]:
+        flags = [number in self._received for number in _SIGNALS]
+        limit = self._limit_minutes
+        over = limit is not None and time.monotonic() - self._start_s >= limit * 60
+        return [*flags, over]
+
+    def _settle(self, flags: list[bool]) -> None:
+        reasons = [f"signal {number.name}" for number in _SIGNALS]
+        if self._limit_minutes is not None:
+            reasons.append(f"time limit of {self._limit_minutes:g} minutes")
+        self._agreed = next(
+            (text for text, flag in zip(reasons, flags, strict=False) if flag), None
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._received:
+            raise KeyboardInterrupt
+        self._received.add(number)
+
+
+def _lost(error: RuntimeError) -> PeerLostError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return PeerLostError(
+        f"a rank went away while all agreed whether to stop: {reason}; start again from the last "
+        "checkpoint"
+    )

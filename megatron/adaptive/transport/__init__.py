@@ -1,0 +1,1 @@
+"""Channels that carry activations and gradients between pipeline ranks."""

@@ -1,0 +1,260 @@
+"""Transport over a gloo process group: CPU tensors as they are, GPU tensors through the host.
+
+One receiver thread per peer keeps receives posted, so that data flows while the executor computes.
+gloo matches messages of a pair by tag and order; each message is two of them, header and payload:
+
+::
+
+    tag 2i     header   [16] int64            i counts messages modulo ``_DEPTH``
+    tag 2i+1   payload  as the header says
+
+With ``payload_shape`` known beforehand the payload's receive is posted together with the header's,
+``_DEPTH`` messages ahead; otherwise when the header is there. A ``Work`` of gloo must be waited for
+before it is dropped, else its buffer's destructor blocks: sends are kept until they are done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
+from megatron.adaptive.transport.interface import (
+    HEADER_WORDS,
+    Arrival,
+    CompletionQueue,
+    Header,
+    Label,
+)
+
+_DEPTH = 4
+# Receives stay posted between steps, however long a checkpoint takes; deadlines are the
+# executor's, and a peer that dies closes its connection.
+_POSTED_FOR = datetime.timedelta(days=20)
+_CLOSE_S = 30.0
+_TICK_S = 0.002
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A receive that gloo has been asked for."""
+
+    header: torch.Tensor
+    header_work: Any
+    payload: torch.Tensor | None
+    payload_work: Any
+
+
+class GlooTransport:
+    """Channels to all peers of one pipeline group over a gloo group made for them alone.
+
+    Args:
+        group: a gloo process group of the pipeline's ranks, used by nothing else.
+        peers: global ranks this rank exchanges messages with.
+        device: where received tensors go.
+        payload_shape: shape of every payload when all are alike, ``None`` when they vary. The same
+            on all ranks: gloo aborts a process that is sent more than the receive it has posted.
+        dtype: element type of the payloads.
+        describe: text for a peer in error messages (host, stage).
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        peers: Sequence[int],
+        device: torch.device,
+        payload_shape: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+    ) -> None:
+        self.completions = CompletionQueue()
+        self._group = group
+        self._device = device
+        self._shape = payload_shape
+        self._dtype = dtype
+        self._describe = describe
+        self._index = {peer: dist.get_group_rank(group, peer) for peer in peers}
+        self._sent = dict.fromkeys(peers, 0)
+        self._pending: deque[tuple[int, Any, Any, Any]] = deque()
+        self._closing = False
+        self._ahead = 1 if payload_shape is None else _DEPTH
+        self._threads = {
+            peer: threading.Thread(
+                target=self._receive, args=(peer,), name=f"receive-from-{peer}", daemon=True
+            )
+            for peer in peers
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        payload = tensor.detach()
+        if payload.is_cuda:
+            payload = payload.cpu()
+        if not payload.is_contiguous():
+            payload = payload.contiguous()
+        if not self._fits(tuple(payload.shape), payload.dtype):
+            raise TransportError(
+                f"{label.action} for {self._describe(peer)} has shape {tuple(payload.shape)} of "
+                f"{payload.dtype}, but this channel was opened for {self._shape} of "
+                f"{self._dtype}; open it without a fixed shape"
+            )
+        self._send(peer, label, payload)
+        while len(self._pending) > 4 * _DEPTH * len(self._sent):
+            self._reap(_POSTED_FOR)
+
+    def flush(self, timeout_s: float) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        end = time.monotonic() + timeout_s
+        while self._pending:
+            peer, count = self._pending[0][0], len(self._pending)
+            left = end - time.monotonic()
+            try:
+                # gloo counts whole milliseconds and takes 0 for no limit.
+                if left >= _TICK_S:
+                    self._reap(datetime.timedelta(seconds=left))
+                    continue
+            except PeerLostError:
+                if time.monotonic() < end - _TICK_S:
+                    raise
+            raise DeadlineError(
+                f"{count} messages were not taken within {timeout_s:g} s, the oldest by "
+                f"{self._describe(peer)}; is it alive and on the network?"
+            )
+
+    def close(self) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        if self._closing:
+            return
+        self._closing = True
+        # One end per posted receive, so that no receive stays behind in gloo.
+        shape = (0,) if self._shape is None else self._shape
+        for peer in self._index:
+            for _ in range(self._ahead):
+                self._send(peer, None, torch.empty(shape, dtype=self._dtype))
+        end = time.monotonic() + _CLOSE_S
+        self.flush(_CLOSE_S)
+        for peer, thread in self._threads.items():
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"{self._describe(peer)} did not close its channel within {_CLOSE_S:g} s; "
+                    "did it stop elsewhere?"
+                )
+
+    def _fits(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return self._shape is None or (shape == self._shape and dtype == self._dtype)
+
+    def _send(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
+        slot, index = self._send_header(peer, label, payload, ())
+        if payload.numel():
+            try:
+                work = self._group.send([payload], index, 2 * slot + 1)
+            except RuntimeError as error:
+                raise self._lost(peer, error) from error
+            self._pending.append((peer, None, payload, (work,)))
+
+    def _send_header(
+        self, peer: int, label: Label | None, payload: torch.Tensor, works: tuple[Any, ...]
+    ) -> tuple[int, int]:
+        """Announce ``payload``, whose own sends are ``works``; returns the slot and group rank."""
+        sequence = self._sent[peer]
+        header = Header(label, tuple(payload.shape), payload.dtype, sequence).encode()
+        self._sent[peer] = sequence + 1
+        slot, index = sequence % _DEPTH, self._index[peer]
+        try:
+            work = self._group.send([header], index, 2 * slot)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        self._pending.append((peer, header, payload, (work, *works)))
+        return slot, index
+
+    def _reap(self, timeout: datetime.timedelta) -> None:
+        """Wait for the oldest send and drop its tensors."""
+        peer, _, _, works = self._pending.popleft()
+        try:
+            for work in works:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _receive(self, peer: int) -> None:
+        """Body of a receiver thread: hand over messages until the peer closes."""
+        try:
+            posted: deque[_Posted] = deque()
+            ahead = self._ahead
+            received = 0
+            ends = 0
+            while ends < ahead:
+                while len(posted) < ahead - ends:
+                    posted.append(self._post(peer, received + len(posted)))
+                header, payload = self._complete(peer, posted.popleft(), received)
+                received += 1
+                if header.label is None:
+                    ends += 1
+                else:
+                    self.completions.put(self._arrival(header.label, peer, payload))
+        except TransportError as error:
+            self.completions.put(error)
+        except Exception as error:
+            self.completions.put(self._lost(peer, error))
+
+    def _post(self, peer: int, sequence: int) -> _Posted:
+        slot, index = sequence % _DEPTH, self._index[peer]
+        header = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        header_work = self._group.recv([header], index, 2 * slot)
+        if self._shape is None:
+            return _Posted(header, header_work, None, None)
+        payload = torch.empty(self._shape, dtype=self._dtype)
+        payload_work = None
+        if payload.numel():
+            payload_work = self._group.recv([payload], index, 2 * slot + 1)
+        return _Posted(header, header_work, payload, payload_work)
+
+    def _complete(self, peer: int, posted: _Posted, sequence: int) -> tuple[Header, torch.Tensor]:
+        posted.header_work.wait(_POSTED_FOR)
+        header = Header.decode(posted.header.tolist(), peer=peer)
+        if header.sequence != sequence:
+            raise TransportError(
+                f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
+                "due; a message was lost or doubled"
+            )
+        if not self._fits(header.shape, header.dtype):
+            raise TransportError(
+                f"{self._describe(peer)} sent shape {header.shape} of {header.dtype} on a channel "
+                f"opened here for {self._shape} of {self._dtype}; do both ranks run with the same "
+                "options?"
+            )
+        payload = posted.payload
+        if payload is None:
+            payload = torch.empty(header.shape, dtype=header.dtype)
+            self._receive_payload(peer, sequence, payload)
+        elif posted.payload_work is not None:
+            posted.payload_work.wait(_POSTED_FOR)
+        return header, payload
+
+    def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
+        if payload.numel():
+            tag = 2 * (sequence % _DEPTH) + 1
+            self._group.recv([payload], self._index[peer], tag).wait(_POSTED_FOR)
+
+    def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
+        if self._device.type == "cpu":
+            return Arrival(label, peer, payload.nbytes, lambda: payload)
+        return Arrival(label, peer, payload.nbytes, lambda: payload.to(self._device))
+
+    def _lost(self, peer: int, error: Exception) -> PeerLostError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerLostError(f"the connection to {self._describe(peer)} broke: {reason}")

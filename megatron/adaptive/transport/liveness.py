@@ -1,0 +1,465 @@
+"""Notices that another rank of the job is gone, and ends this one if its main thread cannot.
+
+The main thread may be inside a collective that never returns, so two threads of their own watch:
+
+::
+
+    ranks on this machine    pidfd of each ──> poll() ────────────────┐
+                                                                      ├──> line on stderr,
+    ranks elsewhere          the store, every 2 s: a notice that ─────┘    on_lost(), and after
+                             somebody left, and a beat per machine         the grace _exit(1)
+
+It owns the threads, the pidfds and its keys in the store. It deliberately does not say why a
+process ended (a pidfd tells only that it did), and does not restart anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.adaptive.errors import PeerLostError
+
+_PERIOD_S = 2.0
+_PROC_PERIOD_S = 0.5
+# A survivor's line must be out before its launcher ends it, even if the store does not answer.
+_ASK_S = 0.5
+_LEAVE_S = 5.0
+_LOST = "lost"
+
+
+def here(pp_rank: int) -> dict[str, Any]:
+    """Return what the :class:`Watcher` of other ranks must know about this process.
+
+    ``machine`` tells whether two ranks can see each other's process ids: containers on one host
+    may share its name but not its processes.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/pid")
+    host = socket.gethostname()
+    machine = host
+    with contextlib.suppress(OSError):
+        machine = f"{boot.read_text().strip()} {os.readlink(namespace)}"
+    return {"host": host, "pid": os.getpid(), "pp_rank": pp_rank, "machine": machine}
+
+
+class Watcher:
+    """Watches every other rank of the job until :meth:`leave`, :meth:`report` or :meth:`close`.
+
+    When one ends before it left, the line ``error: rank ...`` goes to stderr at once, ``on_lost``
+    is called once with the same text, and the process ends with status 1 if it still lives
+    ``grace_s`` later. A loss cannot be taken back: neither :meth:`close` nor a handler of SIGTERM
+    keeps the process alive.
+
+    Args:
+        places: of each global rank ``host``, ``pid`` and ``pp_rank``, and ``machine`` where known;
+            :func:`here` makes one.
+        rank: global rank of this process.
+        store: the job's store, shared by all ranks; ``None`` watches this machine only, where the
+            end of any peer before :meth:`leave` then counts as a loss.
+        on_lost: called from a thread of the watcher, so that a main thread that can still act does
+            so; it must not block.
+        grace_s: time from ``on_lost`` to the end of the process.
+        silent_s: a machine whose ranks all stay silent for this long counts as lost.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Mapping[str, Any]],
+        rank: int,
+        store: dist.Store | None,
+        on_lost: Callable[[PeerLostError], None],
+        grace_s: float = 5.0,
+        *,
+        silent_s: float = 20.0,
+    ) -> None:
+        self.position = ""
+        self._places = places
+        self._rank = rank
+        self.on_lost = on_lost
+        self._grace_s = grace_s
+        self._silent_s = silent_s
+        self._lock = threading.Lock()
+        self._quiet = False
+        self._lost: PeerLostError | None = None
+        self._decided = threading.Event()
+        machines = [str(place.get("machine", place["host"])) for place in places]
+        others = [peer for peer in range(len(places)) if peer != rank]
+        local = [peer for peer in others if machines[peer] == machines[rank]]
+        self._board: _Board | None = None
+        if store is not None and others:
+            self._board = _Board(store, machines, rank, silent_s, self._hear)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(
+            target=self._watch,
+            args=(_Local({peer: int(places[peer]["pid"]) for peer in local}, self._wake),),
+            name="liveness",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def verdict(self, timeout_s: float) -> PeerLostError | None:
+        """Wait up to ``timeout_s`` for a loss to be noticed; ``None`` if none was.
+
+        For a main thread that saw a connection break: this names the rank behind it. The line is
+        on stderr already.
+        """
+        self._decided.wait(timeout_s)
+        return self._lost
+
+    def report(self, reason: str) -> None:
+        """Tell the other ranks that this one ends because of ``reason``; waits at most 0.5 s.
+
+        The first notice of a job stays: a rank that fails because another one did, changes nothing.
+        From here on this rank no longer watches.
+        """
+        if self._silence() and self._board is not None:
+            line = (reason.splitlines() or [""])[0]
+            self._board.publish(f"{self._describe(self._rank)} failed: {line}")
+
+    def leave(self) -> None:
+        """Say that this rank is done; call it on every rank after the last barrier.
+
+        Returns when the store has it, on rank 0 when all ranks have left or after 5 s, because its
+        process may be the one that serves the store.
+        """
+        if self._silence() and self._board is not None:
+            self._board.leave(wait_for_all=self._rank == 0)
+
+    def close(self) -> None:
+        """Stop watching and free the threads, unless a loss is already ending the process."""
+        self._silence()
+        if self._lost is not None:
+            return
+        if self._board is not None:
+            self._board.close()
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+            self._thread.join(1.0)
+
+    def _silence(self) -> bool:
+        """Accept no further loss; false if there was one."""
+        with self._lock:
+            self._quiet = True
+            return self._lost is None
+
+    def _watch(self, local: _Local) -> None:
+        """Body of the thread for this machine."""
+        try:
+            period_s = local.period_s
+            if self._board is not None:
+                period_s = min(period_s, _PERIOD_S)
+            while not local.wait(period_s):
+                gone = local.take_gone()
+                if gone:
+                    self._judge(gone)
+                if self._board is not None and self._board.busy_for_s() > self._silent_s:
+                    self._hear({0}, f"the job's store gave no answer for {self._silent_s:g} s")
+        finally:
+            local.close()
+
+    def _judge(self, gone: set[int]) -> None:
+        """Decide whether processes that ended have left or are lost."""
+        answer = self._board.ask(gone) if self._board is not None else None
+        left, notice = answer if answer is not None else (set(), None)
+        if gone - left:
+            self._lose(notice or self._fact(gone - left), publish=notice is None)
+
+    def _hear(self, ranks: set[int], news: str) -> None:
+        """Take what the store said: a notice as it is (no ``ranks``), or why ``ranks`` are lost."""
+        if ranks:
+            self._lose(f"{self._fact(ranks, 'cannot be reached')}, {news}", publish=False)
+        else:
+            self._lose(news, publish=False)
+
+    def _lose(self, fact: str, *, publish: bool) -> None:
+        with self._lock:
+            if self._quiet or self._lost is not None:
+                return
+            self._lost = PeerLostError(
+                f"{fact}; this is {self._name(self._rank)}"
+                f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
+                "it, start again from the last checkpoint"
+            )
+        # If this thread cannot run again (the GIL is held, the interpreter hangs at its end), the
+        # interpreter's own C thread ends the process.
+        faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
+        _write_line(f"error: {self._lost}")
+        if publish and self._board is not None:
+            self._board.publish(fact)
+        self._decided.set()
+        try:
+            self.on_lost(self._lost)
+        except Exception:
+            traceback.print_exc()
+        time.sleep(self._grace_s)
+        _flush_output()
+        os._exit(1)
+
+    def _fact(self, ranks: set[int], what: str = "ended unexpectedly") -> str:
+        return f"{' and '.join(self._describe(rank) for rank in sorted(ranks))} {what}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (stage {self._places[rank]['pp_rank']})"
+
+    def _describe(self, rank: int) -> str:
+        place = self._places[rank]
+        return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on host {place['host']})"
+
+
+class _Local:
+    """The processes of this machine, by global rank; used by one thread."""
+
+    def __init__(self, pids: Mapping[int, int], wake: int) -> None:
+        self._wake = wake
+        self._poll = select.poll()
+        self._poll.register(wake, select.POLLIN)
+        self._watched: dict[int, int] = {}
+        self._in_proc: dict[int, tuple[int, str | None]] = {}
+        self._gone: set[int] = set()
+        for rank, pid in pids.items():
+            try:
+                fd = _pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone.add(rank)
+                continue
+            if fd is None:
+                self._in_proc[rank] = (pid, _started(pid))
+                continue
+            self._watched[fd] = rank
+            self._poll.register(fd, select.POLLIN)
+
+    @property
+    def period_s(self) -> float:
+        """How often to look where nothing wakes us."""
+        return _PROC_PERIOD_S if self._in_proc else math.inf
+
+    def wait(self, period_s: float) -> bool:
+        """Wait for an end or the period; true if the watcher is closed."""
+        if self._gone:
+            return False
+        ready = self._poll.poll(None if period_s == math.inf else period_s * 1000)
+        for fd, _ in ready:
+            if fd == self._wake:
+                return True
+            self._gone.add(self._watched.pop(fd))
+            self._poll.unregister(fd)
+            os.close(fd)
+        for rank, (pid, started) in list(self._in_proc.items()):
+            if started is None or _started(pid) != started:
+                self._gone.add(rank)
+                del self._in_proc[rank]
+        return False
+
+    def take_gone(self) -> set[int]:
+        """Return the ranks that ended since the last call."""
+        gone, self._gone = self._gone, set()
+        return gone
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in (*self._watched, self._wake):
+            os.close(fd)
+        self._watched.clear()
+
+
+class _Board:
+    """What the ranks tell each other through the store; one thread owns the connection.
+
+    ::
+
+        adaptive/lost       text about the first rank that was lost
+        adaptive/left/<r>   rank r is done
+        adaptive/beat/<m>   counter, moved on every 2 s by each rank of machine m
+
+    Only calls that the store answers at once are used while ranks may die, ``wait`` when all leave.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        machines: Sequence[str],
+        rank: int,
+        silent_s: float,
+        hear: Callable[[set[int], str], None],
+    ) -> None:
+        self._hear = hear
+        self._rank = rank
+        self._world_size = len(machines)
+        names = list(dict.fromkeys(machines))
+        self._mine = names.index(machines[rank])
+        self._ranks = [{r for r, m in enumerate(machines) if m == name} for name in names]
+        self._beats = [0] * len(names)
+        self._still = [0] * len(names)
+        self._silent_ticks = math.ceil(silent_s / _PERIOD_S)
+        self._silent_s = silent_s
+        self._jobs: queue.SimpleQueue[Callable[[dist.Store], None] | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="liveness-store", daemon=True
+        )
+        self._thread.start()
+
+    def busy_for_s(self) -> float:
+        """Return how long the store has owed an answer."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
+        """Return who of ``ranks`` has left, and the notice of a loss; ``None`` without answer."""
+
+        def look(store: dist.Store) -> tuple[set[int], str | None]:
+            return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
+
+        return self._call(look, _ASK_S)
+
+    def publish(self, fact: str) -> None:
+        """Put up the notice that a rank is lost, unless there is one."""
+
+        def put(store: dist.Store) -> None:
+            if not store.check([_LOST]):
+                store.set(_LOST, fact)
+
+        self._call(put, _ASK_S)
+
+    def leave(self, *, wait_for_all: bool) -> None:
+        """Mark this rank as done; with ``wait_for_all`` see to it that all others are."""
+
+        def mark(store: dist.Store) -> None:
+            store.add(f"left/{self._rank}", 1)  # unlike set, returns after the store has it
+            if wait_for_all:
+                keys = [f"left/{rank}" for rank in range(self._world_size)]
+                store.wait(keys, timedelta(seconds=_LEAVE_S))
+
+        self._call(mark, _LEAVE_S + 1.0)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    def _call(self, job: Callable[[dist.Store], Any], limit_s: float) -> Any:
+        """Run ``job`` on the store's thread; ``None`` if it takes longer or fails."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run(store: dist.Store) -> None:
+            answer = None
+            try:
+                answer = job(store)
+            finally:
+                answers.put(answer)
+
+        self._jobs.put(run)
+        try:
+            return answers.get(timeout=limit_s)
+        except queue.Empty:
+            return None
+
+    def _run(self, store: dist.Store) -> None:
+        try:
+            # A connection of its own: a call that waits on the job's would hold this one up.
+            if hasattr(store, "clone"):
+                store = store.clone()
+            store = dist.PrefixStore("adaptive", store)
+            due_s = time.monotonic()
+            while True:
+                job: Callable[[dist.Store], None] | None = self._tick
+                try:
+                    job = self._jobs.get(timeout=max(0.0, due_s - time.monotonic()))
+                except queue.Empty:
+                    due_s = time.monotonic() + _PERIOD_S
+                if job is None:
+                    return
+                self._busy_since = time.monotonic()
+                job(store)
+                self._busy_since = None
+        except RuntimeError as error:
+            self._busy_since = None
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._hear({0}, f"the job's store does not answer: {reason}")
+
+    def _tick(self, store: dist.Store) -> None:
+        store.add(f"beat/{self._mine}", 1)
+        notice = _notice(store)
+        if notice is not None:
+            self._busy_since = None
+            self._hear(set(), notice)
+        # Silence is counted in our own beats: if this process was stopped, nobody else was silent.
+        for machine, ranks in enumerate(self._ranks):
+            if machine == self._mine:
+                continue
+            beat = store.add(f"beat/{machine}", 0)
+            self._still[machine] = (
+                self._still[machine] + 1 if 0 < beat == self._beats[machine] else 0
+            )
+            self._beats[machine] = beat
+            if self._still[machine] >= self._silent_ticks:
+                lost = {rank for rank in ranks if not store.check([f"left/{rank}"])}
+                self._busy_since = None
+                if lost:
+                    self._hear(lost, f"nothing was heard from there for {self._silent_s:g} s")
+
+
+def _notice(store: dist.Store) -> str | None:
+    return store.get(_LOST).decode() if store.check([_LOST]) else None
+
+
+def _pidfd_open(pid: int) -> int | None:
+    """Open a descriptor that turns readable when ``pid`` ends; ``None`` where there is none.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # an old kernel, or a sandbox that does not know the call
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """Return the start time of a process that runs, ``None`` if it does not; see proc(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _write_line(line: str) -> None:
+    """Write to stderr in one piece, past the locks of a main thread that may be stuck in it."""
+    with contextlib.suppress(OSError):
+        lead = "\n" if os.isatty(2) else ""  # a progress bar may stand on the line
+        os.write(2, f"{lead}{line}\n".encode())
+
+
+def _flush_output() -> None:
+    """Save what was printed, without being caught by a lock that the main thread holds."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(1.0)

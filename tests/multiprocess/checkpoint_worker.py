@@ -1,0 +1,265 @@
+"""Ranks that save and load checkpoints in many shapes; started by ``torchrun`` from the tests.
+
+Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that finds something wrong raises, and the
+test shows its output. Shapes are changed within one process group, for starting one takes seconds.
+
+Weights are drawn from their place in the model, and the made-up gradients are a function of each
+weight alone, so that every shape takes the same steps bit for bit. What a shape loads from a
+checkpoint of another can thus be compared with what it computes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.errors import CheckpointError  # noqa: E402
+from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
+from megatron.adaptive.training.initialize import Job, seed_everything  # noqa: E402
+from megatron.adaptive.training.model import build_chunks, transformer_config  # noqa: E402
+from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler  # noqa: E402
+
+VOCAB = 100
+TRAIN_SAMPLES = 800
+BASE = {
+    "--num-layers": "4",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "16",
+    "--max-position-embeddings": "16",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "8",
+    "--train-iters": "100",
+    "--lr": "1e-2",
+    "--min-lr": "1e-3",
+    "--clip-grad": "0.0",
+    "--make-vocab-size-divisible-by": "16",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": str(VOCAB - 1),
+    "--mock-data": None,
+}
+
+
+class Training:
+    """A model with optimizer and schedule in one shape, and its checkpoints."""
+
+    def __init__(self, control: dist.ProcessGroup, flags: dict[str, str | None]) -> None:
+        environment = Environment.read()
+        argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
+        self.config = parse(argv, world_size=environment.world_size)
+        parallel = self.config.parallel
+        parallel_state.initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_pipeline_model_parallel_size,
+        )
+        seed_everything(self.config.run.seed)
+        device = accelerator.detect(environment.local_rank)
+        placement = Placement(
+            num_ranks=parallel.pipeline_model_parallel_size, num_chunks=parallel.num_chunks
+        )
+        multiple = (
+            self.config.model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
+        )
+        rows = -(-(self.config.data.vocab_size + 1) // multiple) * multiple
+        core = transformer_config(self.config, device)
+        self.chunks = build_chunks(self.config, core, device, placement, rows)
+        self.optimizer = build_optimizer(self.config, self.chunks)
+        self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
+        job = Job(
+            config=self.config,
+            environment=environment,
+            accelerator=device,
+            control_group=control,
+            stop_group=control,
+        )
+        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler)
+
+    def step(self, count: int = 1) -> None:
+        """Take optimizer steps with gradients that are a function of each weight alone."""
+        for _ in range(count):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+                for parameter in chunk.parameters():
+                    parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.25)
+            self.optimizer.step()
+            self.scheduler.step(self.config.batch.global_batch_size)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that a resumed run needs, as far as this rank holds it."""
+        found = {}
+        leaf = self.optimizer.chained_optimizers[0]
+        inner = leaf.optimizer
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in unwrapped(chunk).named_parameters():
+                key = f"{index}.{name}"
+                held = getattr(parameter, "main_param", None)
+                held = parameter if held is None else held
+                tensors = {"weight": parameter, "main": held, **inner.state.get(held, {})}
+                found |= {f"{key} {part}": _real(name, value) for part, value in tensors.items()}
+        for number, group in enumerate(inner.param_groups):
+            for name in ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult"):
+                found[f"group {number} {name}"] = torch.tensor(float(group[name]))
+            if leaf.config.use_distributed_optimizer:  # the states are of shares of parameters
+                for place, held in enumerate(group["params"]):
+                    for name, value in inner.state[held].items():
+                        found[f"group {number} {place} {name}"] = value.detach().clone()
+        if leaf.config.fp16:
+            found["loss scale"] = self.optimizer.get_loss_scale().clone()
+        return found
+
+
+def _real(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy without the rows that only pad the vocabulary."""
+    value = value.detach().clone()
+    if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
+        first = parallel_state.get_tensor_model_parallel_rank() * len(value)
+        return value[: max(VOCAB - first, 0)]
+    return value
+
+
+@contextlib.contextmanager
+def training(control: dist.ProcessGroup, flags: dict[str, str | None]) -> Iterator[Training]:
+    """Build a training in one shape and take it down again."""
+    yield Training(control, flags)
+    parallel_state.destroy_model_parallel()
+
+
+def progress(iteration: int) -> Progress:
+    return Progress(
+        iteration=iteration,
+        consumed_train_samples=8 * iteration,
+        consumed_valid_samples=5,
+        skipped_iterations=1,
+    )
+
+
+def require_equal(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+    """Compare bit for bit."""
+    if found.keys() != expected.keys():
+        raise SystemExit(f"{what}: {sorted(found.keys() ^ expected.keys())[:6]} on one side only")
+    for name, value in expected.items():
+        if not torch.equal(found[name], value):
+            gap = (found[name].double() - value.double()).abs()
+            raise SystemExit(f"{what}: {name} differs in {int((gap > 0).sum())} places")
+
+
+def shape(tp: int, pp: int, chunks: int = 1, **flags: str | None) -> dict[str, str | None]:
+    given: dict[str, str | None] = {
+        "--tensor-model-parallel-size": str(tp),
+        "--pipeline-model-parallel-size": str(pp),
+    }
+    if chunks > 1:
+        given["--num-virtual-stages-per-pipeline-rank"] = str(chunks)
+    return given | {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+
+
+def reshape(
+    control: dist.ProcessGroup,
+    folder: Path,
+    common: dict[str, str | None],
+    sources: list[dict[str, str | None]],
+    targets: list[dict[str, str | None]],
+) -> None:
+    """Load what each source saves into each target; both must go on as if never interrupted."""
+    for number, source in enumerate(sources):
+        save = {"--save": str(folder / f"{number}"), "--save-interval": "1"}
+        with training(control, common | source | save) as run:
+            run.step(2)
+            run.checkpoints.save(progress(2))
+    for target in targets:
+        with training(control, common | target) as run:
+            run.step(2)
+            saved = run.state()
+            run.step()
+            later = run.state()
+        for number, source in enumerate(sources):
+            what = f"{source} -> {target}"
+            with training(control, common | target | {"--load": str(folder / f"{number}")}) as run:
+                if run.checkpoints.load() != progress(2):
+                    raise SystemExit(f"{what}: the counters are not those that were saved")
+                require_equal(run.state(), saved, f"{what} loaded")
+                run.step()
+                require_equal(run.state(), later, f"{what} one step later")
+
+
+def scenario_shapes(control: dist.ProcessGroup, folder: Path) -> None:
+    """The default model through meshes, chunks and uneven or empty stages."""
+    shapes = [
+        shape(1, 4, partition="0-3-1-0"),
+        shape(2, 2),
+        shape(1, 1),
+        shape(1, 2, 2, partition="1-0-2-1"),
+        shape(2, 1, ckpt_fully_parallel_load=None),
+    ]
+    reshape(control, folder / "tied", {}, shapes[:3], shapes)
+
+
+def scenario_kinds(control: dist.ProcessGroup, folder: Path) -> None:
+    """Other models and number formats."""
+    modern: dict[str, str | None] = {
+        "--swiglu": None,
+        "--untie-embeddings-and-output-weights": None,
+        "--group-query-attention": None,
+        "--num-query-groups": "2",
+        "--normalization": "RMSNorm",
+        "--position-embedding-type": "rope",
+        "--disable-bias-linear": None,
+        "--decoupled-lr": "2e-2",
+    }
+    pair = [shape(2, 2), shape(1, 2, 2)]
+    reshape(control, folder / "modern", modern, [shape(1, 4)], pair)
+    reshape(control, folder / "bf16", {"--bf16": None}, [shape(2, 2)], [shape(1, 4), shape(2, 2)])
+    fp16: dict[str, str | None] = {"--fp16": None, "--initial-loss-scale": "65536"}
+    reshape(control, folder / "fp16", fp16, [shape(1, 2)], [shape(2, 2), shape(1, 2)])
+    sgd: dict[str, str | None] = {"--optimizer": "sgd"}
+    reshape(control, folder / "sgd", sgd, [shape(1, 2)], [shape(2, 1), shape(1, 2)])
+
+
+def scenario_distributed(control: dist.ProcessGroup, folder: Path) -> None:
+    """The distributed optimizer with torch's Adam."""
+    split: dict[str, str | None] = {"--use-distributed-optimizer": None}
+    targets = [shape(1, 1), shape(2, 1), shape(1, 2, 2, partition="0-2-2-0")]
+    reshape(control, folder / "fp32", split, [shape(1, 2, partition="3-1")], targets)
+    reshape(control, folder / "bf16", split | {"--bf16": None}, [shape(1, 1)], targets)
+
+
+SCENARIOS = {
+    name.removeprefix("scenario_"): function
+    for name, function in list(globals().items())
+    if name.startswith("scenario_")
+}
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    control = dist.new_group(backend="gloo")
+    started = time.monotonic()
+    SCENARIOS[name](control, folder)
+    if dist.get_rank() == 0:
+        print(f"{name}: ok in {time.monotonic() - started:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""The C++ extension: how it is found, its decision log between processes, its own C++ tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import DeadlineError, TransportError
+
+ROOT = Path(__file__).resolve().parents[1]
+# Far longer than any wait that goes well, so that a hang ends in DeadlineError.
+PATIENT_S = 60.0
+SOON_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def native() -> ModuleType:
+    module = extension.load()
+    if module is None:
+        pytest.skip(str(extension.why_missing()))
+    return module
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Forks; the child runs body and exits with 0, or with 1 and a traceback."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        body()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def join(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_python(
+    code: str, *, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+class TestLoading:
+    def test_either_a_module_or_a_reason(self) -> None:
+        assert (extension.load() is None) == (extension.why_missing() is not None)
+
+    def test_importing_the_package_does_not_import_the_extension(self) -> None:
+        code = (
+            "import sys, megatron.adaptive.extension\nprint('megatron.adaptive._C' in sys.modules)"
+        )
+        assert run_python(code).stdout.strip() == "False"
+
+    def test_absent_extension_is_a_reason_and_a_setup_error(self) -> None:
+        code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.adaptive._C":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from megatron.adaptive import errors, extension
+assert extension.load() is None
+print(extension.why_missing())
+try:
+    extension.require("a test")
+except errors.SetupError as error:
+    print(error)
+"""
+        lines = run_python(code).stdout.splitlines()
+        assert len(lines) == 2
+        assert "is not built for this Python; build it with" in lines[0]
+        assert lines[1] == f"a test needs the C++ extension: {lines[0]}"
+
+    def test_extension_of_another_interface_is_refused(self) -> None:
+        code = """
+import sys, types
+old = types.ModuleType("megatron.adaptive._C")
+old.INTERFACE = 0
+sys.modules["megatron.adaptive._C"] = old
+from megatron.adaptive import extension
+assert extension.load() is None
+print(extension.why_missing())
+"""
+        assert "has interface 0, this code needs" in run_python(code).stdout
+
+    def test_require_gives_the_module(self, native: ModuleType) -> None:
+        assert extension.require("a test") is native
+
+
+class TestDecisionLog:
+    def test_followers_see_what_the_leader_publishes_in_order(self, native: ModuleType) -> None:
+        values = [(-1) ** i * i * 7_919_777_777 for i in range(3000)]
+        writer = native.DecisionLog.create(2, 16)
+
+        def follow(index: int) -> None:
+            reader = native.DecisionLog.attach(writer.fd, index)
+            assert [reader.next(PATIENT_S) for _ in values] == values
+            assert reader.position == len(values)
+
+        children = [in_child(lambda index=index: follow(index)) for index in range(2)]
+        for value in values:
+            writer.publish(value, PATIENT_S)
+        assert [join(pid) for pid in children] == [0, 0]
+        assert writer.published == len(values)
+
+    def test_full_ring_raises_deadline_and_names_the_reader(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(2, 2)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        for value in range(2):
+            writer.publish(value, SOON_S)
+            assert reader.next(SOON_S) == value
+        with pytest.raises(DeadlineError, match=r"decision 2 .* reader 1 is 2 decisions behind"):
+            writer.publish(2, SOON_S)
+
+    def test_empty_ring_raises_deadline_and_can_be_asked_again(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 2)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        with pytest.raises(
+            DeadlineError, match=r"decision 0 did not reach reader 0 within 0\.01 s"
+        ):
+            reader.next(SOON_S)
+        writer.publish(5, 0.0)
+        assert reader.next(0.0) == 5
+
+    def test_closed_log_is_read_to_its_end(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 4)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        writer.publish(1, SOON_S)
+        writer.close()
+        assert reader.next(SOON_S) == 1
+        with pytest.raises(TransportError, match="closed"):
+            reader.next(PATIENT_S)
+        with pytest.raises(TransportError, match="closed"):
+            writer.publish(2, SOON_S)
+        assert reader.abort_reason is None
+
+    def test_dropping_the_writer_closes_the_log(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 4)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        del writer
+        with pytest.raises(TransportError, match="closed"):
+            reader.next(PATIENT_S)
+
+    @pytest.mark.parametrize("by_reader", [True, False])
+    def test_abort_wakes_a_waiting_thread(self, native: ModuleType, by_reader: bool) -> None:
+        writer = native.DecisionLog.create(2, 1)
+        waiting = native.DecisionLog.attach(writer.fd, 0)
+        other = native.DecisionLog.attach(writer.fd, 1) if by_reader else writer
+        caught: list[TransportError] = []
+
+        def wait() -> None:
+            try:
+                waiting.next(PATIENT_S)
+            except TransportError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        # Only runs on while the other thread waits because waiting releases the GIL.
+        time.sleep(0.02)
+        other.abort(17)
+        thread.join(PATIENT_S)
+        assert [str(error) for error in caught] == [
+            "the decision log was aborted with reason code 17"
+        ]
+        assert writer.abort_reason == waiting.abort_reason == 17
+        assert not isinstance(caught[0], DeadlineError)
+
+    def test_second_thread_at_one_end_is_refused(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 1)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        started = threading.Event()
+
+        def wait() -> None:
+            started.set()
+            assert reader.next(PATIENT_S) == 3
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        started.wait()
+        time.sleep(0.05)
+        with pytest.raises(RuntimeError, match="two threads"):
+            reader.next(SOON_S)
+        writer.publish(3, SOON_S)
+        thread.join(PATIENT_S)
+
+    def test_signal_handlers_run_during_a_wait(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 1)
+
+        def follow() -> None:
+            def interrupt(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            signal.signal(signal.SIGINT, interrupt)
+            reader = native.DecisionLog.attach(writer.fd, 0)
+            writer.publish(1, SOON_S)
+            assert reader.next(SOON_S) == 1
+            with pytest.raises(KeyboardInterrupt):
+                reader.next(PATIENT_S)
+            reader.abort(2)
+
+        pid = in_child(follow)
+        deadline = time.monotonic() + PATIENT_S
+        while writer.abort_reason is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGINT)
+        assert join(pid) == 0
+        assert writer.abort_reason == 2
+
+    @pytest.mark.parametrize("sizes", [(0, 4), (1, 0), (5000, 4), (1, 1 << 21)])
+    def test_impossible_sizes(self, native: ModuleType, sizes: tuple[int, int]) -> None:
+        with pytest.raises(ValueError, match="must be within"):
+            native.DecisionLog.create(*sizes)
+
+    @pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), float("inf"), 1e9])
+    def test_impossible_timeouts(self, native: ModuleType, timeout_s: float) -> None:
+        writer = native.DecisionLog.create(1, 1)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        with pytest.raises(ValueError, match="timeout_s"):
+            reader.next(timeout_s)
+
+    def test_foreign_descriptor(self, native: ModuleType, tmp_path: Path) -> None:
+        with (tmp_path / "file").open("wb+") as file:
+            file.write(bytes(8192))
+            file.flush()
+            with pytest.raises(TransportError, match="does not hold a decision log"):
+                native.DecisionLog.attach(file.fileno(), 0)
+        with pytest.raises(TransportError, match="Bad file descriptor"):
+            native.DecisionLog.attach(-1, 0)
+
+    def test_index_out_of_range_or_taken(self, native: ModuleType) -> None:
+        writer = native.DecisionLog.create(1, 1)
+        with pytest.raises(ValueError, match="must be below num_readers 1"):
+            native.DecisionLog.attach(writer.fd, 1)
+        reader = native.DecisionLog.attach(writer.fd, 0)
+        with pytest.raises(TransportError, match="reader_index 0 is taken"):
+            native.DecisionLog.attach(writer.fd, 0)
+        del reader
+        assert native.DecisionLog.attach(writer.fd, 0).index == 0
+
+
+class TestFdPassing:
+    @pytest.mark.parametrize("abstract", [True, False])
+    def test_descriptor_reaches_every_follower(
+        self, native: ModuleType, tmp_path: Path, abstract: bool
+    ) -> None:
+        name = f"@{tmp_path.name}-{os.getpid()}" if abstract else str(tmp_path / "socket")
+        writer = native.DecisionLog.create(2, 4)
+
+        def follow(index: int) -> None:
+            fd = native.recv_fd(name, PATIENT_S)
+            assert not os.get_inheritable(fd)
+            reader = native.DecisionLog.attach(fd, index)
+            os.close(fd)
+            assert reader.next(PATIENT_S) == 11
+
+        children = [in_child(lambda index=index: follow(index)) for index in range(2)]
+        native.send_fd(name, writer.fd, 2, PATIENT_S)
+        writer.publish(11, PATIENT_S)
+        assert [join(pid) for pid in children] == [0, 0]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_socket_file_is_private_while_it_exists(
+        self, native: ModuleType, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "socket"
+        writer = native.DecisionLog.create(1, 4)
+
+        def lead() -> None:
+            native.send_fd(str(path), writer.fd, 1, PATIENT_S)
+
+        pid = in_child(lead)
+        deadline = time.monotonic() + PATIENT_S
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert path.stat().st_mode & 0o777 == 0o600
+        os.close(native.recv_fd(str(path), PATIENT_S))
+        assert join(pid) == 0
+
+    def test_deadlines(self, native: ModuleType, tmp_path: Path) -> None:
+        path = str(tmp_path / "socket")
+        with pytest.raises(DeadlineError, match="nobody listened"):
+            native.recv_fd(path, SOON_S)
+        with pytest.raises(DeadlineError, match="0 of 3 processes fetched"):
+            native.send_fd(path, 0, 3, SOON_S)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_bad_names(self, native: ModuleType, tmp_path: Path) -> None:
+        for name in ("", "/" + "x" * 200, "a\0b"):
+            with pytest.raises(ValueError, match="socket name"):
+                native.recv_fd(name, SOON_S)
+        with pytest.raises(TransportError, match=r"bind\(.*\) failed"):
+            native.send_fd(str(tmp_path / "no" / "folder"), 0, 1, SOON_S)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+    def test_other_user_is_refused(self, native: ModuleType, tmp_path: Path) -> None:
+        name = f"@{tmp_path.name}-{os.getpid()}"
+        writer = native.DecisionLog.create(1, 4)
+
+        def intrude() -> None:
+            os.setuid(65534)
+            with pytest.raises(TransportError):
+                native.recv_fd(name, PATIENT_S)
+
+        pid = in_child(intrude)
+        with pytest.raises(DeadlineError, match="0 of 1 processes fetched"):
+            native.send_fd(name, writer.fd, 1, 0.5)
+        assert join(pid) == 0
+
+
+class TestRdma:
+    def test_devices_are_listed_or_the_build_says_why_not(self, native: ModuleType) -> None:
+        if native.built_with_rdma:
+            assert all(device.name for device in native.rdma_devices())
+        else:
+            with pytest.raises(TransportError, match="built without RDMA"):
+                native.rdma_devices()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
+
+
+def test_decision_log_in_cpp(compiler: str, tmp_path: Path) -> None:
+    program = tmp_path / "decision_log_test"
+    command = [
+        compiler,
+        *("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I", "csrc"),
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        "csrc/tests/decision_log_test.cc",
+        "csrc/shm/decision_log.cc",
+        "csrc/common/fd_passing.cc",
+        *("-o", str(program)),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("0 failed\n")
+
+
+class TestBuild:
+    """setup.py: what it builds where, and what it says when it cannot."""
+
+    @staticmethod
+    def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "setup.py", "-q", "build_ext"]
+        command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+
+    def test_failing_compiler_is_one_warning(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, CC="false", CXX="false")
+        assert done.returncode == 0, done.stderr
+        assert "warning: the C++ extension was not built and is left out: false" in done.stderr
+        assert list(tmp_path.rglob("*.so")) == []
+
+    def test_failing_compiler_is_an_error_where_required(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, CC="false", CXX="false", MEGATRON_ADAPTIVE_EXTENSION="1")
+        assert done.returncode != 0
+        assert "error: the C++ extension was not built: false" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_switched_off(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, MEGATRON_ADAPTIVE_EXTENSION="0", CC="false", CXX="false")
+        assert done.returncode == 0
+        assert "warning: the C++" not in done.stderr
+
+    def test_missing_rdma_headers_are_an_error_where_required(self, tmp_path: Path) -> None:
+        done = self.build(
+            tmp_path,
+            CC="false",
+            CXX="false",
+            MEGATRON_ADAPTIVE_EXTENSION="1",
+            MEGATRON_ADAPTIVE_RDMA="1",
+        )
+        assert done.returncode != 0
+        assert "install libibverbs-dev" in done.stderr
+
+    def test_switch_with_another_value(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, MEGATRON_ADAPTIVE_RDMA="yes")
+        assert done.returncode != 0
+        assert "MEGATRON_ADAPTIVE_RDMA='yes' must be one of 0, 1, auto" in done.stderr

@@ -1,0 +1,78 @@
+"""What may be imported without what, and that ``megatron`` stays a namespace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WITHOUT_TORCH = [
+    "megatron.adaptive.errors",
+    "megatron.adaptive.extension",
+    "megatron.adaptive.config",
+    "megatron.adaptive.schedule",
+    "megatron.adaptive.trace.event",
+    "megatron.adaptive.trace.recorder",
+]
+
+# Imports every module below a package (or one module) with torch and megatron-core out of reach.
+BLOCKED_IMPORT = """
+import importlib, pkgutil, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch" or name.startswith("megatron.core"):
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+        return None
+
+sys.meta_path.insert(0, Blocked())
+module = importlib.import_module(sys.argv[1])
+for found in pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + "."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+assert "torch" not in sys.modules
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_import_without_torch(name: str) -> None:
+    done = run("-c", BLOCKED_IMPORT, name)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_blocks() -> None:
+    done = run("-c", BLOCKED_IMPORT, "torch")
+    assert done.returncode != 0
+    assert "torch is blocked in this test" in done.stderr
+
+
+def test_megatron_is_a_namespace() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    done = run("-c", "import megatron, megatron.adaptive; print(megatron.__file__)")
+    assert done.stdout.strip() == "None", done.stderr
+
+
+def test_installs_beside_megatron_core() -> None:
+    code = """
+import importlib.util
+import megatron.adaptive
+assert importlib.util.find_spec("megatron.core") is not None
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr

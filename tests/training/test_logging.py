@@ -1,0 +1,420 @@
+"""What the log prints, parsed as existing tools do, and TensorBoard's files read back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import math
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.training.flops import flops_per_token
+from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 50 "
+    "--lr 1e-3 --mock-data --vocab-size 100 --log-interval 2"
+)
+CPU = Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
+# Only the name is read, so the machine needs none.
+H200 = Accelerator(device=torch.device("cuda", 0), backend="nccl", name="NVIDIA H200")
+
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
+    installed = Installed(transformer_engine=True, apex=True)
+    argv = f"{SMALL} {flags}".split()
+    return parse(argv, world_size=world_size, last_wins=True, installed=installed)
+
+
+def report(iteration: int, **changes: Any) -> IterationReport:
+    plain = IterationReport(
+        iteration=iteration,
+        consumed_samples=16 * iteration,
+        elapsed_s=0.5,
+        learning_rate=1.5e-4,
+        global_batch_size=16,
+        losses={"lm loss": 9.0 + iteration},
+        loss_scale=1.0,
+        grad_norm=1.234,
+        memory_bytes=1000,
+        peak_memory_bytes=2000 + iteration,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def make_log(
+    cfg: TrainerConfig, stream: io.StringIO, *, accelerator: Accelerator = CPU, **changes: Any
+) -> TrainingLog:
+    options: dict[str, Any] = {"is_writer": True, "total_iterations": 50, "start_iteration": 0}
+    return TrainingLog(cfg, accelerator=accelerator, stream=stream, **{**options, **changes})
+
+
+def printed(
+    *reports: IterationReport,
+    flags: str = "",
+    world_size: int = 1,
+    accelerator: Accelerator = CPU,
+) -> list[str]:
+    """The lines that a log with these reports prints."""
+    stream = io.StringIO()
+    log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
+    for each in reports:
+        log.iteration(each)
+    log.close()
+    return stream.getvalue().splitlines()
+
+
+def fields(line: str) -> dict[str, str]:
+    """Names and values of a line's parts."""
+    parts = line.removesuffix(" |").split(" | ")[1:]
+    return {name: value.strip() for name, value in (part.split(": ", 1) for part in parts)}
+
+
+def scalars(folder: Path) -> Scalars:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+class TestStartupLine:
+    def test_is_megatrons(self) -> None:
+        flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+        assert startup_line(settings(flags, world_size=4)) == (
+            "using world size: 4, data-parallel-size: 1, tensor-model-parallel size: 2, "
+            "pipeline-model-parallel size: 2"
+        )
+
+    def test_context_parallel_size_leaves_the_beginning_as_it_is(self) -> None:
+        flags = "--context-parallel-size 2 --transformer-impl transformer_engine"
+        assert startup_line(settings(flags, world_size=4)) == (
+            "using world size: 4, data-parallel-size: 2, tensor-model-parallel size: 1, "
+            "pipeline-model-parallel size: 1, context-parallel size: 2"
+        )
+
+
+class TestLine:
+    def test_is_megatrons_up_to_our_own_fields(self) -> None:
+        (line,) = printed(report(1), report(2))
+        date, rest = line[:22], line[22:]
+        assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]", date)
+        assert rest == (
+            " iteration        2/      50 | consumed samples:           32 | "
+            "elapsed time per iteration (ms): 500.0 | learning rate: 1.500000E-04 | "
+            "global batch size:    16 | lm loss: 1.050000E+01 | loss scale: 1.0 | "
+            "grad norm: 1.234 | number of skipped iterations:   0 | "
+            "number of nan iterations:   0 | tokens/s/rank: 1024.0 |"
+        )
+
+    @pytest.mark.parametrize(
+        ("pattern", "value"),
+        [
+            (r"iteration\s+(\d+)/", 2),
+            (r"iteration\s+\d+/\s*(\d+) \|", 50),
+            (r"consumed samples:\s+(\d+)", 32),
+            (r"elapsed time per iteration \(ms\): ([\d.]+)", 500),
+            (r"learning rate: ([\d.E+-]+)", 1.5e-4),
+            (r"global batch size:\s+(\d+)", 16),
+            (r"lm loss: ([\d.E+-]+)", 10.5),
+            (r"loss scale: ([\d.]+)", 1),
+            (r"grad norm: ([\d.]+)", 1.234),
+            (r"number of skipped iterations:\s+(\d+)", 0),
+            (r"number of nan iterations:\s+(\d+)", 0),
+        ],
+    )
+    def test_can_be_read_with_the_usual_patterns(self, pattern: str, value: float) -> None:
+        (line,) = printed(report(1), report(2))
+        match = re.search(pattern, line)
+        assert match is not None
+        assert float(match.group(1)) == pytest.approx(value)
+
+    def test_comes_once_an_interval(self) -> None:
+        lines = printed(*(report(iteration) for iteration in range(1, 8)))
+        assert [re.findall(r"iteration +(\d+)/", line) for line in lines] == [["2"], ["4"], ["6"]]
+
+    def test_starts_anew_after_each_interval(self) -> None:
+        lines = printed(report(1, elapsed_s=9.0, skipped=True), report(2), report(3), report(4))
+        last = fields(lines[1])
+        assert last["elapsed time per iteration (ms)"] == "500.0"
+        assert last["lm loss"] == "1.250000E+01"
+        assert last["number of skipped iterations"] == "0"
+
+    def test_a_resumed_run_averages_what_it_has(self) -> None:
+        (line,) = printed(report(6, elapsed_s=0.25))
+        assert fields(line)["elapsed time per iteration (ms)"] == "250.0"
+        assert fields(line)["lm loss"] == "1.500000E+01"
+
+    def test_losses_of_skipped_iterations_are_left_out(self) -> None:
+        bad = report(1, losses={"lm loss": math.inf}, skipped=True, is_nan=True, grad_norm=None)
+        found = fields(printed(bad, report(2))[0])
+        assert found["lm loss"] == "1.100000E+01"
+        assert found["number of skipped iterations"] == "1"
+        assert found["number of nan iterations"] == "1"
+        assert found["elapsed time per iteration (ms)"] == "500.0"
+
+    def test_has_no_loss_or_norm_where_none_is_known(self) -> None:
+        (line,) = printed(
+            *(report(i, skipped=True, grad_norm=None, loss_scale=2.0**31) for i in (1, 2))
+        )
+        found = fields(line)
+        assert "lm loss" not in found
+        assert "grad norm" not in found
+        assert found["loss scale"] == "2147483648.0"
+        assert found["number of skipped iterations"] == "2"
+
+    def test_has_every_loss_and_the_optional_norms_in_megatrons_order(self) -> None:
+        losses = {"lm loss": 2.0, "z loss": 0.5}
+        (line,) = printed(*(report(i, losses=losses, num_zeros=7, params_norm=3.5) for i in (1, 2)))
+        order = ["lm loss", "z loss", "loss scale", "grad norm", "num zeros", "params norm"]
+        assert [name for name in fields(line) if name in order] == order
+        assert fields(line)["num zeros"] == "7"
+        assert fields(line)["params norm"] == "3.500"
+
+    def test_bubble_is_the_mean_of_what_is_known(self) -> None:
+        lines = printed(
+            report(1, bubble_fraction=0.1), report(2, bubble_fraction=0.2), report(3), report(4)
+        )
+        assert lines[0].endswith("| bubble: 15.0% |")
+        assert "bubble" not in lines[1]
+
+    def test_tokens_of_a_batch_that_grows(self) -> None:
+        found = fields(
+            printed(
+                report(1, global_batch_size=8),
+                report(2, global_batch_size=24, elapsed_s=1.5),
+                flags="--pipeline-model-parallel-size 4",
+                world_size=4,
+            )[0]
+        )
+        assert found["tokens/s/rank"] == f"{32 * 32 / 2.0 / 4:.1f}"
+        assert found["global batch size"] == "24"
+
+    def test_throughput_only_where_asked(self) -> None:
+        cfg = settings("--log-throughput")
+        (line,) = printed(*(report(i, elapsed_s=1e-5) for i in (1, 2)), flags="--log-throughput")
+        tflops = flops_per_token(cfg) * 16 * 32 / 1e-5 / 1e12
+        assert list(fields(line))[1:3] == [
+            "elapsed time per iteration (ms)",
+            "throughput per GPU (TFLOP/s/GPU)",
+        ]
+        assert fields(line)["throughput per GPU (TFLOP/s/GPU)"] == f"{tflops:.1f}"
+        assert "throughput" not in printed(report(2))[0]
+
+    def test_utilization_on_a_gpu_whose_peak_is_known(self) -> None:
+        (line,) = printed(report(2, elapsed_s=1e-5), accelerator=H200)
+        share = flops_per_token(settings()) * 16 * 32 / 1e-5 / 989e12
+        assert line.endswith(f"| MFU: {share:.1%} |")
+        unknown = dataclasses.replace(H200, name="NVIDIA Unheard-of 1")
+        assert "MFU" not in printed(report(2), accelerator=unknown)[0]
+
+    def test_an_iteration_too_short_to_measure_is_no_error(self) -> None:
+        (line,) = printed(report(2, elapsed_s=0.0), flags="--log-throughput")
+        assert fields(line)["tokens/s/rank"] == "0.0"
+
+
+class TestValidation:
+    def test_is_megatrons_between_dashes(self) -> None:
+        stream = io.StringIO()
+        make_log(settings(), stream).validation(100, "iteration 100", {"lm loss": 5.1})
+        top, line, bottom = stream.getvalue().splitlines()
+        assert line == (
+            " validation loss at iteration 100 | lm loss value: 5.100000E+00 | "
+            f"lm loss PPL: {math.exp(5.1):.6E} | "
+        )
+        assert top == bottom == "-" * (len(line) + 1)
+
+    @pytest.mark.parametrize(("loss", "ppl"), [(1e9, f"{math.exp(20):.6E}"), (math.nan, "NAN")])
+    def test_a_hopeless_loss_is_no_error(self, loss: float, ppl: str) -> None:
+        stream = io.StringIO()
+        make_log(settings(), stream).validation(1, "iteration 1", {"lm loss": loss})
+        assert f"lm loss PPL: {ppl} |" in stream.getvalue()
+
+
+def test_only_the_writer_writes(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    log = make_log(settings(f"--tensorboard-dir {tmp_path}"), stream, is_writer=False)
+    log.iteration(report(2))
+    log.validation(2, "iteration 2", {"lm loss": 1.0})
+    log.message("hello")
+    log.close()
+    assert stream.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    log = TrainingLog(
+        settings(), is_writer=True, accelerator=CPU, total_iterations=1, start_iteration=0
+    )
+    log.message("saved")
+    log.close()
+    log.close()
+    captured = capsys.readouterr()
+    assert captured.out == "saved\n"
+    assert captured.err == ""
+
+
+class TestTensorBoard:
+    def write(self, folder: Path, flags: str = "", accelerator: Accelerator = CPU) -> Scalars:
+        cfg = settings(f"--tensorboard-dir {folder} {flags}")
+        log = make_log(cfg, io.StringIO(), accelerator=accelerator)
+        for iteration in range(1, 5):
+            log.iteration(report(iteration, bubble_fraction=0.125))
+        log.validation(4, "iteration 4", {"lm loss": 2.0})
+        log.validation(4, "iteration 4 on test set", {"lm loss": 3.0}, 70)
+        log.close()
+        return scalars(folder)
+
+    def test_has_what_every_run_has(self, tmp_path: Path) -> None:
+        curves = self.write(tmp_path)
+        assert set(curves) == {
+            *("lm loss", "lm loss vs samples"),
+            *("learning-rate", "learning-rate vs samples"),
+            *("loss-scale", "loss-scale vs samples"),
+            *("grad-norm", "grad-norm vs samples"),
+            *("lm loss validation", "lm loss validation vs samples"),
+            *("lm loss test", "lm loss test vs samples"),
+            *("tokens-per-s-per-rank", "bubble-fraction", "peak-memory-bytes"),
+        }
+        assert curves["lm loss"] == [(1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)]
+        assert curves["lm loss vs samples"] == [(16, 10.0), (32, 11.0), (48, 12.0), (64, 13.0)]
+        assert curves["learning-rate"][0] == (1, pytest.approx(1.5e-4))
+        assert curves["tokens-per-s-per-rank"][0] == (1, 1024.0)
+        assert curves["bubble-fraction"][0] == (1, 0.125)
+        assert curves["peak-memory-bytes"][-1] == (4, 2004.0)
+        assert curves["lm loss validation"] == [(4, 2.0)]
+        assert curves["lm loss validation vs samples"] == [(64, 2.0)]
+        assert curves["lm loss test vs samples"] == [(70, 3.0)]
+
+    def test_flags_add_curves(self, tmp_path: Path) -> None:
+        curves = self.write(
+            tmp_path,
+            "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-throughput "
+            "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
+            "--log-world-size-to-tensorboard",
+        )
+        assert curves["iteration-time"][0] == (1, 0.5)
+        assert curves["batch-size vs samples"][0] == (16, 16.0)
+        assert curves["world-size"][0] == (1, 1.0)
+        assert curves["mem-allocated-bytes"][0] == (1, 1000.0)
+        assert curves["mem-max-allocated-bytes"][0] == (1, 2001.0)
+        assert curves["throughput"][0][1] > 0
+        assert curves["lm loss validation ppl"] == [(4, pytest.approx(math.exp(2.0)))]
+        assert curves["lm loss validation ppl vs samples"][0][0] == 64
+
+    def test_flags_take_curves_away(self, tmp_path: Path) -> None:
+        curves = self.write(
+            tmp_path,
+            "--no-log-learning-rate-to-tensorboard --no-log-loss-scale-to-tensorboard",
+        )
+        assert not any("learning-rate" in tag or "loss-scale" in tag for tag in curves)
+
+    def test_points_come_once_an_interval_of_their_own(self, tmp_path: Path) -> None:
+        curves = self.write(tmp_path, "--tensorboard-log-interval 3 --log-interval 100")
+        assert curves["lm loss"] == [(3, 12.0)]
+
+    def test_utilization_on_a_gpu(self, tmp_path: Path) -> None:
+        share = flops_per_token(settings()) * 1024 / 989e12
+        curves = self.write(tmp_path, accelerator=H200)
+        assert curves["model-flops-utilization"][0] == (1, pytest.approx(share))
+
+    def test_a_second_run_adds_to_the_first(self, tmp_path: Path) -> None:
+        cfg = settings(f"--tensorboard-dir {tmp_path}")
+        for iterations in ((1, 2, 3), (3, 4)):
+            log = make_log(cfg, io.StringIO(), start_iteration=iterations[0] - 1)
+            for iteration in iterations:
+                log.iteration(report(iteration))
+            log.close()
+        curves = scalars(tmp_path)
+        assert [step for step, _ in curves["lm loss vs samples"]] == [16, 32, 48, 48, 64]
+
+    def test_a_folder_that_cannot_be_made_is_one_line(self, tmp_path: Path) -> None:
+        cfg = settings(f"--tensorboard-dir {tmp_path / 'taken'}")
+        (tmp_path / "taken").write_text("a file")
+        with pytest.raises(ConfigError, match="--tensorboard-dir") as caught:
+            make_log(cfg, io.StringIO())
+        assert len(str(caught.value).splitlines()) == 1
+
+
+class TestBar:
+    def open_terminal(
+        self, monkeypatch: pytest.MonkeyPatch, columns: int = 100
+    ) -> Callable[[], str]:
+        """Make standard error a terminal; returns a function that ends it and reads all of it.
+
+        Not a fixture, for pytest puts standard error back after fixtures are set up.
+        """
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        monkeypatch.setattr(sys, "stderr", os.fdopen(slave, "w"))
+
+        def read() -> str:
+            sys.stderr.close()
+            text = b""
+            # The end of a terminal is an error to whoever reads it.
+            with contextlib.suppress(OSError):
+                while part := os.read(master, 1 << 16):
+                    text += part
+            os.close(master)
+            return text.decode()
+
+        return read
+
+    @pytest.mark.parametrize("columns", [100, 0])
+    def test_shows_loss_and_speed_and_goes_away(
+        self, monkeypatch: pytest.MonkeyPatch, columns: int
+    ) -> None:
+        terminal = self.open_terminal(monkeypatch, columns)
+        stream = io.StringIO()
+        log = make_log(settings(), stream, start_iteration=10)
+        time.sleep(0.15)  # the bar is not drawn more often than each tenth of a second
+        log.iteration(report(11))
+        log.message("in between")
+        log.close()
+        shown = terminal()
+        assert "10/50" in shown
+        assert "11/50" in shown
+        assert "loss=20.000" in shown
+        assert "tokens/s=1024" in shown
+        assert shown.endswith("\r"), "the bar's line is left empty"
+        assert shown.rstrip("\r").rsplit("\r", 1)[-1].isspace()
+        assert stream.getvalue() == "in between\n"
+
+    def test_lines_on_the_same_terminal_do_not_tear(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = self.open_terminal(monkeypatch)
+        log = make_log(settings(), sys.stderr)  # type: ignore[arg-type]
+        for iteration in range(1, 5):
+            log.iteration(report(iteration))
+        log.close()
+        # What a terminal shows: a carriage return goes back to the start of the line.
+        lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in terminal().split("\n")]
+        found = [line for line in lines if "consumed samples" in line]
+        assert len(found) == 2
+        assert all(re.match(r" \[.*\] iteration .* \|$", line) for line in found)
+
+    def test_is_not_shown_elsewhere(self, capsys: pytest.CaptureFixture[str]) -> None:
+        printed(report(1), report(2))
+        assert capsys.readouterr().err == ""

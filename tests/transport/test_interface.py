@@ -1,0 +1,119 @@
+"""Headers and the completion queue that all transports share."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron.adaptive.errors import PeerLostError, TransportError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.interface import (
+    HEADER_WORDS,
+    Arrival,
+    CompletionQueue,
+    Header,
+    Label,
+)
+
+WATCHDOG_S = 30.0
+FORWARD = Label(4, Action(ActionKind.F, 1, 9))
+
+
+def arrival(microbatch: int, tensor: torch.Tensor | None = None) -> Arrival:
+    payload = torch.zeros(1) if tensor is None else tensor
+    label = Label(0, Action(ActionKind.F, 0, microbatch))
+    return Arrival(label, 2, payload.nbytes, lambda: payload)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(FORWARD, (3, 0, 5), torch.bfloat16, 0),
+        Header(Label(10**9, Action(ActionKind.B, 0, 70_000)), (), torch.float64, 2**40),
+        Header(FORWARD, (1, 2, 3, 4, 5, 6), torch.float16, 1),
+        Header(None, (0,), torch.float32, 12),
+    ],
+    ids=["forward", "backward", "most-dimensions", "end"],
+)
+def test_header_survives_the_way(header: Header) -> None:
+    words = header.encode()
+    assert words.shape == (HEADER_WORDS,)
+    assert words.dtype == torch.int64
+    assert Header.decode(words.tolist(), peer=1) == header
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [((2,), torch.int32, "torch.int32"), ((1,) * 7, torch.float32, "7 dimensions")],
+)
+def test_header_says_what_it_cannot_carry(
+    shape: tuple[int, ...], dtype: torch.dtype, said: str
+) -> None:
+    with pytest.raises(TransportError, match=said):
+        Header(FORWARD, shape, dtype, 0).encode()
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0, 7), (3, 2), (3, -2), (6, 4), (6, -1), (7, 7), (7, -1), (8, -3)],
+    ids=["magic", "kind", "kind-", "dtype", "dtype-", "dimensions", "dimensions-", "size"],
+)
+def test_foreign_words_are_refused(word: int, value: int) -> None:
+    words = Header(FORWARD, (2, 2), torch.float32, 0).encode().tolist()
+    words[word] = value
+    with pytest.raises(TransportError, match="from rank 5 is not one of this format"):
+        Header.decode(words, peer=5)
+
+
+def test_queue_keeps_the_order_of_arrival() -> None:
+    queue = CompletionQueue()
+    for microbatch in (3, 1, 2):
+        queue.put(arrival(microbatch))
+    first = queue.poll()
+    rest = [queue.wait(time.monotonic() + WATCHDOG_S) for _ in range(2)]
+    assert [item and item.label.action.microbatch for item in (first, *rest)] == [3, 1, 2]
+    assert queue.poll() is None
+
+
+def test_queue_waits_no_longer_than_the_deadline() -> None:
+    queue = CompletionQueue()
+    assert queue.wait(time.monotonic() + 0.05) is None
+    assert queue.wait(time.monotonic() - 5.0) is None
+    queue.put(arrival(1))
+    assert queue.wait(time.monotonic() - 5.0) is not None
+
+
+def test_queue_wakes_its_waiter() -> None:
+    queue = CompletionQueue()
+    seen: list[Arrival | None] = []
+    waiter = threading.Thread(
+        target=lambda: seen.append(queue.wait(time.monotonic() + WATCHDOG_S)), daemon=True
+    )
+    waiter.start()
+    queue.put(arrival(6))
+    waiter.join(WATCHDOG_S)
+    assert [item and item.label.action.microbatch for item in seen] == [6]
+
+
+def test_a_failed_channel_is_told_in_its_turn() -> None:
+    """What arrived before the failure is still handed over, by wait as by poll."""
+    queue = CompletionQueue()
+    for _ in range(2):
+        queue.put(arrival(0))
+        queue.put(PeerLostError("rank 3 is gone"))
+    assert queue.poll() is not None
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        queue.poll()
+    assert queue.wait(time.monotonic() + WATCHDOG_S) is not None
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        queue.wait(time.monotonic() + WATCHDOG_S)
+
+
+def test_arrival_hands_over_its_payload() -> None:
+    tensor = torch.arange(6, dtype=torch.float16)
+    item = arrival(0, tensor)
+    assert (item.peer, item.nbytes) == (2, 12)
+    assert item.take() is tensor

@@ -1,0 +1,235 @@
+"""A rank that is killed ends all the others, which name it; a rank that leaves ends nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.adaptive.transport.liveness import here
+
+pytestmark = pytest.mark.multiprocess
+
+Start = Callable[..., Any]
+LIMIT_S = 30.0  # within which all ranks must have ended
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Port of a store that outlives every rank, as that of torchrun does."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
+    """Assert that the survivor's line about the dead rank is there, once and complete."""
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, text
+    name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"
+    assert lines[0].startswith(f"error: {name} {what}")
+    assert f"; this is rank {survivor} (stage {survivor})" in lines[0]
+    assert lines[0].endswith(
+        "; the job cannot go on without it, start again from the last checkpoint"
+    )
+
+
+def kill_when_all_are_blocked(job: Any, dead: int, num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        job.await_mark(rank, "blocked")
+    job.signal(dead)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_killed_rank_ends_all_that_are_blocked(start: Start, port: int, dead: int) -> None:
+    job = start("blocked", 3, port=port)
+    kill_when_all_are_blocked(job, dead, 3)
+    for rank in {0, 1, 2} - {dead}:
+        assert job.status(rank, LIMIT_S) == 1
+        check_line(job.text(rank), dead, job.pid(dead), rank, "ended unexpectedly")
+        assert f"this is rank {rank} (stage {rank}) in iteration 7;" in job.text(rank)
+
+
+@pytest.mark.parametrize(
+    "options", [{"without_pidfd": True}, {"with_store": False}], ids=["no-pidfd", "no-store"]
+)
+def test_killed_rank_is_seen_with_less_help(
+    start: Start, port: int, options: dict[str, bool]
+) -> None:
+    """A kernel without pidfd_open, and a job that gives the watcher no store."""
+    job = start("blocked", 2, port=port, **options)
+    kill_when_all_are_blocked(job, 1, 2)
+    assert job.status(0, LIMIT_S) == 1
+    check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
+
+
+def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
+    """A launcher sends SIGTERM to the survivors; theirs is a handler that only takes note."""
+    job = start("blocked", 3, port=port, with_stop=True)
+    for rank in range(3):
+        job.await_mark(rank, "blocked")
+    job.signal(0, signal.SIGTERM)
+    job.signal(1)
+    job.signal(0, signal.SIGTERM)
+    assert job.status(0, LIMIT_S) == 1
+    check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
+
+
+def test_other_machines_hear_of_it(start: Start, port: int) -> None:
+    """Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice."""
+    job = start("blocked", 3, port=port, machines=["east", "east", "west"], grace_s=4.0)
+    kill_when_all_are_blocked(job, 1, 3)
+    for rank in (0, 2):
+        assert job.status(rank, LIMIT_S) == 1
+        check_line(job.text(rank), 1, job.pid(1), rank, "ended unexpectedly", host="east")
+
+
+def test_machine_that_falls_silent_is_lost(start: Start, port: int) -> None:
+    """Nobody is left on it who could write a notice."""
+    job = start("blocked", 2, port=port, machines=["east", "west"], silent_s=4.0)
+    kill_when_all_are_blocked(job, 1, 2)
+    assert job.status(0, LIMIT_S) == 1
+    check_line(job.text(0), 1, job.pid(1), 0, "cannot be reached, nothing was heard", host="west")
+
+
+def test_store_that_is_gone_means_rank_0_is_lost(start: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = start("blocked", 2, port=port, machines=["east", "west"], serve=True)
+    kill_when_all_are_blocked(job, 0, 2)
+    assert job.status(1, LIMIT_S) == 1
+    check_line(job.text(1), 0, job.pid(0), 1, "cannot be reached, the job's store", host="east")
+
+
+def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
+    job = start("woken", 2, port=port, at_exit_s=0)
+    kill_when_all_are_blocked(job, 1, 2)
+    assert job.status(0, LIMIT_S) == 0, job.text(0)
+    kind, text, verdict, calls = job.result(0)
+    assert (kind, calls) == ("PeerLostError", 1)
+    assert text == verdict
+    assert f"error: {text}\n" in job.text(0)
+
+
+def test_broken_collective_is_explained(start: Start, port: int) -> None:
+    """The main thread learns of the connection first, and must wait to hear which rank it was."""
+    job = start("broken", 2, port=port)
+    kill_when_all_are_blocked(job, 1, 2)
+    assert job.status(0, LIMIT_S) == 0, job.text(0)
+    broken, verdict = job.result(0)
+    assert "rank 1" not in broken
+    check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
+    assert f"error: {verdict}\n" in job.text(0)
+
+
+def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
+    """It has called close() and blocks all threads of Python."""
+    job = start("woken", 2, port=port, at_exit_s=50)
+    kill_when_all_are_blocked(job, 1, 2)
+    assert job.status(0, LIMIT_S) == 1, job.text(0)
+    check_line(job.text(0).partition("\nTimeout")[0], 1, job.pid(1), 0, "ended unexpectedly")
+
+
+def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> None:
+    job = start("reporting", 3, port=port)
+    for rank in (0, 2):
+        assert job.status(rank, LIMIT_S) == 1
+        what = "failed: out of memory on device 0; this"
+        check_line(job.text(rank), 1, job.pid(1), rank, what)
+    job.mark(0, "seen")
+    assert job.status(1) == 0
+    assert "error:" not in job.text(1)
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["store-elsewhere", "store-in-rank-0"])
+def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> None:
+    """Rank 0 stays until all have left, for its process may serve the store."""
+    if serve:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    job = start("leaving", 3, port=port, serve=serve)
+    assert job.status(1) == 0, job.text(1)
+    job.mark(0, "one-is-gone")
+    assert job.results() == [["None", []]] * 3
+    assert [job.text(rank) for rank in range(3)] == [""] * 3
+
+
+def test_closed_watcher_sees_nothing(start: Start, port: int) -> None:
+    job = start("closed", 2, port=port)
+    job.await_mark(0, "closed")
+    job.await_mark(1, "blocked")
+    job.signal(1)
+    job.status(1)
+    job.mark(1, "killed")
+    assert job.status(0) == 0, job.text(0)
+    assert job.result(0) == "None"
+    assert "error:" not in job.text(0)
+
+
+UNDER_TORCHRUN = """
+import os, signal, sys, time
+import torch.distributed as dist
+from megatron.adaptive.transport.liveness import Watcher, here
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+places = [None] * dist.get_world_size()
+dist.all_gather_object(places, here(rank))
+store = dist.distributed_c10d._get_default_store()
+watcher = Watcher(places, rank, store, lambda error: None, grace_s=0.5)
+dist.barrier()
+if sys.argv[1] == "leave":
+    watcher.leave()
+    watcher.close()
+    dist.destroy_process_group()
+elif rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    time.sleep(50)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "leave"])
+def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
+    """Its SIGTERM, here not handled, comes after the line."""
+    script = tmp_path / "ranks.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    process = subprocess.Popen(
+        [*command, str(script), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+            process.wait(40)
+    told = re.findall(
+        r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE
+    )
+    assert sorted(told) == (["0", "2"] if how == "kill" else []), text
+    assert (process.returncode == 0) == (how == "leave"), text
+
+
+def test_place_tells_machines_apart() -> None:
+    place = here(3)
+    assert (place["pid"], place["pp_rank"]) == (os.getpid(), 3)
+    assert place["host"] == socket.gethostname()
+    assert place["machine"] == here(0)["machine"]
