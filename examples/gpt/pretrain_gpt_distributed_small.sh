@@ -61,7 +61,7 @@ DATA_ARGS=(
   --vocab-file "$DATA_DIR/vocab.json"
   --merge-file "$DATA_DIR/merges.txt"
   --tokenizer-type GPT2BPETokenizer
-  --split 969,30,1
+  --split "969,30,1"
 )
 
 OUTPUT_ARGS=(

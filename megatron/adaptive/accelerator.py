@@ -17,9 +17,11 @@ that a new release of torch or megatron-core tells which of them changed.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +203,17 @@ def install() -> bool:
     _substitute_tensor_type()
     _substitute_random_state()
     return True
+
+
+def quiet_libraries() -> None:
+    """Silence warnings about optional GPU packages and torch's internals: users cannot act on them.
+
+    Call it before megatron-core is imported, which is when most of them are given.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
+    warnings.filterwarnings("ignore", message=".*(Apex|cuda_graph_scope|deprecated).*")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
 def _mark(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,12 +10,9 @@ checkpoint of another can thus be compared with what it computes itself.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
+import dataclasses
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,21 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
-from megatron.adaptive.training.initialize import Job, seed_everything  # noqa: E402
+from megatron.adaptive.training.initialize import (  # noqa: E402
+    Job,
+    end_job,
+    seed_everything,
+    start_job,
+)
 from megatron.adaptive.training.model import build_chunks, transformer_config  # noqa: E402
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler  # noqa: E402
+
+Flags = dict[str, str | None]
 
 VOCAB = 100
 TRAIN_SAMPLES = 800
@@ -58,40 +63,41 @@ BASE = {
 }
 
 
+def settings(flags: Flags) -> TrainerConfig:
+    """Read the flags of the small model, with ``flags`` over them."""
+    argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
+    return parse(argv, world_size=Environment.read().world_size)
+
+
 class Training:
     """A model with optimizer and schedule in one shape, and its checkpoints."""
 
-    def __init__(self, control: dist.ProcessGroup, flags: dict[str, str | None]) -> None:
-        environment = Environment.read()
-        argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
-        self.config = parse(argv, world_size=environment.world_size)
-        parallel = self.config.parallel
+    def __init__(self, job: Job, flags: Flags) -> None:
+        self.config = settings(flags)
+        model, parallel = self.config.model, self.config.parallel
+        parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.virtual_pipeline_model_parallel_size,
         )
         seed_everything(self.config.run.seed)
-        device = accelerator.detect(environment.local_rank)
         placement = Placement(
             num_ranks=parallel.pipeline_model_parallel_size, num_chunks=parallel.num_chunks
         )
-        multiple = (
-            self.config.model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
-        )
+        multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
         rows = -(-(self.config.data.vocab_size + 1) // multiple) * multiple
+        device = job.accelerator
         core = transformer_config(self.config, device)
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        job = Job(
-            config=self.config,
-            environment=environment,
-            accelerator=device,
-            control_group=control,
-            stop_group=control,
+        self.checkpoints = Checkpoints(
+            dataclasses.replace(job, config=self.config),
+            self.chunks,
+            self.optimizer,
+            self.scheduler,
         )
-        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler)
 
     def step(self, count: int = 1) -> None:
         """Take optimizer steps with gradients that are a function of each weight alone."""
@@ -136,13 +142,6 @@ def _real(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-@contextlib.contextmanager
-def training(control: dist.ProcessGroup, flags: dict[str, str | None]) -> Iterator[Training]:
-    """Build a training in one shape and take it down again."""
-    yield Training(control, flags)
-    parallel_state.destroy_model_parallel()
-
-
 def progress(iteration: int) -> Progress:
     return Progress(
         iteration=iteration,
@@ -162,8 +161,8 @@ def require_equal(found: dict[str, Any], expected: dict[str, Any], what: str) ->
             raise SystemExit(f"{what}: {name} differs in {int((gap > 0).sum())} places")
 
 
-def shape(tp: int, pp: int, chunks: int = 1, **flags: str | None) -> dict[str, str | None]:
-    given: dict[str, str | None] = {
+def shape(tp: int, pp: int, chunks: int = 1, **flags: str | None) -> Flags:
+    given: Flags = {
         "--tensor-model-parallel-size": str(tp),
         "--pipeline-model-parallel-size": str(pp),
     }
@@ -172,50 +171,44 @@ def shape(tp: int, pp: int, chunks: int = 1, **flags: str | None) -> dict[str, s
     return given | {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
 
 
+def saving(folder: Path) -> Flags:
+    return {"--save": str(folder), "--save-interval": "1"}
+
+
 def reshape(
-    control: dist.ProcessGroup,
-    folder: Path,
-    common: dict[str, str | None],
-    sources: list[dict[str, str | None]],
-    targets: list[dict[str, str | None]],
+    job: Job, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Load what each source saves into each target; both must go on as if never interrupted."""
+    """Load what each source saves into each target; all must go on as if never interrupted."""
     for number, source in enumerate(sources):
-        save = {"--save": str(folder / f"{number}"), "--save-interval": "1"}
-        with training(control, common | source | save) as run:
-            run.step(2)
-            run.checkpoints.save(progress(2))
+        run = Training(job, common | source | saving(folder / f"{number}"))
+        run.step(2)
+        run.checkpoints.save(progress(2))
     for target in targets:
-        with training(control, common | target) as run:
-            run.step(2)
-            saved = run.state()
-            run.step()
-            later = run.state()
+        run = Training(job, common | target)
+        run.step(2)
+        saved = run.state()
+        run.step()
+        later = run.state()
         for number, source in enumerate(sources):
             what = f"{source} -> {target}"
-            with training(control, common | target | {"--load": str(folder / f"{number}")}) as run:
-                if run.checkpoints.load() != progress(2):
-                    raise SystemExit(f"{what}: the counters are not those that were saved")
-                require_equal(run.state(), saved, f"{what} loaded")
-                run.step()
-                require_equal(run.state(), later, f"{what} one step later")
+            run = Training(job, common | target | {"--load": str(folder / f"{number}")})
+            if run.checkpoints.load() != progress(2):
+                raise SystemExit(f"{what}: the counters are not those that were saved")
+            require_equal(run.state(), saved, f"{what} loaded")
+            run.step()
+            require_equal(run.state(), later, f"{what} one step later")
+            if job.is_first: print("->", time.monotonic(), folder.name, source, target, flush=True)
 
 
-def scenario_shapes(control: dist.ProcessGroup, folder: Path) -> None:
-    """The default model through meshes, chunks and uneven or empty stages."""
-    shapes = [
-        shape(1, 4, partition="0-3-1-0"),
-        shape(2, 2),
-        shape(1, 1),
-        shape(1, 2, 2, partition="1-0-2-1"),
-        shape(2, 1, ckpt_fully_parallel_load=None),
-    ]
-    reshape(control, folder / "tied", {}, shapes[:3], shapes)
-
-
-def scenario_kinds(control: dist.ProcessGroup, folder: Path) -> None:
-    """Other models and number formats."""
-    modern: dict[str, str | None] = {
+def scenario_reshape(job: Job, folder: Path) -> None:
+    """Several kinds of models and optimizers through meshes, chunks, uneven and empty stages."""
+    empty = shape(1, 4, partition="0-3-1-0")
+    hollow = shape(1, 4, partition="0-4-0-0")  # a rank without any parameter
+    chunked = shape(1, 2, 2, partition="1-0-2-1")
+    spread = shape(2, 1, ckpt_fully_parallel_load=None)
+    copies = shape(1, 1)
+    both = shape(2, 2)
+    modern: Flags = {
         "--swiglu": None,
         "--untie-embeddings-and-output-weights": None,
         "--group-query-attention": None,
@@ -225,21 +218,20 @@ def scenario_kinds(control: dist.ProcessGroup, folder: Path) -> None:
         "--disable-bias-linear": None,
         "--decoupled-lr": "2e-2",
     }
-    pair = [shape(2, 2), shape(1, 2, 2)]
-    reshape(control, folder / "modern", modern, [shape(1, 4)], pair)
-    reshape(control, folder / "bf16", {"--bf16": None}, [shape(2, 2)], [shape(1, 4), shape(2, 2)])
-    fp16: dict[str, str | None] = {"--fp16": None, "--initial-loss-scale": "65536"}
-    reshape(control, folder / "fp16", fp16, [shape(1, 2)], [shape(2, 2), shape(1, 2)])
-    sgd: dict[str, str | None] = {"--optimizer": "sgd"}
-    reshape(control, folder / "sgd", sgd, [shape(1, 2)], [shape(2, 1), shape(1, 2)])
-
-
-def scenario_distributed(control: dist.ProcessGroup, folder: Path) -> None:
-    """The distributed optimizer with torch's Adam."""
-    split: dict[str, str | None] = {"--use-distributed-optimizer": None}
-    targets = [shape(1, 1), shape(2, 1), shape(1, 2, 2, partition="0-2-2-0")]
-    reshape(control, folder / "fp32", split, [shape(1, 2, partition="3-1")], targets)
-    reshape(control, folder / "bf16", split | {"--bf16": None}, [shape(1, 1)], targets)
+    fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
+    split: Flags = {
+        "--use-distributed-optimizer": None,
+        # Equally many rows for each mesh: in a share of the state nobody can tell rows apart.
+        "--make-vocab-size-divisible-by": "64",
+    }
+    reshape(job, folder / "tied", {}, [empty, both], [empty, both, copies, chunked, spread])
+    reshape(job, folder / "back", {}, [chunked, copies], [hollow, both])
+    reshape(job, folder / "modern", modern, [empty], [both, chunked])
+    reshape(job, folder / "bf16", {"--bf16": None}, [both], [empty, both])
+    reshape(job, folder / "fp16", fp16, [chunked], [both, chunked])
+    reshape(job, folder / "sgd", {"--optimizer": "sgd"}, [chunked], [spread, chunked])
+    reshape(job, folder / "split", split, [hollow], [copies, spread, hollow])
+    reshape(job, folder / "split16", split | {"--bf16": None}, [copies], [chunked, copies])
 
 
 SCENARIOS = {
@@ -251,14 +243,15 @@ SCENARIOS = {
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    control = dist.new_group(backend="gloo")
+    environment = Environment.read()
+    device = accelerator.detect(environment.local_rank)
+    job = start_job(settings({}), environment, device)
     started = time.monotonic()
-    SCENARIOS[name](control, folder)
-    if dist.get_rank() == 0:
+    SCENARIOS[name](job, folder)
+    if job.is_first:
         print(f"{name}: ok in {time.monotonic() - started:.1f} s", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    end_job()
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """All wait for messages that never come, of three ranks 0 in a collective that 2 never joins."""
+    """All wait for messages that never come; of three, rank 0 is in a collective without rank 2."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None

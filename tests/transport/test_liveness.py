@@ -86,7 +86,7 @@ def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: 
 
 def test_other_machines_hear_of_it(start: Start, port: int) -> None:
     """Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice."""
-    job = start("blocked", 3, port=port, machines=["east", "east", "west"], grace_s=4.0)
+    job = start("blocked", 3, port=port, machines=["east", "east", "west"])
     kill_when_all_are_blocked(job, 1, 3)
     for rank in (0, 2):
         assert job.status(rank, LIMIT_S) == 1
@@ -180,8 +180,10 @@ def test_closed_watcher_sees_nothing(start: Start, port: int) -> None:
 UNDER_TORCHRUN = """
 import os, signal, sys, time
 import torch.distributed as dist
+from megatron.adaptive.training.stop import StopRequest
 from megatron.adaptive.transport.liveness import Watcher, here
 
+stop = StopRequest()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 places = [None] * dist.get_world_size()
@@ -203,7 +205,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """Its SIGTERM, here not handled, comes after the line."""
+    """It sends SIGTERM to them as soon as it sees the dead one itself."""
     script = tmp_path / "ranks.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]

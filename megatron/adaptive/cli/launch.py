@@ -38,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_args(list(argv))  # type: ignore[no-untyped-call]
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Their messages repeat what the failed rank said, in many lines.
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _quiet_torchrun()
     try:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -49,6 +47,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"stopped by signal {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(error.sigval)
     return 0
+
+
+def _quiet_torchrun() -> None:
+    """Its messages repeat what the failed rank said, in many lines."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _check_trainer(options: Any) -> None:

@@ -6,7 +6,7 @@ all ranks together, in one order.
 
 from __future__ import annotations
 
-import socket
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.nccl import NcclTransport
 
 _SETUP_TIMEOUT_S = 120.0
@@ -60,6 +61,7 @@ def build_executor(
     *,
     placement: Placement,
     accelerator: Accelerator,
+    places: list[dict[str, Any]],
     payload_shape: tuple[int, ...] | None,
     payload_dtype: torch.dtype,
     timeout_s: float,
@@ -72,12 +74,12 @@ def build_executor(
     Args:
         placement: where stages live.
         accelerator: this rank's device.
+        places: where every rank runs, see :func:`gather_places`.
         payload_shape: shape of the tensors between stages when they are all alike.
         payload_dtype: their element type.
         timeout_s: limit of every wait of the executor.
         recorder: where spans go.
     """
-    places = _places()
     pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
@@ -102,17 +104,10 @@ def build_executor(
     return Wiring(executor=executor, transport=transport, agreement=agreement)
 
 
-def _places() -> list[dict[str, Any]]:
-    """Return host, pid and stage of every rank."""
-    import os
-
-    mine = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
-    }
+def gather_places() -> list[dict[str, Any]]:
+    """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
     places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, mine)
+    dist.all_gather_object(places, here(parallel_state.get_pipeline_model_parallel_rank()))
     return places
 
 
@@ -204,7 +199,7 @@ def _build_agreement(places: list[dict[str, Any]], describe: Any) -> Agreement:
     if len(members) == 1 or group is None:
         return Alone()
     leads = members[0] == dist.get_rank()
-    on_one_host = len({places[rank]["host"] for rank in members}) == 1
+    on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable: list[Any] = [None] * len(members)
     dist.all_gather_object(usable, module is not None and on_one_host, group=group)
@@ -217,8 +212,6 @@ def _build_agreement(places: list[dict[str, Any]], describe: Any) -> Agreement:
 
 def _shared_log(module: Any, group: dist.ProcessGroup, members: list[int], leads: bool) -> Any:
     """Make the leader's decision log and hand its memory to the followers."""
-    import os
-
     message: list[Any] = [None]
     folder = None
     if leads:

@@ -20,9 +20,10 @@ from megatron.adaptive.pipeline.stages import (
     MegatronStages,
     default_process_groups,
 )
+from megatron.adaptive.schedule import interleaved
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
 
@@ -37,6 +38,8 @@ class ForwardBackward:
         schedule: name of a schedule or policy.
         activation_cap: most activations a rank may hold, in whole-rank microbatches; chosen from
             the shape of the pipeline where ``None``.
+        group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
+            pipeline where ``None``.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class ForwardBackward:
         pp_rank: int,
         schedule: str,
         activation_cap: float | None = None,
+        group_size: int | None = None,
     ) -> None:
         self._executor = executor
         self._placement = placement
         self._pp_rank = pp_rank
         self._schedule = schedule
         self._cap = activation_cap
+        self._group_size = group_size
         self._meter = ActivationMeter()
         self._policies: dict[tuple[int, bool], Policy] = {}
 
@@ -139,10 +144,17 @@ class ForwardBackward:
     def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         key = (num_microbatches, forward_only)
         if key not in self._policies:
-            name = "forward-only" if forward_only else self._schedule
-            policies = make_policies(name, self._placement, num_microbatches)
-            self._policies[key] = policies[self._pp_rank]
+            self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
+
+    def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
+        if self._schedule == "interleaved" and self._group_size and not forward_only:
+            schedule = interleaved.make(
+                self._placement, num_microbatches, group_size=self._group_size
+            )
+            return Follow(schedule.orders[self._pp_rank], schedule.name)
+        name = "forward-only" if forward_only else self._schedule
+        return make_policies(name, self._placement, num_microbatches)[self._pp_rank]
 
     def _state(self, num_microbatches: int, forward_only: bool) -> RankState:
         cap = self._cap

@@ -96,7 +96,8 @@ def sharded_model(
 def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
     """Set the weights from what was loaded for :func:`sharded_model`."""
     for index, chunk in enumerate(chunks):
-        unwrapped(chunk).load_state_dict(state[f"model{index}"])
+        # An empty stage has no weights, and leaves no trace in what was loaded.
+        unwrapped(chunk).load_state_dict(state.get(f"model{index}", {}))
 
 
 def sharded_optimizer(

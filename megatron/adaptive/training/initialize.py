@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.pipeline.build import gather_places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class Job:
         accelerator: this process's device.
         control_group: gloo group of all ranks for small host-side messages.
         stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
+        places: where every rank runs, by global rank.
     """
 
     config: TrainerConfig
@@ -36,6 +39,7 @@ class Job:
     accelerator: Accelerator
     control_group: dist.ProcessGroup
     stop_group: dist.ProcessGroup
+    places: list[dict[str, Any]]
 
     @property
     def rank(self) -> int:
@@ -85,6 +89,7 @@ def start_job(config: TrainerConfig, environment: Environment, accelerator: Acce
         accelerator=accelerator,
         control_group=dist.new_group(backend="gloo", timeout=timeout),
         stop_group=dist.new_group(backend="gloo", timeout=timeout),
+        places=gather_places(),
     )
 
 

@@ -133,6 +133,11 @@ class TrainingLog:
         if sys.stderr.isatty():
             self._bar = _make_bar(total_iterations, start_iteration)
 
+    @property
+    def tensorboard(self) -> Any:
+        """The ``SummaryWriter`` of the writer rank, ``None`` elsewhere and without TensorBoard."""
+        return None if self._curves is None else self._curves.writer
+
     def iteration(self, report: IterationReport) -> None:
         """Take in an iteration; each ``--log-interval`` prints a line about those since the last.
 
@@ -380,7 +385,7 @@ class _Curves:
         self._world_size = cfg.world_size
         folder = cfg.logging.tensorboard_dir
         try:
-            self._writer: SummaryWriter = SummaryWriter(
+            self.writer: SummaryWriter = SummaryWriter(
                 log_dir=folder, max_queue=cfg.logging.tensorboard_queue_size
             )
         except OSError as error:
@@ -431,8 +436,8 @@ class _Curves:
                 self._add(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
     def _add(self, tag: str, value: float | None, step: int) -> None:
         if value is not None:
-            self._writer.add_scalar(tag, value, step)
+            self.writer.add_scalar(tag, value, step)

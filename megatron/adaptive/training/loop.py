@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Trainer:
         profiler: steps with the iterations.
         stop: asks for an early end.
         progress: where a loaded checkpoint left off, ``None`` at a fresh start.
+        tell_position: told where the run is, for the messages of a rank that is lost.
     """
 
     COMPLETE = "all iterations are done"
@@ -57,8 +59,10 @@ class Trainer:
         profiler: Profiler,
         stop: StopRequest,
         progress: Progress | None,
+        tell_position: Callable[[str], None],
     ) -> None:
         config = run.job.config
+        self._tell_position = tell_position
         self._run = run
         self._config = config
         self._checkpoints = checkpoints
@@ -131,6 +135,7 @@ class Trainer:
         batch = self._sizes.global_batch_size_at(counters.consumed_train_samples)
         num_microbatches = self._sizes.num_microbatches_at(counters.consumed_train_samples)
         iteration = counters.iteration + 1
+        self._tell_position(f"iteration {iteration}")
         self._profiler.step(counters.iteration)
         traced = run.recorder is not None and self._config.schedule.traces(self._iterations_here)
         if run.recorder is not None and traced:
@@ -163,9 +168,24 @@ class Trainer:
                 peak_memory_bytes=run.job.accelerator.peak_memory_bytes(),
             )
         )
+        if iteration % self._config.logging.log_interval == 0:
+            self._log_timers(iteration)
         interval = self._config.run.manual_gc_interval
         if self._config.run.manual_gc and interval and iteration % interval == 0:
             gc.collect()
+
+    def _log_timers(self, iteration: int) -> None:
+        """Report megatron-core's timers, where ``--timing-log-level`` asks for them. Collective."""
+        timers, logging = self._run.core.timers, self._config.logging
+        if timers is None:
+            return
+        names = list(timers._timers)
+        if logging.log_timers_to_tensorboard:
+            writer = self._log.tensorboard
+            timers.write(names, writer, iteration, normalizer=logging.log_interval, reset=False)
+        text = timers.get_all_timers_string(names, normalizer=logging.log_interval)
+        if text:
+            self._log.message(text)
 
     def _validate(self, prefix: str) -> None:
         counters = self._counters

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -15,33 +19,32 @@ from megatron.adaptive.config.trainer import TrainerConfig
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
     """Return megatron-core's optimizer over the parameters of ``chunks``."""
     settings, precision = config.optimizer, config.precision
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=settings.optimizer,
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            decoupled_lr=settings.decoupled_lr,
-            decoupled_min_lr=settings.decoupled_min_lr,
-            weight_decay=settings.weight_decay,
-            fp16=precision.fp16,
-            bf16=precision.bf16,
-            params_dtype=getattr(torch, precision.dtype_name),
-            loss_scale=precision.loss_scale,
-            initial_loss_scale=precision.initial_loss_scale,
-            min_loss_scale=precision.min_loss_scale,
-            loss_scale_window=precision.loss_scale_window,
-            hysteresis=precision.hysteresis,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            sgd_momentum=settings.sgd_momentum,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            overlap_param_gather=config.parallel.overlap_param_gather,
-            clip_grad=settings.clip_grad,
-            log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        ),
-        list(chunks),
+    core = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        decoupled_lr=settings.decoupled_lr,
+        decoupled_min_lr=settings.decoupled_min_lr,
+        weight_decay=settings.weight_decay,
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        params_dtype=getattr(torch, precision.dtype_name),
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        clip_grad=settings.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
+    # No weight decay on biases and norms, and a learning rate of its own for the embedding.
+    return get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging as python_logging
 import os
-import socket
 import sys
 import traceback
-import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,8 @@ from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
+# How long a rank whose connection broke waits for the name of the rank behind it.
+_VERDICT_S = 2.0
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
@@ -35,39 +36,29 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     """
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     device.install()
-    _quiet_libraries()
+    device.quiet_libraries()
     # megatron-core may only be imported from here on.
     from megatron.adaptive.training.initialize import end_job, start_job
 
-    python_logging.getLogger("megatron.core").setLevel(
-        config.logging.logging_level or python_logging.ERROR
-    )
+    if config.logging.logging_level is not None:
+        python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
     if environment.omp_num_threads is None and not accelerator.is_cuda:
         torch.set_num_threads(1)
     job = start_job(config, environment, accelerator)
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     lost: list[PeerLostError] = []
-    watcher = Watcher(_places(), environment.rank, store, lost.append)
+    watcher = Watcher(job.places, environment.rank, store, lost.append)
     try:
         _train(job, watcher, lost)
         dist.barrier(group=job.control_group)
         watcher.leave()
         end_job()
     except BaseException as error:
-        _fail(error, environment, store, watcher, lost)
+        if environment.world_size > 1:
+            _fail(error, store, watcher)
         raise
     finally:
         watcher.close()
-
-
-def _quiet_libraries() -> None:
-    """Silence warnings about optional GPU packages and torch's internals: users cannot act on them.
-
-    Must run before megatron-core is imported, which is when most of them are given.
-    """
-    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
-    warnings.filterwarnings("ignore", message=".*(Apex|cuda_graph_scope|deprecated).*")
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
@@ -99,7 +90,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         )
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
-            trainer = Trainer(run, checkpoints, log, profiler, stop, progress)
+            trainer = Trainer(
+                run, checkpoints, log, profiler, stop, progress, _position_teller(watcher)
+            )
             reason = trainer.train()
             log.message(f"training ends: {reason}")
             if reason == Trainer.COMPLETE:
@@ -113,40 +106,25 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             run.wiring.close()
 
 
-def _places() -> list[dict[str, Any]]:
-    """Return host, pid and stage of every rank."""
-    from megatron.core import parallel_state
+def _position_teller(watcher: Watcher) -> Callable[[str], None]:
+    def tell(position: str) -> None:
+        watcher.position = position
 
-    mine = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
-    }
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, mine)
-    return places
+    return tell
 
 
-def _fail(
-    error: BaseException,
-    environment: Environment,
-    store: dist.Store,
-    watcher: Watcher,
-    lost: list[PeerLostError],
-) -> None:
-    """Report ``error`` once for the job and end this process; returns only in a job of one."""
-    if environment.world_size == 1:
-        return
+def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn:
+    """Report ``error`` once for the whole job and end this process."""
     expected = isinstance(error, AdaptiveError)
-    if not expected and isinstance(error, RuntimeError) and _others_failed(store):
-        # A collective broke because another rank ended; that rank has said why.
+    if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(_VERDICT_S) is not None:
+        # A connection broke because another rank ended; the watcher has named it.
         expected = True
     elif expected:
         if _is_news(store, str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
+    elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    watcher.report(f"{type(error).__name__}")
+    watcher.report(str(error) or type(error).__name__)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_EXPECTED_ERROR if expected else EXIT_BUG)
@@ -156,14 +134,6 @@ def _is_news(store: dist.Store, text: str) -> bool:
     """Whether this rank is the first of the job to report ``text``."""
     key = hashlib.sha256(text.encode()).hexdigest()
     try:
-        store.set("failed", "1")
         return store.add(f"error/{key}", 1) == 1
     except RuntimeError:
         return True  # the store went with its host: better said twice than not at all
-
-
-def _others_failed(store: dist.Store) -> bool:
-    try:
-        return bool(store.check(["failed"]))
-    except RuntimeError:
-        return True

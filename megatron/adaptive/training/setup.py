@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -103,6 +104,7 @@ def build_run(job: Job) -> Run:
         wiring = build_executor(
             placement=placement,
             accelerator=job.accelerator,
+            places=job.places,
             payload_shape=_payload_shape(config),
             payload_dtype=core.pipeline_dtype,
             timeout_s=config.schedule.pipeline_timeout_s,
@@ -114,6 +116,7 @@ def build_run(job: Job) -> Run:
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             schedule=config.schedule.pipeline_schedule,
             activation_cap=config.schedule.activation_cap,
+            group_size=config.parallel.microbatch_group_size_per_vp_stage,
         )
     return Run(
         job=job,
@@ -226,7 +229,10 @@ def _connect(
     optimizer: Any,
 ) -> None:
     """Tell megatron-core's configuration how gradients are scaled, held back and reduced."""
-    parallel = config.parallel
+    parallel, timing = config.parallel, config.logging
+    if timing.timing_log_level:
+        core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
+        core.barrier_with_L1_time = timing.barrier_with_L1_time
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
     single = len(chunks) == 1

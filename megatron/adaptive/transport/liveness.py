@@ -61,6 +61,8 @@ def here(pp_rank: int) -> dict[str, Any]:
 class Watcher:
     """Watches every other rank of the job until :meth:`leave`, :meth:`report` or :meth:`close`.
 
+    All methods may be called from any thread.
+
     When one ends before it left, the line ``error: rank ...`` goes to stderr at once, ``on_lost``
     is called once with the same text, and the process ends with status 1 if it still lives
     ``grace_s`` later. A loss cannot be taken back: neither :meth:`close` nor a handler of SIGTERM
@@ -76,6 +78,10 @@ class Watcher:
             so; it must not block.
         grace_s: time from ``on_lost`` to the end of the process.
         silent_s: a machine whose ranks all stay silent for this long counts as lost.
+
+    Attributes:
+        on_lost: the callback; may be replaced at any time.
+        position: where this rank is, such as ``iteration 7``; the line says so.
     """
 
     def __init__(

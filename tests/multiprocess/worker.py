@@ -1,0 +1,180 @@
+"""Ranks that train a small GPT in many shapes; started by ``torchrun`` from the tests.
+
+Usage: ``worker.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
+
+    {"name": str, "flags": [str, ...], "steps": int, "evaluate": bool}
+
+``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
+
+    {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
+     "evaluated": [[float] per rank], "orders": [[str, ...] per rank], "seconds": float}
+
+Losses are empty on ranks that do not hold the last stage, orders where megatron-core's own schedule
+ran. Process groups are made anew for each case, but processes start only once: that is what takes
+the time. A rank that finds something wrong raises, which ends the job.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+accelerator.quiet_libraries()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.rerun_state_machine import (  # noqa: E402
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
+from megatron.adaptive.training.initialize import Job, seed_everything  # noqa: E402
+from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
+from megatron.adaptive.training.step import Step  # noqa: E402
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def connect(environment: Environment) -> dist.Store:
+    """Return the store that all ranks meet in, one for the whole job."""
+    assert environment.master_port is not None
+    return dist.TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        # torchrun's agent already serves this port.
+        is_master=False,
+        timeout=TIMEOUT,
+    )
+
+
+def start(store: dist.Store, number: int, flags: list[str], environment: Environment) -> Job:
+    """Do what ``initialize.start_job`` does, with process groups in a corner of ``store``."""
+    config = parse(flags, world_size=environment.world_size)
+    device = accelerator.detect(environment.local_rank, backend="gloo")
+    dist.init_process_group(
+        device.backend,
+        store=dist.PrefixStore(f"case-{number}", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=TIMEOUT,
+    )
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=1,
+    )
+    seed_everything(config.run.seed)
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return Job(
+        config=config,
+        environment=environment,
+        accelerator=device,
+        control_group=group,
+        stop_group=group,
+        places=gather_places(),
+    )
+
+
+def end(job: Job, run: Run) -> None:
+    """Take the case down, the process groups included."""
+    if run.wiring is not None:
+        run.wiring.close()
+    dist.barrier(group=job.control_group)
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Orders:
+    """Writes down the order in which a rank runs its actions; stands in for the trace."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def record(self, kind: str, chunk: int, microbatch: int, *_: int, **__: int) -> None:
+        self.words.append(f"{kind}{chunk}-{microbatch}")
+
+
+def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
+    """Take the steps of a case; returns what this rank saw."""
+    config, count = job.config, job.config.num_microbatches
+    orders = Orders()
+    if run.wiring is not None:
+        run.wiring.executor._recorder = orders  # type: ignore[assignment]
+    step = Step(run)
+    loader = make_loader(run, run.samples.train, 0)
+    losses, norms = [], []
+    for iteration in range(1, case["steps"] + 1):
+        orders.words.clear()
+        result = step.train(None if loader is None else loader.step(count), count, iteration)
+        if not result.updated:
+            raise RuntimeError(f"{case['name']}: iteration {iteration} did not update parameters")
+        run.scheduler.step(increment=config.batch.global_batch_size)
+        losses += result.losses.values()
+        norms.append(result.grad_norm)
+    trained_orders = list(orders.words)
+    evaluated: list[float] = []
+    if case["evaluate"]:
+        evaluated += step.evaluate(make_loader(run, run.samples.valid, 0), 2, count).values()
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "evaluated": evaluated,
+        "orders": trained_orders,
+    }
+
+
+def run_case(
+    store: dist.Store, number: int, case: dict[str, Any], environment: Environment
+) -> dict[str, Any]:
+    """Run one case; returns its results by what was seen, then by rank."""
+    started = time.monotonic()
+    job = start(store, number, case["flags"], environment)
+    run = build_run(job)
+    seen = train(job, run, case)
+    everyone: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(everyone, seen, group=job.control_group)
+    end(job, run)
+    results: dict[str, Any] = {key: [one[key] for one in everyone] for key in seen}
+    results["seconds"] = time.monotonic() - started
+    return results
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    target = Path(sys.argv[2])
+    torch.set_num_threads(1)
+    environment = Environment.read()
+    # A rank that hangs says where and ends, even if nobody is left to end it.
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
+    store = connect(environment)
+    results = {}
+    for number, case in enumerate(cases):
+        if environment.rank == 0:
+            print(f"case {case['name']}", flush=True)
+        results[case["name"]] = run_case(store, number, case, environment)
+        if environment.rank == 0:
+            target.write_text(json.dumps(results))
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
