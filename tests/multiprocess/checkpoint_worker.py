@@ -10,9 +10,14 @@ checkpoint of another can thus be compared with what it computes itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import resource
+import signal
+import socket
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ accelerator.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
@@ -69,19 +75,50 @@ def settings(flags: Flags) -> TrainerConfig:
     return parse(argv, world_size=Environment.read().world_size)
 
 
+class Jobs:
+    """The job of this process, joined anew whenever the mesh changes."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+
+    def join(self, config: TrainerConfig) -> Job:
+        """Return the job in the mesh of ``config``."""
+        if self._job is not None and self._job.config.parallel != config.parallel:
+            self.leave()
+        if self._job is None:
+            environment = Environment.read()
+            device = accelerator.detect(environment.local_rank)
+            self._job = start_job(config, environment, device)
+        seed_everything(config.run.seed)
+        self._job = dataclasses.replace(self._job, config=config)
+        return self._job
+
+    def leave(self) -> None:
+        """Leave it and agree where to meet again; the launcher's store knows the old groups.
+
+        A process group left open would keep its threads, dozens of them for each mesh.
+        """
+        if self._job is None:
+            return
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = [probe.getsockname()[1]]
+        dist.broadcast_object_list(port, src=0, group=self._job.control_group)
+        if self._job.environment.is_launched:
+            os.environ["MASTER_PORT"] = str(port[0])
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        dist.barrier(group=self._job.control_group)
+        end_job()
+        self._job = None
+
+
 class Training:
     """A model with optimizer and schedule in one shape, and its checkpoints."""
 
-    def __init__(self, job: Job, flags: Flags) -> None:
+    def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
+        job = jobs.join(self.config)
         model, parallel = self.config.model, self.config.parallel
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size,
-        )
-        seed_everything(self.config.run.seed)
         placement = Placement(
             num_ranks=parallel.pipeline_model_parallel_size, num_chunks=parallel.num_chunks
         )
@@ -92,12 +129,7 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        self.checkpoints = Checkpoints(
-            dataclasses.replace(job, config=self.config),
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-        )
+        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler)
 
     def step(self, count: int = 1) -> None:
         """Take optimizer steps with gradients that are a function of each weight alone."""
@@ -176,31 +208,30 @@ def saving(folder: Path) -> Flags:
 
 
 def reshape(
-    job: Job, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
+    jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
     """Load what each source saves into each target; all must go on as if never interrupted."""
     for number, source in enumerate(sources):
-        run = Training(job, common | source | saving(folder / f"{number}"))
+        run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step(2)
         run.checkpoints.save(progress(2))
     for target in targets:
-        run = Training(job, common | target)
+        run = Training(jobs, common | target)
         run.step(2)
         saved = run.state()
         run.step()
         later = run.state()
         for number, source in enumerate(sources):
             what = f"{source} -> {target}"
-            run = Training(job, common | target | {"--load": str(folder / f"{number}")})
+            run = Training(jobs, common | target | {"--load": str(folder / f"{number}")})
             if run.checkpoints.load() != progress(2):
                 raise SystemExit(f"{what}: the counters are not those that were saved")
             require_equal(run.state(), saved, f"{what} loaded")
             run.step()
             require_equal(run.state(), later, f"{what} one step later")
-            if job.is_first: print("->", time.monotonic(), folder.name, source, target, flush=True)
 
 
-def scenario_reshape(job: Job, folder: Path) -> None:
+def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     """Several kinds of models and optimizers through meshes, chunks, uneven and empty stages."""
     empty = shape(1, 4, partition="0-3-1-0")
     hollow = shape(1, 4, partition="0-4-0-0")  # a rank without any parameter
@@ -224,14 +255,73 @@ def scenario_reshape(job: Job, folder: Path) -> None:
         # Equally many rows for each mesh: in a share of the state nobody can tell rows apart.
         "--make-vocab-size-divisible-by": "64",
     }
-    reshape(job, folder / "tied", {}, [empty, both], [empty, both, copies, chunked, spread])
-    reshape(job, folder / "back", {}, [chunked, copies], [hollow, both])
-    reshape(job, folder / "modern", modern, [empty], [both, chunked])
-    reshape(job, folder / "bf16", {"--bf16": None}, [both], [empty, both])
-    reshape(job, folder / "fp16", fp16, [chunked], [both, chunked])
-    reshape(job, folder / "sgd", {"--optimizer": "sgd"}, [chunked], [spread, chunked])
-    reshape(job, folder / "split", split, [hollow], [copies, spread, hollow])
-    reshape(job, folder / "split16", split | {"--bf16": None}, [copies], [chunked, copies])
+    reshape(jobs, folder / "tied", {}, [empty, both], [empty, both, copies, chunked, spread])
+    reshape(jobs, folder / "back", {}, [chunked], [hollow])
+    reshape(jobs, folder / "split", split, [hollow], [hollow, copies, spread])
+    reshape(jobs, folder / "split16", split | {"--bf16": None}, [spread], [spread, chunked])
+    reshape(jobs, folder / "modern", modern, [chunked], [chunked, both])
+    reshape(jobs, folder / "bf16", {"--bf16": None}, [both], [both, chunked])
+    reshape(jobs, folder / "fp16", fp16, [chunked], [chunked, both])
+    reshape(jobs, folder / "sgd", {"--optimizer": "sgd"}, [both], [both, spread])
+
+
+def refused(save: Callable[[], object]) -> str:
+    """Return the text of the error that ``save`` must raise."""
+    try:
+        save()
+    except CheckpointError as error:
+        return str(error)
+    raise SystemExit("a failed save went unnoticed")
+
+
+@contextlib.contextmanager
+def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
+    """Let no file of this rank grow beyond a size; the system then refuses to write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def scenario_failures(jobs: Jobs, folder: Path) -> None:
+    """What cannot be written on one rank fails on all, and leaves nothing behind."""
+    run = Training(jobs, shape(1, 2) | saving(folder))
+    rank = dist.get_rank()
+    run.step(2)
+    run.checkpoints.save(progress(1))
+    before = sorted(entry.name for entry in folder.iterdir())
+    for failing, limit_bytes in ((1, 5000), (0, 5000), (0, 200)):
+        with full_disk(limit_bytes, here=rank == failing):
+            text = refused(lambda: run.checkpoints.save(progress(2)))
+        if f"rank {failing}: " not in text or "iteration 2 was not written" not in text:
+            raise SystemExit(f"rank {failing} failed, but the error says: {text}")
+        if "File too large" not in text:
+            raise SystemExit(f"the error does not say why: {text}")
+        left = sorted(entry.name for entry in folder.iterdir())
+        if left != before:
+            raise SystemExit(f"after a failed save the folder holds {left}")
+    if rank == 0:
+        (folder / ".iter_0000007.partial").mkdir()  # a run that crashed
+    run.checkpoints.save(progress(2))
+    if (folder / ".iter_0000007.partial").exists():
+        raise SystemExit("what a crashed run left is still there")
+
+
+def scenario_killed(jobs: Jobs, folder: Path) -> None:
+    """A rank is killed while it writes."""
+    run = Training(jobs, shape(1, 2) | saving(folder))
+    run.step(2)
+    run.checkpoints.save(progress(1))
+    if dist.get_rank() == 1:
+        write = FileSystemWriter.write_data
+
+        def write_and_die(*args: Any) -> None:
+            write(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        FileSystemWriter.write_data = write_and_die
+    run.checkpoints.save(progress(2))
 
 
 SCENARIOS = {
@@ -243,15 +333,11 @@ SCENARIOS = {
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    environment = Environment.read()
-    device = accelerator.detect(environment.local_rank)
-    job = start_job(settings({}), environment, device)
-    started = time.monotonic()
-    SCENARIOS[name](job, folder)
-    if job.is_first:
-        print(f"{name}: ok in {time.monotonic() - started:.1f} s", flush=True)
-    dist.barrier()
-    end_job()
+    jobs = Jobs()
+    SCENARIOS[name](jobs, folder)
+    jobs.leave()
+    if Environment.read().rank == 0:
+        print(f"{name}: ok", flush=True)
 
 
 if __name__ == "__main__":

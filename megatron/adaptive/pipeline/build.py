@@ -88,7 +88,11 @@ def build_executor(
         return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
 
     transport = _build_transport(
-        pp_ranks, pp_rank, placement, accelerator, payload_shape, payload_dtype, describe
+        pp_ranks,
+        placement,
+        accelerator,
+        {"payload_shape": payload_shape, "dtype": payload_dtype},
+        {"describe": describe, "timeout_s": timeout_s},
     )
     agreement = _build_agreement(places, describe)
     executor = Executor(
@@ -140,35 +144,32 @@ def _neighbours(placement: Placement, pp_rank: int) -> list[int]:
 
 def _build_transport(
     pp_ranks: list[int],
-    pp_rank: int,
     placement: Placement,
     accelerator: Accelerator,
-    payload_shape: tuple[int, ...] | None,
-    payload_dtype: torch.dtype,
-    describe: Any,
+    payloads: dict[str, Any],
+    common: dict[str, Any],
 ) -> Transport | None:
+    """Connect this rank with its neighbours.
+
+    Args:
+        pp_ranks: global ranks of its pipeline.
+        placement: where stages live.
+        accelerator: this rank's device, which decides between gloo and NCCL.
+        payloads: shape and type of all messages, for gloo.
+        common: arguments that every transport takes.
+    """
     if len(pp_ranks) == 1:
         return None
     group = _new_gloo_group(pp_ranks)
     assert group is not None
+    pp_rank = pp_ranks.index(dist.get_rank())
     peers = [pp_ranks[position] for position in _neighbours(placement, pp_rank)]
+    device = accelerator.device
     if accelerator.backend != "nccl":
-        return GlooTransport(
-            group,
-            peers=peers,
-            device=accelerator.device,
-            payload_shape=payload_shape,
-            dtype=payload_dtype,
-            describe=describe,
-        )
-    outgoing, incoming = _nccl_channels(pp_ranks, placement, accelerator.device)
+        return GlooTransport(group, peers=peers, device=device, **payloads, **common)
+    outgoing, incoming = _nccl_channels(pp_ranks, placement, device)
     return NcclTransport(
-        group,
-        outgoing=outgoing,
-        incoming=incoming,
-        peers=peers,
-        device=accelerator.device,
-        describe=describe,
+        group, outgoing=outgoing, incoming=incoming, peers=peers, device=device, **common
     )
 
 

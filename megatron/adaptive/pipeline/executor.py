@@ -145,7 +145,9 @@ class Executor:
             self._accept(arrival, state)
         while not state.done:
             self._drain(state)
+            asked_ns = time.monotonic_ns()
             action = self._agreement.next_action(policy, state, self._timeout_s)
+            self._wait_ns += time.monotonic_ns() - asked_ns  # a follower waits in there
             if action is None:
                 self._await_arrival(state)
                 continue

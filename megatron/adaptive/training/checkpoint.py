@@ -12,6 +12,7 @@ what went wrong, over gloo, and raise the same :class:`CheckpointError`.
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -27,12 +28,10 @@ from megatron.core.dist_checkpointing.core import (
     CheckpointingException,
     save_config,
 )
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_common_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -136,7 +135,8 @@ class Checkpoints:
         except BaseException as error:
             if self._job.is_first:
                 folder.abandon(iteration)
-            if isinstance(error, CheckpointError):
+            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+                dist.barrier(group=self._job.control_group)
                 raise CheckpointError(
                     f"the checkpoint of iteration {iteration} was not written to "
                     f"{folder.path}: {error}; those before it are as they were. Free space there "
@@ -192,10 +192,9 @@ class Checkpoints:
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
         saver = self._saver()
-        common_strategy = get_default_save_common_strategy()
         # megatron-core's `save` does the same, but a failure of rank 0 in its own part would leave
         # the others waiting in a collective.
-        self._together(lambda: common_strategy.save_common(common, str(partial)))
+        self._on_first(lambda: _write_common(common, partial / COMMON_STATE_FNAME))
         self._together(lambda: saver.save(sharded, partial))
 
         def complete() -> Path:
@@ -335,6 +334,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it failed somewhere; the text names the ranks where that helps.
+            RuntimeError: another rank met a mistake of ours, and raises it itself.
         """
         failure: BaseException | None = None
         result: Any = None
@@ -342,19 +342,30 @@ class Checkpoints:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
+        own = (
+            None if failure is None else (_is_expected(failure), _describe(failure, self._job.rank))
+        )
         gathered: list[Any] = [None] * dist.get_world_size()
-        own = {} if failure is None else _describe(failure, self._job.rank)
         dist.all_gather_object(gathered, own, group=self._job.control_group)
         if failure is not None and not _is_expected(failure):
             raise failure
-        failures = {rank: text for texts in gathered for rank, text in texts.items()}
-        if failures:
-            raise CheckpointError(_merged(failures, name_ranks=name_ranks)) from failure
+        failed = [entry for entry in gathered if entry is not None]
+        if failed:
+            texts = {rank: text for _, texts in failed for rank, text in texts.items()}
+            kind = CheckpointError if all(expected for expected, _ in failed) else RuntimeError
+            raise kind(_merged(texts, name_ranks=name_ranks)) from failure
         return result
 
 
 def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _write_common(common: dict[str, Any], path: Path) -> None:
+    """Write what all ranks have in common; through memory, for torch hides why a file fails."""
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _describe(error: BaseException, rank: int) -> dict[int, str]:

@@ -64,6 +64,7 @@ class GlooTransport:
             on all ranks: gloo aborts a process that is sent more than the receive it has posted.
         dtype: element type of the payloads.
         describe: text for a peer in error messages (host, stage).
+        timeout_s: limit of a send that waits because the peer takes no messages.
     """
 
     name = "gloo"
@@ -77,6 +78,7 @@ class GlooTransport:
         payload_shape: tuple[int, ...] | None,
         dtype: torch.dtype,
         describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+        timeout_s: float = 600.0,
     ) -> None:
         self.completions = CompletionQueue()
         self._group = group
@@ -84,6 +86,7 @@ class GlooTransport:
         self._shape = payload_shape
         self._dtype = dtype
         self._describe = describe
+        self._send_limit = datetime.timedelta(seconds=timeout_s)
         self._index = {peer: dist.get_group_rank(group, peer) for peer in peers}
         self._sent = dict.fromkeys(peers, 0)
         self._pending: deque[tuple[int, Any, Any, Any]] = deque()
@@ -113,7 +116,7 @@ class GlooTransport:
             )
         self._send(peer, label, payload)
         while len(self._pending) > 4 * _DEPTH * len(self._sent):
-            self._reap(_POSTED_FOR)
+            self._reap(self._send_limit)
 
     def flush(self, timeout_s: float) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""

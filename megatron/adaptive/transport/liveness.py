@@ -37,8 +37,9 @@ from megatron.adaptive.errors import PeerLostError
 
 _PERIOD_S = 2.0
 _PROC_PERIOD_S = 0.5
-# A survivor's line must be out before its launcher ends it, even if the store does not answer.
-_ASK_S = 0.5
+# Long enough for a store under load, else a rank that left well counts as lost; short enough for
+# a survivor's line to be out before its launcher ends it, even if the store never answers.
+_ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
 
@@ -129,7 +130,7 @@ class Watcher:
         return self._lost
 
     def report(self, reason: str) -> None:
-        """Tell the other ranks that this one ends because of ``reason``; waits at most 0.5 s.
+        """Tell the other ranks that this one ends because of ``reason``; waits at most 2 s.
 
         The first notice of a job stays: a rank that fails because another one did, changes nothing.
         From here on this rank no longer watches.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Arrival, Label
+from megatron.adaptive.transport.interface import Arrival, Header, Label
 
 
 class NcclTransport(GlooTransport):
@@ -33,6 +33,7 @@ class NcclTransport(GlooTransport):
         peers: global ranks this rank exchanges messages with.
         device: this rank's GPU.
         describe: text for a peer in error messages.
+        timeout_s: limit of a send that waits because the peer takes no messages.
     """
 
     name = "nccl"
@@ -46,6 +47,7 @@ class NcclTransport(GlooTransport):
         peers: Sequence[int],
         device: torch.device,
         describe: Callable[[int], str],
+        timeout_s: float = 600.0,
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
@@ -56,11 +58,14 @@ class NcclTransport(GlooTransport):
             payload_shape=None,
             dtype=torch.float32,
             describe=describe,
+            timeout_s=timeout_s,
         )
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = tensor.detach().contiguous()
+        # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
+        Header(label, tuple(payload.shape), payload.dtype, 0).encode()
         group = self._outgoing[peer]
         work = group.send([payload], dist.get_group_rank(group, peer), 0)
         self._send_header(peer, label, payload, (work,))

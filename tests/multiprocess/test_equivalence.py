@@ -1,0 +1,291 @@
+"""Every way of cutting and ordering the work gives the numbers of one process.
+
+The reference is megatron-core's own loop in a single process. Each case trains the same model on
+the same samples; what must agree is the loss and the gradient norm of every iteration, and the
+validation loss after the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_schedule
+
+from .launch import run_cases
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(340)]
+
+LIMIT_S = 300.0  # of all cases of one world size; on two idle processors a quarter of it
+STEPS = 5
+REL = 1e-5
+
+# 255 tokens and the end of document: 256 rows for every tensor-parallel size.
+BASE = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 "
+    "--lr 1e-3 --eval-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 255"
+)
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+# Everything that the models of today do otherwise than GPT-2.
+MODERN = (
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job to train.
+
+    Attributes:
+        schedule: the order of work.
+        tp, pp, chunks, dp: the shape.
+        extra: further flags.
+        model: flags that change the numbers; the reference has them too.
+        run: tells two runs of one job apart.
+    """
+
+    schedule: str
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    dp: int = 1
+    extra: str = ""
+    model: str = NO_DROPOUT
+    run: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def reference(self) -> Case:
+        return Case("megatron", model=self.model)
+
+    def __str__(self) -> str:
+        """Name of the case; also that of its test."""
+        words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
+        if self.model != NO_DROPOUT:
+            words.append(self.model)
+        words += [self.extra] if self.extra else []
+        words += [f"run{self.run}"] if self.run > 1 else []
+        return " ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """The case as ``worker.py`` takes it."""
+        flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
+        flags += ["--tensor-model-parallel-size", str(self.tp)]
+        flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        if self.chunks > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
+        return {"name": str(self), "flags": flags, "steps": STEPS, "evaluate": True}
+
+
+def every_shape() -> Iterator[Case]:
+    """All shapes that fit four processes, under every schedule that applies."""
+    for tp in (1, 2):
+        for pp in (1, 2, 4):
+            for dp in (1, 2):
+                if tp * pp * dp > 4:
+                    continue
+                for chunks in (1, 2) if pp > 1 else (1,):
+                    static = "1f1b" if chunks == 1 else "interleaved"
+                    for schedule in ("megatron", static, "adaptive"):
+                        yield Case(schedule, tp, pp, chunks, dp)
+
+
+SHAPES = tuple(every_shape())
+OPTIONS = (
+    # Stages without layers, with the embedding or the loss alone, or with nothing at all.
+    Case("adaptive", pp=2, extra="--partition 0-8"),
+    Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
+    Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
+    Case("adaptive", pp=2, chunks=2, extra="--partition 3-0-5-0"),
+    Case("interleaved", pp=2, chunks=2, extra="--partition 0-4-0-4"),
+    # Little memory: an order that differs from every static one.
+    Case("adaptive", pp=4, extra="--activation-cap 1"),
+    Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
+    Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
+    Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
+    # Other microbatches of the same samples.
+    Case("adaptive", pp=2, extra="--micro-batch-size 2"),
+    Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
+    Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
+    Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
+    # Gradients of data parallelism, reduced at the right moment.
+    Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
+    Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
+    Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
+    Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --no-align-grad-reduce"),
+    Case("adaptive", pp=2, chunks=2, dp=2, extra="--overlap-grad-reduce"),
+    Case(
+        "interleaved",
+        pp=2,
+        chunks=2,
+        dp=2,
+        extra="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Case("megatron", pp=2, model=f"{NO_DROPOUT} {MODERN}"),
+    Case("adaptive", pp=2, chunks=2, model=f"{NO_DROPOUT} {MODERN}"),
+    Case("adaptive", tp=2, pp=2, model=f"{NO_DROPOUT} {MODERN}"),
+    Case("adaptive", pp=4, model=f"{NO_DROPOUT} {MODERN}", extra="--partition 0-5-3-0"),
+)
+HALF = (
+    Case("adaptive", pp=2, chunks=2, extra="--bf16"),
+    Case("adaptive", tp=2, pp=2, extra="--bf16"),
+    Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
+)
+# Jobs of one shape whose losses must not differ in a single bit.
+SAME_LOSSES = tuple(
+    (
+        Case("adaptive", model=DROPOUT, **shape),
+        Case("adaptive", model=DROPOUT, **shape, run=2),
+        Case("adaptive", model=DROPOUT, **shape, extra="--activation-cap 1"),
+        Case("megatron", model=DROPOUT, **shape),
+        Case("interleaved" if "chunks" in shape else "1f1b", model=DROPOUT, **shape),
+    )
+    for shape in ({"pp": 2, "chunks": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2})
+)
+
+
+def cases_of(item: pytest.Item) -> list[Case]:
+    """The cases that a test looks at, their references included."""
+    arguments = getattr(item, "callspec", None)
+    if arguments is None or item.path.name != Path(__file__).name:
+        return []
+    found: list[Case] = []
+    for value in arguments.params.values():
+        found += value if isinstance(value, tuple) else [value]
+    return found + [case.reference for case in found]
+
+
+Outcome = Callable[[Case], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What the ranks of a case saw.
+
+    The first case of a world size trains all selected cases of that size in one job: starting
+    processes takes longer than training.
+    """
+    wanted = [case for item in request.session.items for case in cases_of(item)]
+    jobs: dict[int, tuple[dict[str, Any], str | None]] = {}
+
+    def look_up(case: Case) -> dict[str, Any]:
+        size = case.world_size
+        if size not in jobs:
+            mine = dict.fromkeys(other for other in wanted if other.world_size == size)
+            jobs[size] = run_cases(
+                [other.to_json() for other in mine],
+                world_size=size,
+                folder=tmp_path_factory.mktemp(f"ranks{size}"),
+                limit_s=LIMIT_S,
+            )
+        results, error = jobs[size]
+        if str(case) not in results:
+            pytest.fail(f"{case}: no result. {error}", pytrace=False)
+        found: dict[str, Any] = results[str(case)]
+        return found
+
+    return look_up
+
+
+def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
+    """Losses as all ranks of the last stage report them."""
+    reports = [values for values in seen[key] if values]
+    assert len(reports) == case.tp * case.dp
+    assert all(report == reports[0] for report in reports)
+    found: list[float] = reports[0]
+    return found
+
+
+def norms_of(seen: dict[str, Any]) -> list[float]:
+    """Gradient norms, which every rank knows."""
+    first: list[float] = seen["grad_norms"][0]
+    assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen["grad_norms"])
+    return first
+
+
+def require_same_numbers(case: Case, outcome: Outcome, rel: float) -> None:
+    seen, expected = outcome(case), outcome(case.reference)
+    losses, norms = losses_of(case, seen), norms_of(seen)
+    assert len(losses) == len(norms) == STEPS
+    assert losses == pytest.approx(losses_of(case.reference, expected), rel=rel, abs=0)
+    assert norms == pytest.approx(norms_of(expected), rel=rel, abs=0)
+    validation = losses_of(case, seen, "evaluated")
+    assert validation == pytest.approx(
+        losses_of(case.reference, expected, "evaluated"), rel=rel, abs=0
+    )
+
+
+def test_all_shapes_are_there() -> None:
+    # TP, PP, chunks, DP: what fits four processes.
+    shapes = {(case.tp, case.pp, case.chunks, case.dp) for case in SHAPES}
+    assert shapes == {
+        *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2)),
+        *((1, 2, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (2, 2, 2, 1), (1, 2, 1, 2), (1, 2, 2, 2)),
+        *((1, 4, 1, 1), (1, 4, 2, 1)),
+    }
+    assert len(SHAPES) == 3 * len(shapes)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_shape_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_option_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
+    # bf16 has 8 bits: what is tested is that nothing is lost or counted twice.
+    assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
+    require_same_numbers(case, outcome, 0.02)
+
+
+@pytest.mark.parametrize(
+    "same", SAME_LOSSES, ids=[str(dataclasses.replace(same[0])) for same in SAME_LOSSES]
+)
+def test_dropout_depends_on_the_seed_alone(same: tuple[Case, ...], outcome: Outcome) -> None:
+    first = outcome(same[0])
+    for other in same[1:]:
+        assert losses_of(other, outcome(other)) == losses_of(same[0], first), str(other)
+        assert norms_of(outcome(other)) == norms_of(first), str(other)
+    # Dropout was on: the numbers are not those without it.
+    plain = dataclasses.replace(same[0], model=NO_DROPOUT)
+    assert losses_of(same[0], first) != losses_of(plain, outcome(plain))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SHAPES if case.schedule in ("1f1b", "interleaved")], ids=str
+)
+def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
+    placement = Placement(num_ranks=case.pp, num_chunks=case.chunks)
+    schedule = make_schedule(case.schedule, placement, 8 // case.dp)
+    # Ranks count tensor-parallel first, then data-parallel, then the pipeline.
+    for rank, order in enumerate(outcome(case)["orders"]):
+        assert order == [str(action) for action in schedule.orders[rank // (case.tp * case.dp)]]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SHAPES if case.schedule == "adaptive" and case.tp > 1], ids=str
+)
+def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> None:
+    orders = outcome(case)["orders"]
+    for first in range(0, case.world_size, case.tp):
+        assert all(order == orders[first] for order in orders[first : first + case.tp])
+        assert len(set(orders[first])) == 2 * case.chunks * 8 // case.dp
