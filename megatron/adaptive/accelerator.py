@@ -74,6 +74,21 @@ class Accelerator:
         return self.device.type == "cuda"
 
     @property
+    def can_fuse(self) -> bool:
+        """Whether fused kernels and torch.compile are there and worth their start-up time."""
+        return self.is_cuda
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether initial weights are drawn on the device; on the host they are whole matrices."""
+        return self.is_cuda
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether processes that read data ahead help; on a CPU they take time from the ranks."""
+        return self.is_cuda
+
+    @property
     def peak_flops(self) -> float | None:
         """Dense 16-bit peak in FLOP/s, ``None`` where the part is unknown or a CPU."""
         if not self.is_cuda:
@@ -141,6 +156,13 @@ class CudaClock:
     def resolve_ns(self, mark: torch.cuda.Event) -> int:
         """Return the host time at which the device passed ``mark``; it must have passed it."""
         return self._anchor_ns + int(self._anchor.elapsed_time(mark) * 1e6)
+
+
+def current_device() -> torch.device:
+    """Return the device that this process computes on, as megatron-core sees it."""
+    device = torch.cuda.current_device()
+    # Without CUDA the call is substituted and answers with a device.
+    return torch.device("cuda", device) if isinstance(device, int) else device
 
 
 def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:

@@ -28,6 +28,7 @@ accelerator.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
@@ -140,6 +141,29 @@ class Training:
                     parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.25)
             self.optimizer.step()
             self.scheduler.step(self.config.batch.global_batch_size)
+
+    def learn(self, first: int, last: int) -> list[float]:
+        """Train on made-up tokens from iteration ``first`` to ``last``; one process only.
+
+        Returns:
+            The loss of each iteration. Dropout is drawn from the generators as they stand.
+        """
+        losses = []
+        chunk = self.chunks[0]
+        for iteration in range(first, last):
+            generator = torch.Generator().manual_seed(iteration)
+            tokens = torch.randint(0, VOCAB, (2, 17), generator=generator)
+            chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            places = torch.arange(16).expand(2, 16)
+            loss = chunk(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
+            self.optimizer.scale_loss(loss).backward()
+            finalize_model_grads(self.chunks)
+            done, _, _ = self.optimizer.step()
+            if done:
+                self.scheduler.step(self.config.batch.global_batch_size)
+            losses.append(loss.item())
+        return losses
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that a resumed run needs, as far as this rank holds it."""
@@ -290,7 +314,6 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
     rank = dist.get_rank()
     run.step(2)
     run.checkpoints.save(progress(1))
-    before = sorted(entry.name for entry in folder.iterdir())
     for failing, limit_bytes in ((1, 5000), (0, 5000), (0, 200)):
         with full_disk(limit_bytes, here=rank == failing):
             text = refused(lambda: run.checkpoints.save(progress(2)))
@@ -299,8 +322,9 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
         if "File too large" not in text:
             raise SystemExit(f"the error does not say why: {text}")
         left = sorted(entry.name for entry in folder.iterdir())
-        if left != before:
+        if left != ["iter_0000001", "latest_checkpointed_iteration.txt"]:
             raise SystemExit(f"after a failed save the folder holds {left}")
+        dist.barrier()
     if rank == 0:
         (folder / ".iter_0000007.partial").mkdir()  # a run that crashed
     run.checkpoints.save(progress(2))

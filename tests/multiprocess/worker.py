@@ -1,6 +1,7 @@
 """Ranks that train a small GPT in many shapes; started by ``torchrun`` from the tests.
 
-Usage: ``worker.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
+Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` beside ``RESULTS``.
+``CASES`` is a JSON list of objects::
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate": bool}
 
@@ -30,9 +31,11 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 from megatron.core.rerun_state_machine import (  # noqa: E402
     RerunMode,
     destroy_rerun_state_machine,
@@ -46,6 +49,7 @@ from megatron.adaptive.training.initialize import Job, seed_everything  # noqa: 
 from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.training.step import Step  # noqa: E402
 
+VOCAB_SIZE = 256
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -62,9 +66,20 @@ def connect(environment: Environment) -> dist.Store:
     )
 
 
+def write_data(prefix: Path) -> None:
+    """Write documents in which each token depends on the one before, so that a loss can fall."""
+    rng = np.random.default_rng(7)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(64):
+        steps = rng.integers(1, 4, size=int(rng.integers(20, 80)))
+        tokens = np.append(np.cumsum(steps) % (VOCAB_SIZE - 1), VOCAB_SIZE - 1)
+        builder.add_document(tokens.astype(np.uint16), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
 def start(store: dist.Store, number: int, flags: list[str], environment: Environment) -> Job:
     """Do what ``initialize.start_job`` does, with process groups in a corner of ``store``."""
-    config = parse(flags, world_size=environment.world_size)
+    config = parse(flags, world_size=environment.world_size, last_wins=True)
     device = accelerator.detect(environment.local_rank, backend="gloo")
     dist.init_process_group(
         device.backend,
@@ -133,7 +148,7 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     trained_orders = list(orders.words)
     evaluated: list[float] = []
     if case["evaluate"]:
-        evaluated += step.evaluate(make_loader(run, run.samples.valid, 0), 2, count).values()
+        evaluated += step.evaluate(make_loader(run, run.samples.valid, 0), config.run.eval_iters, count).values()
     return {
         "losses": losses,
         "grad_norms": norms,
@@ -166,10 +181,18 @@ def main() -> None:
     # A rank that hangs says where and ends, even if nobody is left to end it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     store = connect(environment)
+    data = target.with_name("tokens")
+    if environment.rank == 0:
+        write_data(data)
+        store.set("data", "written")
+    store.wait(["data"])
+    source = ["--data-path", str(data), "--data-cache-path", str(target.with_name("cache"))]
+    source += ["--split", "80,20,0"]
     results = {}
     for number, case in enumerate(cases):
         if environment.rank == 0:
             print(f"case {case['name']}", flush=True)
+        case["flags"] += source
         results[case["name"]] = run_case(store, number, case, environment)
         if environment.rank == 0:
             target.write_text(json.dumps(results))

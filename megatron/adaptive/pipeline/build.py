@@ -167,16 +167,17 @@ def _build_transport(
     device = accelerator.device
     if accelerator.backend != "nccl":
         return GlooTransport(group, peers=peers, device=device, **payloads, **common)
-    outgoing, incoming = _nccl_channels(pp_ranks, placement, device)
+    outgoing, incoming = _nccl_channels(pp_ranks, placement, accelerator)
     return NcclTransport(
         group, outgoing=outgoing, incoming=incoming, peers=peers, device=device, **common
     )
 
 
 def _nccl_channels(
-    pp_ranks: list[int], placement: Placement, device: torch.device
+    pp_ranks: list[int], placement: Placement, accelerator: Accelerator
 ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
     """Make a communicator per directed channel, all ranks in one order, and connect each."""
+    device = accelerator.device
     outgoing: dict[int, dist.ProcessGroup] = {}
     incoming: dict[int, dist.ProcessGroup] = {}
     me = dist.get_rank()
@@ -190,7 +191,7 @@ def _nccl_channels(
                 elif me == receiver:
                     incoming[sender] = group
                     dist.recv(torch.zeros(1, device=device), sender, group=group)
-    torch.cuda.synchronize()
+    accelerator.synchronize()
     return outgoing, incoming
 
 

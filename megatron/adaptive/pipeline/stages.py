@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 
@@ -169,7 +170,7 @@ class MegatronStages:
         first_val_step: bool | None,
     ) -> None:
         self.reduced_losses: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
         self.config = get_model_config(chunks[0])
         self._model_type = get_model_type(chunks[0])
         self._forward_step_func = forward_step_func

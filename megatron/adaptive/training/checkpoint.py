@@ -96,9 +96,6 @@ class Checkpoints:
         chunks: this rank's model chunks, wrapped for data parallelism.
         optimizer: megatron-core's optimizer over their parameters.
         scheduler: megatron-core's schedule of learning rate and weight decay.
-
-    Raises:
-        CheckpointError: this optimizer's state cannot be saved.
     """
 
     def __init__(
@@ -110,7 +107,6 @@ class Checkpoints:
         self._chunks = chunks
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._refuse_distributed_sgd()
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint; the ones before it stay.
@@ -169,19 +165,6 @@ class Checkpoints:
         if self._settings.finetune:
             return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
         return Progress(**manifest.progress)
-
-    def _refuse_distributed_sgd(self) -> None:
-        config = self._config
-        if (
-            config.parallel.use_distributed_optimizer
-            and config.optimizer.optimizer == "sgd"
-            and (self._settings.save is not None or self._settings.load is not None)
-        ):
-            raise CheckpointError(
-                "--use-distributed-optimizer with --optimizer sgd cannot be saved or loaded: "
-                "megatron-core's format of it holds the state of Adam; drop "
-                "--use-distributed-optimizer"
-            )
 
     def _write(self, folder: CheckpointFolder, progress: Progress) -> Path:
         iteration = progress.iteration

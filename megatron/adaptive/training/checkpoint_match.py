@@ -126,7 +126,7 @@ def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> 
     specs = {spec.dest: spec for spec in fields_of(ModelConfig)}
     lines = []
     for name in names:
-        if _is_without_effect(name, own):
+        if _is_without_effect(name, own) or _is_implied(name, saved, own):
             continue
         before, now = getattr(saved, name), getattr(own, name)
         if before == now:
@@ -146,6 +146,11 @@ def _is_without_effect(name: str, model: ModelConfig) -> bool:
     if name == "rope_scaling_factor":
         return not model.use_rope_scaling
     return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
+
+
+def _is_implied(name: str, saved: ModelConfig, own: ModelConfig) -> bool:
+    """Whether another setting of the list tells the difference already."""
+    return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 
 
 def _same_vocabulary(

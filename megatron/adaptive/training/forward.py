@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.accelerator import Accelerator, current_device
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -72,7 +72,7 @@ class DropoutKeys:
         torch.manual_seed(_digest(key))
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
-        device = torch.cuda.current_device()
+        device = current_device()
         for name in states:
             generator = torch.Generator(device=device)
             states[name] = generator.manual_seed(_digest(f"{key} {name} {tp_rank}")).get_state()

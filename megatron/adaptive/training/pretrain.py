@@ -42,7 +42,8 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
-    if environment.omp_num_threads is None and not accelerator.is_cuda:
+    if environment.omp_num_threads is None:
+        # As torchrun does for several ranks: more threads get in each other's way.
         torch.set_num_threads(1)
     job = start_job(config, environment, accelerator)
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())

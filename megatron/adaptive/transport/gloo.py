@@ -103,9 +103,7 @@ class GlooTransport:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
-        payload = tensor.detach()
-        if payload.is_cuda:
-            payload = payload.cpu()
+        payload = tensor.detach().to("cpu")  # a CPU tensor stays what it is
         if not payload.is_contiguous():
             payload = payload.contiguous()
         if not self._fits(tuple(payload.shape), payload.dtype):
@@ -254,8 +252,6 @@ class GlooTransport:
             self._group.recv([payload], self._index[peer], tag).wait(_POSTED_FOR)
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
-        if self._device.type == "cpu":
-            return Arrival(label, peer, payload.nbytes, lambda: payload)
         return Arrival(label, peer, payload.nbytes, lambda: payload.to(self._device))
 
     def _lost(self, peer: int, error: Exception) -> PeerLostError:
