@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 
 _SUBCOMMANDS = {
+    "flags": ("flags", "print every flag of the trainer as Markdown"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": ("make_corpus", "make training data from Python's own sources"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
@@ -28,7 +30,9 @@ def main() -> int:
         return 0
     if name not in _SUBCOMMANDS:
         known = ", ".join(_SUBCOMMANDS)
-        print(f"error: unknown subcommand {name!r}: choose one of {known}", file=sys.stderr)
+        nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)
+        hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {known}"
+        print(f"error: unknown subcommand {name!r}: {hint}", file=sys.stderr)
         return EXIT_EXPECTED_ERROR
     module = importlib.import_module(f"megatron.adaptive.cli.{_SUBCOMMANDS[name][0]}")
     return run_cli(module.main, sys.argv[2:])

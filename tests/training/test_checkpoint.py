@@ -234,6 +234,22 @@ def test_another_schedule_of_the_learning_rate_is_refused_unless_told_which(
     assert other.state()["group 0 max_lr"] == torch.tensor(1e-2)
 
 
+def test_other_padding_of_the_vocabulary_is_told_with_the_way_to_keep_it(
+    make: Make, worker: Any, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run = make(load=saved, make_vocab_size_divisible_by=128)
+        run.checkpoints.load()
+        assert "has 112 rows in the embedding and this run has 128" in caplog.text
+        assert "--make-vocab-size-divisible-by 112 keeps" in caplog.text
+        weight = worker.unwrapped(run.chunks[0]).embedding.word_embeddings.weight
+        assert not weight[112:].any()
+        assert weight[100:112].any()
+        caplog.clear()
+        make(load=saved, make_vocab_size_divisible_by=112).checkpoints.load()
+        assert "rows in the embedding" not in caplog.text
+
+
 def test_another_model_and_damage_are_refused(make: Make, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^--load .*: --num-layers is 4 in the checkpoint"):
         make(load=saved, num_layers="2").checkpoints.load()

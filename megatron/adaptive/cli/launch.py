@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.errors import ConfigError, SetupError
 
 _TRAINER = "pretrain_gpt.py"
+_MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
+_NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,14 +32,18 @@ def main(argv: Sequence[str]) -> int:
         The job's exit status: that of the rank that failed first, 128 + N after signal N.
 
     Raises:
-        ConfigError: the trainer's options break a rule.
+        ConfigError: torchrun's or the trainer's options break a rule.
+        SetupError: the job's processes cannot meet, for instance as the port is in use.
     """
     # Imports torch: about a second.
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run
 
-    options = parse_args(list(argv))  # type: ignore[no-untyped-call]
+    options = _read_options(argv)
+    _check_script(options)
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _quiet_torchrun()
@@ -43,10 +51,61 @@ def main(argv: Sequence[str]) -> int:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _report(error)
+    except (DistError, RendezvousError) as error:
+        raise _no_meeting(options, error) from error
     except SignalException as error:
         print(f"stopped by signal {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(error.sigval)
     return 0
+
+
+def _read_options(argv: Sequence[str]) -> Any:
+    """Read torchrun's options; its parser prints all of them before it says what is wrong."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser
+
+    parser = get_args_parser()
+
+    def complain(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
+
+    parser.error = complain  # type: ignore[method-assign]
+    options = parser.parse_args(list(argv))
+    if not _NODES.fullmatch(options.nnodes):
+        raise ConfigError(f"--nnodes {options.nnodes}: write a number from 1 on, or LEAST:MOST")
+    if options.rdzv_backend not in _MEETINGS:
+        raise ConfigError(
+            f"--rdzv-backend {options.rdzv_backend}: not one of {', '.join(_MEETINGS)}"
+        )
+    count = options.nproc_per_node
+    try:
+        number = int(count) if count.lstrip("+-").isdigit() else determine_local_world_size(count)
+    except ValueError as error:
+        reason = "is no number" if count in str(error) else str(error).rstrip(".")
+        raise ConfigError(
+            f"--nproc-per-node {count}: {reason}; write how many processes, or cpu or gpu for one "
+            "on each"
+        ) from None
+    if number < 1:
+        raise ConfigError(f"--nproc-per-node {count}: there must be at least 1 process")
+    options.nproc_per_node = str(number)
+    return options
+
+
+def _check_script(options: Any) -> None:
+    """Refuse a script that is not there, which otherwise each rank would say."""
+    script = Path(options.training_script)
+    if not (options.module or options.no_python or script.is_file()):
+        what = "is a folder" if script.is_dir() else "no such file"
+        raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
+
+
+def _no_meeting(options: Any, error: Exception) -> SetupError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    return SetupError(
+        f"the processes of the job cannot meet at {place} ({reason}): the port may be in use or "
+        "the host out of reach; give --standalone on one machine, or another port"
+    )
 
 
 def _quiet_torchrun() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,10 +35,30 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run :func:`main` as a process of a job: an expected error is printed by one rank only.
 
     Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
+    Until the run itself heeds signals, Ctrl-C ends the process without a traceback.
     """
+    former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except AdaptiveError as error:
-        if os.environ.get("RANK", "0") == "0" or getattr(error, "own_rank", False):
+        if _speaks(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_EXPECTED_ERROR
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _speaks(error: AdaptiveError) -> bool:
+    """Whether this rank prints ``error``: rank 0 does, and others what rank 0 does not find."""
+    rank = os.environ.get("RANK", "0").strip()
+    if not rank.isdigit() or int(rank) == 0 or isinstance(error, TransportError):
+        return True
+    try:
+        Environment.read()
+    except AdaptiveError:
+        try:
+            Environment.read({**os.environ, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+        except AdaptiveError:
+            return False
+        return True
+    return False

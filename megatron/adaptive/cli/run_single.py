@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import difflib
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
@@ -62,15 +65,21 @@ def main(argv: Sequence[str]) -> int:
         SetupError: the run's folder cannot be made.
     """
     own, trainer = _split(argv)
-    options = _parser().parse_args(own)
+    options = _parser().read(own)
     shape = _shape(options)
     data_dir = options.data_dir.resolve()
-    _make_data(data_dir)
-    run_dir = _run_dir(options.runs_dir.resolve(), shape, resume=options.resume)
+    status = _make_data(data_dir)
+    if status:
+        return status  # it has said why
+    runs = options.runs_dir.resolve()
+    before = _latest(runs)
+    run_dir = _run_dir(runs, shape, resume=options.resume)
     defaults = _default_flags(shape)
     status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
         _tell(shape, run_dir, stopped=status != 0)
+    elif not options.resume:
+        _forget_if_empty(run_dir, before)
     return status
 
 
@@ -84,11 +93,22 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see bash run_single.sh --help")
 
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse ``words``; for an unknown option name the nearest, or where it belongs."""
+        options, unknown = self.parse_known_args(list(words))
+        if not unknown:
+            return options
+        name = unknown[0].split("=", 1)[0]
+        nearest = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
+        if nearest:
+            self.error(f"{name} is not an option: the nearest is {nearest[0]}")
+        return self.error(f"{name} is not an option: options of the trainer follow after --")
 
-def _parser() -> argparse.ArgumentParser:
+
+def _parser() -> _Parser:
     parser = _Parser(
         prog="run_single.sh",
         allow_abbrev=False,
@@ -103,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         ("data_parallel", 1, "copies of the pipeline"),
     ):
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        add(*flags, dest=name, type=int, default=default, metavar="N", help=f"{text} ({default})")
+        add(
+            *flags, dest=name, type=_count, default=default, metavar="N", help=f"{text} ({default})"
+        )
     add(
         "--schedule",
         default="adaptive",
@@ -121,11 +143,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return number
+
+
 def _shape(options: argparse.Namespace) -> _Shape:
-    for name in ("pipeline_parallel", "model_chunks", "tensor_parallel", "data_parallel"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: there must be at least 1")
     return _Shape(
         pipeline_parallel=options.pipeline_parallel,
         model_chunks=options.model_chunks,
@@ -146,10 +174,10 @@ def _default_flags(shape: _Shape) -> list[str]:
     return flags
 
 
-def _make_data(data_dir: Path) -> None:
+def _make_data(data_dir: Path) -> int:
     from megatron.adaptive.cli.make_corpus import main as make_corpus
 
-    make_corpus(["--output-dir", str(data_dir)])
+    return make_corpus(["--output-dir", str(data_dir)])
 
 
 def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
@@ -160,17 +188,61 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
             raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    run = runs / f"{stamp}-{shape.name()}"
+    name = f"{stamp}-{shape.name()}"
     try:
-        run.mkdir(parents=True)
-        link = runs / f".latest-{os.getpid()}"
-        link.symlink_to(run.name)
-        link.replace(latest)
+        run = _new_folder(runs, name)
+        _point(latest, run.name)
     except OSError as error:
         raise SetupError(
-            f"cannot make the run's folder {run}: {error.strerror}; name another with --runs-dir"
+            f"cannot make the run's folder {runs / name}: {error.strerror}; name another with "
+            "--runs-dir"
         ) from error
     return run
+
+
+def _new_folder(runs: Path, name: str) -> Path:
+    """Make a folder that no other run has, also where two start within one second."""
+    number = 1
+    while True:
+        run = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            if not run.is_dir():
+                raise
+            number += 1
+        else:
+            return run
+
+
+def _point(latest: Path, target: str) -> None:
+    link = latest.with_name(f".latest-{os.getpid()}")
+    link.symlink_to(target)
+    link.replace(latest)
+
+
+def _latest(runs: Path) -> str | None:
+    """Return what ``latest`` points at, ``None`` before the first run."""
+    try:
+        return os.readlink(runs / "latest")
+    except OSError:
+        return None
+
+
+def _forget_if_empty(run: Path, before: str | None) -> None:
+    """Take back the folder of a run that failed before it wrote anything."""
+    folders = [Path(folder) for folder, _, _ in os.walk(run, topdown=False)]
+    if any(path.is_file() for path in run.rglob("*")):
+        return
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+        latest = run.parent / "latest"
+        if _latest(run.parent) == run.name:
+            if before is None:
+                latest.unlink()
+            else:
+                _point(latest, before)
 
 
 def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> int:

@@ -190,6 +190,11 @@ def _check_data(config: TrainerConfig) -> None:
             "--valid-data-path and --test-data-path leave nothing to train on: add "
             "--train-data-path"
         )
+    if data.reset_attention_mask and not data.create_attention_mask_in_dataloader:
+        raise ConfigError(
+            "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each "
+            "other: a mask that ends at documents comes with the data; keep one of them"
+        )
     if data.split is not None:
         _check_split(data.split)
     if data.tokenizer_type == "NullTokenizer":

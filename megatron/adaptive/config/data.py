@@ -103,10 +103,14 @@ class DataConfig:
         unit="PROCESSES",
     )
     dataloader_type: str = flag(
-        "Go through the samples once in order, or again and again in random order.",
+        "No effect: samples are taken in the order that the dataset shuffled them to.",
         default="single",
-        choices=("single", "cyclic"),
-        refused_choices={"external": "this trainer takes no loader from outside; use single"},
+        choices=("single",),
+        refused_choices={
+            "cyclic": "samples are in random order already and repeat when they are used up, and "
+            "a resumed run goes on at the same sample only with single; use single",
+            "external": "this trainer takes no loader from outside; use single",
+        },
     )
     num_dataset_builder_threads: int = flag(
         "Threads that build several datasets at once.", default=1, minimum=1, unit="THREADS"
@@ -115,7 +119,7 @@ class DataConfig:
     reset_attention_mask: bool = flag("Let no token see a document before its own.", default=False)
     eod_mask_loss: bool = flag("Leave the end of documents out of the loss.", default=False)
     create_attention_mask_in_dataloader: bool = flag(
-        "Leave the causal mask to the attention kernel.",
+        "No effect: the causal mask is left to attention unless --reset-attention-mask makes one.",
         names=("--no-create-attention-mask-in-dataloader",),
         default=True,
     )

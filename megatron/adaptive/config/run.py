@@ -56,7 +56,7 @@ class RunConfig:
         unit="ITERATIONS",
     )
     manual_gc_eval: bool = flag(
-        "No collection around validation with --manual-gc.",
+        "No effect: with --manual-gc nothing is collected around validation.",
         names=("--no-manual-gc-eval",),
         default=True,
     )

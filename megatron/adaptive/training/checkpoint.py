@@ -236,12 +236,27 @@ class Checkpoints:
             _LOG.warning("WARNING: --load %s %s: starting from scratch", folder.path, why)
             return None
         path, manifest = folder.open(iteration)
-        require_same_model(
-            manifest, self._config, state.padded_vocab_size(self._chunks), f"--load {path}"
-        )
+        rows = state.padded_vocab_size(self._chunks)
+        require_same_model(manifest, self._config, rows, f"--load {path}")
+        if rows != manifest.padded_vocab_size:
+            self._warn_of_padding(rows, manifest.padded_vocab_size, path)
         if self._loads_optimizer:
             require_same_optimizer(manifest, self._config, f"--load {path}")
         return path, manifest
+
+    def _warn_of_padding(self, rows: int, saved_rows: int, path: Path) -> None:
+        tensor_parallel = self._config.parallel.tensor_model_parallel_size
+        divisor, rest = divmod(saved_rows, tensor_parallel)
+        remedy = "" if rest else f"; --make-vocab-size-divisible-by {divisor} keeps their number"
+        _LOG.warning(
+            "WARNING: --load %s has %d rows in the embedding and this run has %d: rows that only "
+            "pad the vocabulary start at zero, and count in the softmax as in Megatron-LM, so the "
+            "loss will not be the same%s",
+            path,
+            saved_rows,
+            rows,
+            remedy,
+        )
 
     @property
     def _loads_optimizer(self) -> bool:

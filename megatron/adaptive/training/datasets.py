@@ -206,7 +206,14 @@ def build_datasets(
     with warnings.catch_warnings():
         # megatron-core warns about optional GPU packages at import and about pad tokens.
         warnings.simplefilter("ignore")
-        built = _build(spec, tokenizer, blends, counts, is_built_on_rank)
+        try:
+            built = _build(spec, tokenizer, blends, counts, is_built_on_rank)
+        except MemoryError:
+            given = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
+            raise DataError(
+                f"the order of so many samples ({given}) does not fit into memory; lower "
+                "--train-iters or --eval-iters, or raise --eval-interval"
+            ) from None
     if here:
         for name, dataset, count in zip(_SPLIT_NAMES, built, counts, strict=True):
             if dataset is not None and len(dataset) < count:

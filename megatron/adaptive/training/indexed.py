@@ -18,6 +18,7 @@ megatron-core. The index is laid out as::
 
 from __future__ import annotations
 
+import glob
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
             idx_path, bin_path, sizes[bin_path], dtype=dtype, sequences=sequences, marks=marks
         )
     except OSError as error:
-        raise DataError(f"{idx_path}: cannot be read ({error.strerror})") from None
+        raise DataError(
+            f"{idx_path}: cannot be read ({error.strerror}); let this user read it"
+        ) from None
     return IndexedInfo(
         prefix=prefix,
         dtype=dtype,
@@ -119,7 +122,12 @@ def check_vocabulary_fits(prefix: str | Path, vocab_size: int) -> None:
     """
     info = check_indexed(prefix)
     path = f"{prefix}.bin"
-    tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
+    try:
+        tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); let this user read it"
+        ) from None
     lowest = highest = 0
     for start, stop in _pieces(tokens.size, info.dtype.itemsize):
         piece = tokens[start:stop]
@@ -138,9 +146,15 @@ def _hint_for_missing(prefix: str) -> str:
     stem = prefix.removesuffix(".idx").removesuffix(".bin")
     if stem != prefix and Path(f"{stem}.idx").is_file():
         return f"give the path without suffix: {stem}"
-    nearby = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}*.idx"))
+    nearby = [
+        str(path).removesuffix(".idx")
+        for folder, name in ((Path(prefix).parent, Path(prefix).name), (Path(prefix), ""))
+        for path in sorted(folder.glob(f"{glob.escape(name)}*.idx"))
+    ]
+    if prefix in nearby:
+        return f"it belongs to {prefix}.idx; copy it there, too, or {_AGAIN}"
     if nearby:
-        return f"did you mean {str(nearby[0]).removesuffix('.idx')}?"
+        return f"did you mean {nearby[0]}?"
     return "make it with tools/preprocess_data.py, or correct --data-path"
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import logging as python_logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.errors import AdaptiveError, PeerLostError
+from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError, TransportError
 from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
 
@@ -32,6 +34,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     for its other threads may be blocked on peers that are gone.
 
     Raises:
+        TransportError: the job's processes cannot meet.
         AdaptiveError: an expected error in a job of one process.
     """
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
@@ -45,7 +48,11 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     if environment.omp_num_threads is None:
         # As torchrun does for several ranks: more threads get in each other's way.
         torch.set_num_threads(1)
-    job = start_job(config, environment, accelerator)
+    try:
+        job = start_job(config, environment, accelerator)
+    except (dist.DistError, ValueError) as error:
+        raise _no_meeting(environment, error) from error
+    threading.excepthook = _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     lost: list[PeerLostError] = []
     watcher = Watcher(job.places, environment.rank, store, lost.append)
@@ -55,8 +62,11 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         watcher.leave()
         end_job()
     except BaseException as error:
+        expected = _expected(error, environment.rank)
         if environment.world_size > 1:
-            _fail(error, store, watcher)
+            _fail(expected, store, watcher)
+        if expected is not error:
+            raise expected from error
         raise
     finally:
         watcher.close()
@@ -114,6 +124,35 @@ def _position_teller(watcher: Watcher) -> Callable[[str], None]:
     return tell
 
 
+def _no_meeting(environment: Environment, error: Exception) -> Exception:
+    """Return what went wrong before the ranks were connected as one line, or ``error``."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ValueError) and "rendezvous" not in reason:
+        return error
+    return TransportError(
+        f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
+        f"{environment.master_port} ({reason}): start the program with torchrun, with --standalone "
+        "on one machine, or give another port"
+    )
+
+
+def _expected(error: BaseException, rank: int) -> BaseException:
+    """Return a full disk that nobody foresaw as an expected error, anything else as it is."""
+    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        where = f" {error.filename}" if error.filename else ""
+        return SetupError(
+            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name other "
+            "folders with --save, --tensorboard-dir and --trace-dir"
+        )
+    return error
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Keep quiet about a full disk: TensorBoard's thread hands it on to the main thread."""
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
+        threading.__excepthook__(failure)
+
+
 def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn:
     """Report ``error`` once for the whole job and end this process."""
     expected = isinstance(error, AdaptiveError)
@@ -121,7 +160,7 @@ def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn
         # A connection broke because another rank ended; the watcher has named it.
         expected = True
     elif expected:
-        if _is_news(store, str(error)):
+        if _is_first(store):
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
@@ -131,10 +170,9 @@ def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn
     os._exit(EXIT_EXPECTED_ERROR if expected else EXIT_BUG)
 
 
-def _is_news(store: dist.Store, text: str) -> bool:
-    """Whether this rank is the first of the job to report ``text``."""
-    key = hashlib.sha256(text.encode()).hexdigest()
+def _is_first(store: dist.Store) -> bool:
+    """Whether this rank is the first of the job to report an error; others only follow from it."""
     try:
-        return store.add(f"error/{key}", 1) == 1
+        return store.add("error", 1) == 1
     except RuntimeError:
         return True  # the store went with its host: better said twice than not at all

@@ -203,6 +203,8 @@ def _build_samples(job: Job, placement: Placement, tokenizer: Tokenizer) -> Samp
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
+            mmap_bin_files=data.mmap_bin_files,
+            num_dataset_builder_threads=data.num_dataset_builder_threads,
         ),
         tokenizer,
         train_samples=train_samples,

@@ -1,0 +1,60 @@
+"""``flags``: every flag of the trainer by group, as Markdown.
+
+Makes ``docs/flags.md`` from the groups' fields, the same source that the parser is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from megatron.adaptive.config.arguments import FlagRow, flag_table
+from megatron.adaptive.config.refused import FAMILIES
+from megatron.adaptive.errors import ConfigError
+
+_HEAD = """\
+# Flags of `pretrain_gpt.py`
+
+Made by `python -m megatron.adaptive flags > docs/flags.md`; change the fields in
+`megatron/adaptive/config/`, not this file.
+
+A switch stands without a value; its default is off. Several spellings of one flag are separated
+by commas. The flags that Megatron-LM has and this trainer refuses are at the end.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the flags to stdout.
+
+    Raises:
+        ConfigError: an argument is given, where there are none.
+    """
+    if "-h" in argv or "--help" in argv:
+        print("usage: python -m megatron.adaptive flags > docs/flags.md")
+        return 0
+    if argv:
+        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
+    print(markdown(), end="")
+    return 0
+
+
+def markdown() -> str:
+    """Every flag by group and every refused family, as one Markdown text."""
+    parts = [_HEAD]
+    for title, rows in groupby(flag_table(), key=lambda row: row.group):
+        parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
+        parts += [_row(row) for row in rows]
+    parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
+    for family in FAMILIES:
+        names = [f"`--{name}`" for name in family.flags.split()]
+        names += [f"`--{prefix}*`" for prefix in family.prefixes.split()]
+        parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
+    return "".join(parts)
+
+
+def _row(row: FlagRow) -> str:
+    return f"| `{_cell(row.flag)}` | {_cell(row.default)} | {_cell(row.help)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,245 @@
+"""What users get wrong, through the programs: one helpful line, status 2, nothing left behind.
+
+Where no process is needed, the program's own parsing runs here; the rest starts real jobs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import launch, pretrain_gpt, run_single
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.errors import AdaptiveError, ConfigError, DataError, TransportError
+from megatron.adaptive.training.indexed import check_indexed, check_vocabulary_fits
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = str(ROOT / "pretrain_gpt.py")
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 "
+    "--lr 1e-3 --eval-iters 0 --mock-data --vocab-size 100"
+)
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the project; a hang fails the test."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line on stderr of a program that refused its input."""
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: "), done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "said"),
+    [
+        ("--pipeline-model-parallel-size 2", 3, "start a multiple of 2 processes"),
+        ("--pipeline-model-parallel-size 2 --num-layers 5", 2, "give --partition, for example"),
+        ("--pipeline-model-parallel-size 2 --partition 1-1-2", 2, "has 3 stages"),
+        ("--pipeline-model-parallel-size 2 --partition 1-1", 2, "holds 2 layers"),
+        ("--partition a-b", 1, "'a-b' is not a partition"),
+        ("--global-batch-size 7", 2, "--global-batch-size 7 is not a multiple"),
+        ("--tensor-model-parallel-size 8", 8, "every rank takes whole heads"),
+        ("--hiden-size 5", 1, "the nearest is --hidden-size"),
+        ("--hidden-size abc", 1, "'abc' is not a whole number"),
+        ("stray", 1, "'stray' belongs to no flag"),
+        ("--dataloader-type cyclic", 1, "'cyclic' is refused"),
+        (
+            "--reset-attention-mask --no-create-attention-mask-in-dataloader",
+            1,
+            "exclude each other",
+        ),
+    ],
+)
+def test_trainer_refuses(flags: str, world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{SMALL} {flags}".split(), world_size=world_size, last_wins=True)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "training_script"),
+        ("--bogus 3 x.py", "unrecognized arguments: --bogus"),
+        ("--nproc-per-node abc x.py", "--nproc-per-node abc: is no number"),
+        ("--nproc-per-node 0 x.py", "at least 1 process"),
+        ("--nproc-per-node -1 x.py", "at least 1 process"),
+        ("--nnodes a x.py", "--nnodes a"),
+        ("--rdzv-backend mail x.py", "--rdzv-backend mail"),
+        ("--nproc-per-node 2 /nowhere/pretrain_gpt.py", "no such file"),
+        ("--nproc-per-node 2 /", "is a folder"),
+        (f"--nproc-per-node 3 {TRAINER} {SMALL} --model-chunks x", "'x' is not a whole number"),
+    ],
+)
+def test_launcher_refuses_before_it_starts_a_process(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.main(words.split())
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--pipline_parallel 2", "the nearest is --pipeline_parallel"),
+        ("--train-iters 5", "options of the trainer follow after --"),
+        ("--pipeline_parallel abc", "'abc' is not a whole number from 1 on"),
+        ("--model_chunks 0", "'0' is not a whole number from 1 on"),
+        ("--schedule zero", "invalid choice: 'zero'"),
+        ("stray", "stray is not an option"),
+    ],
+)
+def test_run_single_refuses(words: str, said: str, tmp_path: Path) -> None:
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    with pytest.raises(ConfigError) as caught:
+        run_single.main([*folders, *words.split()])
+    assert said in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def runs_with_one(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "latest").symlink_to("first")
+    yield tmp_path
+
+
+def test_a_run_that_wrote_nothing_is_taken_back(runs_with_one: Path) -> None:
+    run_dir = runs_with_one / "second"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    run_single._point(runs_with_one / "latest", "second")
+    run_single._forget_if_empty(run_dir, "first")
+    assert not run_dir.exists()
+    assert (runs_with_one / "latest").resolve().name == "first"
+
+
+def test_a_run_that_wrote_something_stays(runs_with_one: Path) -> None:
+    run_dir = runs_with_one / "second"
+    run_dir.mkdir()
+    (run_dir / "log.txt").write_text("iteration 1")
+    run_single._point(runs_with_one / "latest", "second")
+    run_single._forget_if_empty(run_dir, "first")
+    assert (runs_with_one / "latest").resolve() == run_dir
+
+
+def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> None:
+    folders = {run_single._new_folder(tmp_path, "same-second") for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaks"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, True),
+        # Rank 0 meets this one, too.
+        ({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "many"}, False),
+        # Only this rank has it.
+        ({"RANK": "5", "WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_an_error_before_the_ranks_meet_is_said_by_one(
+    variables: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert pretrain_gpt._speaks(AdaptiveError("bad")) is speaks
+    assert pretrain_gpt._speaks(TransportError("cut off")) is True
+
+
+def test_signals_are_given_back(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert pretrain_gpt.run(["--no-such-flag"]) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "the nearest is" in capsys.readouterr().err
+
+
+def test_a_folder_as_data_names_the_corpus_in_it(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").touch()
+    with pytest.raises(DataError, match=f"did you mean {tmp_path}/corpus"):
+        check_indexed(tmp_path)
+
+
+def test_a_missing_bin_is_not_answered_with_itself(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").touch()
+    with pytest.raises(DataError, match="it belongs to .*corpus.idx"):
+        check_indexed(tmp_path / "corpus")
+
+
+def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from megatron.adaptive.training import indexed
+
+    # A stand-in for the permission that root does not lack.
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    info = indexed.IndexedInfo(
+        prefix="p", dtype=np.dtype("<u2"), num_sequences=1, num_documents=1, num_tokens=1
+    )
+    monkeypatch.setattr(indexed, "check_indexed", lambda prefix: info)
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(DataError, match=r"p\.bin: cannot be read \(Permission denied\)"):
+        check_vocabulary_fits("p", 10)
+
+
+def test_unknown_subcommand_names_the_nearest() -> None:
+    said = complaint(run("-m", "megatron.adaptive", "lunch"))
+    assert "did you mean launch" in said
+
+
+@pytest.mark.multiprocess
+def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
+    flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")
+    done = run(
+        *"-m megatron.adaptive launch --standalone --nproc-per-node 2".split(),
+        TRAINER,
+        *flags.split(),
+        *f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt".split(),
+    )
+    assert "--vocab-file must name an existing file" in complaint(done)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.multiprocess
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alone = run(TRAINER, *SMALL.split(), RANK="0", WORLD_SIZE="1", **place)
+        launched = run(
+            *"-m megatron.adaptive launch --nproc-per-node 2 --master-addr 127.0.0.1".split(),
+            *f"--master-port {port} {TRAINER} {SMALL}".split(),
+        )
+    for done in (alone, launched):
+        assert f"127.0.0.1:{port}" in complaint(done)

@@ -1,0 +1,36 @@
+"""The list of flags in the documentation is the one the parser is made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import flags
+from megatron.adaptive.errors import ConfigError
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+
+
+def test_the_document_is_up_to_date() -> None:
+    remedy = "run python -m megatron.adaptive flags > docs/flags.md"
+    assert DOCUMENT.read_text(encoding="utf-8") == flags.markdown(), remedy
+
+
+def test_every_table_row_has_the_cells_of_its_head() -> None:
+    columns = 0
+    for line in flags.markdown().replace("\\|", "").splitlines():
+        if line.startswith("| Flag"):
+            columns = line.count("|")
+        if line.startswith("|"):
+            assert line.count("|") == columns, line
+
+
+def test_an_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--group is not taken"):
+        flags.main(["--group"])
+
+
+def test_it_prints_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags.main([]) == 0
+    assert capsys.readouterr().out == flags.markdown()

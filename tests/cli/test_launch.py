@@ -1,0 +1,170 @@
+"""The launcher checks options before it starts anything and names the rank that failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import launch
+from megatron.adaptive.errors import AdaptiveError
+
+from ..multiprocess.launch import kill_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHDOG_S = 90.0
+TRAINER = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data "
+    "--vocab-size 100"
+)
+
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Launch]:
+    """A function ``(script_text, ranks)`` that launches the script; kills what is left of it."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(text: str, ranks: int, *arguments: str, name: str = "script.py") -> object:
+        script = tmp_path / name
+        script.write_text(text)
+        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
+                *("--nproc-per-node", str(ranks), str(script), *arguments),
+            ],
+            env={**variables, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        kill_tree(process)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the end; returns status, stdout and stderr."""
+    stdout, stderr = process.communicate(timeout=WATCHDOG_S)
+    return process.returncode, stdout, stderr
+
+
+TOUCH = "import pathlib, os; pathlib.Path('started.' + os.environ['RANK']).touch()\n"
+
+
+def test_bad_options_end_it_before_any_rank_starts(start: Launch, tmp_path: Path) -> None:
+    flags = f"{TRAINER} --pipeline-model-parallel-size 3".split()
+    status, stdout, stderr = finish(start(TOUCH, 2, *flags, name="pretrain_gpt.py"))
+    assert status == 2
+    assert stdout == ""
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: ")
+    assert "pipeline" in stderr
+    assert not list(tmp_path.glob("started.*"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "trainer", "words"),
+    [
+        ("--nproc-per-node 2", "--pipeline-model-parallel-size 4", ["world size 2"]),
+        ("--nproc-per-node 2", "--num-layer 4", ["--num-layer", "--num-layers"]),
+        ("--nproc-per-node 1", "--global-batch-size 3 --micro-batch-size 2", ["--global-batch-"]),
+        # Two nodes: 4 ranks, of which the pipeline takes 3.
+        ("--nproc-per-node 2 --nnodes 2", "--pipeline-model-parallel-size 3", ["world size 4"]),
+    ],
+)
+def test_options_are_checked_for_the_world_size(
+    launcher: str, trainer: str, words: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(TOUCH)
+    argv = [*launcher.split(), str(script), *TRAINER.split(), *trainer.split()]
+    with pytest.raises(AdaptiveError) as info:
+        launch.main(argv)
+    text = str(info.value)
+    assert len(text.splitlines()) == 1
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.multiprocess
+def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
+    text = "import os, sys; print('rank', os.environ['RANK'], os.environ['OMP_NUM_THREADS'])\n"
+    status, stdout, stderr = finish(start(text, 2))
+    assert (status, stderr) == (0, "")
+    assert sorted(stdout.splitlines()) == ["rank 0 1", "rank 1 1"]
+
+
+@pytest.mark.multiprocess
+def test_a_killed_rank_is_named(start: Launch) -> None:
+    text = (
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    status, stdout, stderr = finish(start(text, 2))
+    assert status == 1
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith(f"error: rank 1 (pid {stdout.strip()}) was killed by signal 9")
+    assert "SIGKILL" in stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("code", [2, 3])
+def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> None:
+    text = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        f"    print('error: said by the rank', file=sys.stderr, flush=True); sys.exit({code})\n"
+        "time.sleep(60)\n"
+    )
+    status, _, stderr = finish(start(text, 2))
+    assert status == code
+    said, *rest = stderr.splitlines()
+    assert said == "error: said by the rank"
+    if code == 2:  # an expected error: nothing is left to say
+        assert rest == []
+    else:
+        assert len(rest) == 1
+        assert re.fullmatch(r"error: rank 0 \(pid \d+\) ended with status 3; .*", rest[0])
+
+
+@pytest.mark.multiprocess
+def test_a_signal_reaches_the_ranks(start: Launch, tmp_path: Path) -> None:
+    text = (
+        "import os, pathlib, signal, sys, time\n"
+        "def leave(number, frame):\n"
+        "    pathlib.Path('told.' + os.environ['RANK']).write_text(str(number))\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        f"{TOUCH}"
+        "time.sleep(60)\n"
+    )
+    process = start(text, 2)
+    end = time.monotonic() + WATCHDOG_S
+    while len(list(tmp_path.glob("started.*"))) < 2:
+        assert time.monotonic() < end
+        assert process.poll() is None, finish(process)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    status, _, stderr = finish(process)
+    assert status == 128 + signal.SIGTERM
+    assert stderr.splitlines() == ["stopped by signal SIGTERM"]
+    assert [path.read_text() for path in tmp_path.glob("told.*")] == ["15", "15"]

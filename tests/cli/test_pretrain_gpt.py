@@ -1,0 +1,91 @@
+"""The trainer as a process: its errors, and a run of its own without a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import pretrain_gpt
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHDOG_S = 120.0
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 2 --train-iters 3 "
+    "--lr 1e-3 --mock-data --vocab-size 100 --eval-iters 0 --log-interval 1"
+)
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Whoever started the tests: no launcher's variables are set."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("as_rank")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-layer 3", ["--num-layer", "--num-layers"]),
+        ("--tensor-model-parallel-size 2", ["world size 1"]),
+        ("--hidden-size 17", ["--hidden-size"]),
+        ("--pipeline-schedule fastest", ["fastest", "adaptive"]),
+    ],
+)
+def test_bad_settings_are_one_line(
+    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain_gpt.run([*FLAGS.split(), *flags.split()]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: ")
+    for word in words:
+        assert word in stderr
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_only_the_first_rank_complains(
+    rank: int, lines: int, as_rank: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank.setenv("RANK", str(rank))
+    as_rank.setenv("WORLD_SIZE", "2")
+    assert pretrain_gpt.run([*FLAGS.split(), "--pipeline-model-parallel-size", "3"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_a_process_alone_trains(tmp_path: Path) -> None:
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS.split()],
+        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WATCHDOG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(
+        line.startswith(
+            "using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, "
+            "pipeline-model-parallel size: 1"
+        )
+        for line in lines
+    ), done.stdout
+    logged = [line for line in lines if " iteration " in line and "lm loss:" in line]
+    assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []  # nothing was asked to be written

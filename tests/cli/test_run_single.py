@@ -1,0 +1,253 @@
+"""One command from nothing to a trained model, traces and chart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import run_single
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.trace.read import read_run
+
+from ..multiprocess.launch import kill_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHDOG_S = 150.0
+
+# What is started in the place of the example script: writes down its options and variables.
+SCRIPT = """
+{ for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
+  do printf '%s=%s\\n' "$name" "${!name}"; done
+  for word in "$@"; do printf 'option %s\\n' "$word"; done; } > "$RUN_DIR/started"
+exit "${STATUS:-0}"
+"""
+
+
+class Started:
+    """What the example script was started with."""
+
+    def __init__(self, path: Path) -> None:
+        lines = path.read_text().splitlines()
+        self.options = [line.removeprefix("option ") for line in lines if "option " in line]
+        self.variables = dict(line.split("=", 1) for line in lines if "option " not in line)
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``run_single`` with the script above and data that are there already."""
+    script = tmp_path / "script.sh"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(run_single, "_SCRIPT", script)
+    monkeypatch.setattr(run_single, "_make_data", lambda folder: 0)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def call(*argv: str) -> int:
+        folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+        try:
+            return run_cli(run_single.main, [*folders, *argv])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    return call
+
+
+def runs_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs").glob("[!.]*") if not path.is_symlink())
+
+
+def test_defaults(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    (name,) = runs_in(tmp_path)
+    assert name.endswith("-adaptive-p2-c1-t1-d1")
+    started = Started(tmp_path / "runs" / name / "started")
+    assert started.options == []
+    assert started.variables == {
+        "PIPELINE_PARALLEL": "2",
+        "MODEL_CHUNKS": "1",
+        "TENSOR_PARALLEL": "1",
+        "DATA_PARALLEL": "1",
+        "SCHEDULE": "adaptive",
+        "DATA_DIR": str(tmp_path / "data"),
+        "RUN_DIR": str(tmp_path / "runs" / name),
+    }
+    assert (tmp_path / "runs" / "latest").resolve().name == name
+    stdout = capsys.readouterr().out
+    assert str(tmp_path / "runs" / name) in stdout
+    assert "--pipeline_parallel 2 --model_chunks 1 --resume" in stdout
+
+
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_options_reach_the_script(dash: str, run: Run, tmp_path: Path) -> None:
+    shape = f"--pipeline{dash}parallel 4 --model{dash}chunks=2 --tensor{dash}parallel 3"
+    argv = f"{shape} --data{dash}parallel 5 --schedule interleaved"
+    assert run(*argv.split()) == 0
+    (name,) = runs_in(tmp_path)
+    assert name.endswith("-interleaved-p4-c2-t3-d5")
+    found = Started(tmp_path / "runs" / "latest" / "started").variables
+    assert [found[key] for key in ("PIPELINE_PARALLEL", "MODEL_CHUNKS")] == ["4", "2"]
+    assert [found[key] for key in ("TENSOR_PARALLEL", "DATA_PARALLEL")] == ["3", "5"]
+    assert found["SCHEDULE"] == "interleaved"
+
+
+def test_what_follows_two_dashes_is_the_trainers(run: Run, tmp_path: Path) -> None:
+    assert run("--pipeline_parallel", "2", "--", "--train-iters", "7", "--", "--resume") == 0
+    started = Started(tmp_path / "runs" / "latest" / "started")
+    assert started.options == ["--train-iters", "7", "--", "--resume"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "partition"), [(3, 1, "3-3-2"), (5, 1, None), (3, 2, None), (4, 2, "")]
+)
+def test_layers_that_do_not_divide_get_a_partition(
+    ranks: int, chunks: int, partition: str | None, run: Run, tmp_path: Path
+) -> None:
+    argv = f"--pipeline_parallel {ranks} --model_chunks {chunks} -- --train-iters 7"
+    assert run(*argv.split()) == 0
+    *own, _, _ = Started(tmp_path / "runs" / "latest" / "started").options
+    if partition == "":
+        assert own == []
+        return
+    flag, value = own
+    assert flag == "--partition"
+    layers = [int(word) for word in value.split("-")]
+    assert len(layers) == ranks * chunks
+    assert sum(layers) == 8
+    assert max(layers) - min(layers) <= 1
+    assert partition in (None, value)
+    # The trainer takes it.
+    config = parse(
+        f"--num-layers 8 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
+        f"--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size {ranks} "
+        f"--train-iters 1 --lr 1 --mock-data --vocab-size 100 --partition {value} "
+        f"--pipeline-model-parallel-size {ranks} "
+        f"--num-virtual-stages-per-pipeline-rank {chunks}".split(),
+        world_size=ranks,
+    )
+    assert list(config.layers_per_stage) == layers
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--resume", ["--resume", "no run", "leave the option out"]),
+        ("--pipeline_paralel 2", ["--pipeline_paralel"]),
+        ("--train-iters 5", ["--train-iters"]),
+        ("--pipeline_parallel", ["--pipeline_parallel", "expected one argument"]),
+        ("--pipeline_parallel two", ["two"]),
+        ("--model_chunks 0", ["--model_chunks", "0"]),
+        ("--tensor-parallel -1", ["--tensor", "-1"]),
+        ("--schedule fastest", ["fastest", "adaptive"]),
+        ("stray", ["stray"]),
+    ],
+)
+def test_bad_options_are_one_line(
+    argv: str, words: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv.split()) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: ")
+    for word in words:
+        assert word in stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_goes_on_in_the_latest_run(run: Run, tmp_path: Path) -> None:
+    assert run() == 0
+    assert run() == 0
+    before = runs_in(tmp_path)
+    assert len(before) == 2
+    latest = (tmp_path / "runs" / "latest").resolve()
+    assert latest.name == before[-1]
+    (latest / "started").unlink()
+    assert run("--resume", "--", "--train-iters", "9") == 0
+    assert runs_in(tmp_path) == before
+    assert Started(latest / "started").options == ["--train-iters", "9"]
+
+
+@pytest.mark.parametrize("status", [1, 2, 137])
+def test_status_is_that_of_the_training(
+    status: int, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STATUS", str(status))
+    assert run() == status
+    # A run that was stopped can go on; one that failed has nothing to offer.
+    assert ("--resume    # go on" in capsys.readouterr().out) == (status > 128)
+
+
+def test_a_folder_that_cannot_be_made(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert run() == 2
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == 1
+    assert "--runs-dir" in stderr
+
+
+TINY = (
+    "--num-layers 4 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 "
+    "--save-interval 4 --log-interval 2 --eval-interval 4 --eval-iters 1"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron.adaptive", "run-single"),
+                *("--pipeline_parallel", "2", "--model_chunks", "2"),
+                *("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")),
+                *("--", *TINY.split()),
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = job.wait(WATCHDOG_S)
+        finally:
+            kill_tree(job)
+    text = log.read_text()
+    assert status == 0, text
+    assert "Traceback" not in text
+    run = tmp_path / "runs" / "latest"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "tensorboard",
+        "trace_pipeline_2_model_chunks_2.png",
+        "trace_pipeline_2_model_chunks_2.txt",
+        "traces",
+    ]
+    for name in ("checkpoints", "tensorboard"):
+        assert any(path.is_file() for path in (run / name).rglob("*")), name
+    trace = read_run(run / "traces")
+    assert trace.iterations == (1, 2, 3, 4)
+    assert trace.complete_iterations() == (1, 2, 3, 4)
+    assert "using world size: 2, data-parallel-size: 1" in text
+    assert "lm loss" in text
+    # It says where everything is, and what comes next.
+    for place in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
+        assert str(place) in text
+    assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text
+    assert json.loads((tmp_path / "data" / "corpus.json").read_text())["documents"] > 100

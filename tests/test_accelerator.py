@@ -1,0 +1,321 @@
+"""The device of a process, and one canary for each substitution that stands in for CUDA.
+
+A canary does the thing in megatron-core that needs its substitution. It must work with all of them
+and fail with all but its own; so a new release of torch or megatron-core says what it changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.accelerator import Accelerator, CpuClock, CudaClock, detect
+from megatron.adaptive.errors import SetupError
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
+
+# Runs in processes of its own, forked where torch is loaded and nothing else: megatron-core must be
+# imported after the substitutions, or before them, and only once for it takes seconds.
+EXPERIMENTS = """
+import json, os, sys, traceback, warnings
+warnings.simplefilter("ignore")
+import torch
+from megatron.adaptive import accelerator
+
+def current_device():
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    return str(ChainedOptimizer([]).get_loss_scale().device)
+
+def synchronize():
+    import torch.distributed as dist
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = ModelParallelConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
+    channel = P2PCommunicator(dist.group.WORLD, config)
+    try:
+        return channel._communicate_shapes(None, None, False, False) is not None
+    finally:
+        dist.destroy_process_group()
+
+def factories():
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+    return str(ConstantGradScaler(8.0).scale.device)
+
+def tensor_moves():
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 10, 2)
+    state = scaler.state_dict()
+    state["scale"] = torch.tensor([4.0])
+    scaler.load_state_dict(state)
+    return [float(scaler.scale), str(torch.nn.Linear(1, 1).cuda().weight.device)]
+
+def tensor_type():
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+    half, full = (torch.nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.bfloat16, torch.float))
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.SGD([half, full], lr=0.1), OptimizerConfig(bf16=True), None, lambda *_: None
+    )
+    kinds = optimizer.float16_groups, optimizer.fp32_from_fp32_groups
+    return [[len(group) for group in kind] for kind in kinds]
+
+def random_state():
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    torch.manual_seed(1)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("mine", 5)
+    drawn = []
+    for _ in range(2):
+        with tracker.fork("mine"):
+            drawn.append(float(torch.rand(())))
+    drawn.append(float(torch.rand(())))
+    expected = []
+    for seed, count in ((5, 2), (1, 1)):
+        generator = torch.Generator().manual_seed(seed)
+        expected += [float(torch.rand((), generator=generator)) for _ in range(count)]
+    return drawn == expected
+
+CANARIES = [current_device, synchronize, factories, tensor_moves, tensor_type, random_state]
+
+OWNERS = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module]
+undo = {}
+
+def remember(name):
+    substitute = getattr(accelerator, name)
+
+    def run():
+        before = [dict(vars(owner)) for owner in OWNERS]
+        substitute()
+        undo[name] = [
+            (owner, attribute, old.get(attribute), value)
+            for owner, old in zip(OWNERS, before)
+            for attribute, value in dict(vars(owner)).items()
+            if old.get(attribute) is not value
+        ]
+
+    setattr(accelerator, name, run)
+
+def answer_of(function):
+    try:
+        return {"value": function()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+def late():
+    import megatron.core.tensor_parallel
+    print(json.dumps(["late", answer_of(accelerator.install)]), flush=True)
+
+def canaries():
+    names = [name for name in vars(accelerator) if name.startswith("_substitute_")]
+    for name in names:
+        remember(name)
+    first = accelerator.install(), torch.zeros, torch.cuda.current_device
+    import megatron.core.tensor_parallel
+    again = accelerator.install(), torch.zeros, torch.cuda.current_device
+    answers = {"twice": [first[0], first == again], "names": sorted(names)}
+    answers["given"] = [
+        str(torch.zeros(1, device="cuda:1").device),
+        str(torch.ones(1, device=torch.device("cuda", 0)).device),
+        str(torch.empty(1, device="meta").device),
+        torch.zeros(1).type(),
+        str(torch.zeros(1).type(torch.float64).dtype),
+        str(accelerator.current_device()),
+    ]
+    for canary in CANARIES:
+        answers[canary.__name__ + " with"] = answer_of(canary)
+        changes = undo["_substitute_" + canary.__name__]
+        for owner, attribute, old, new in changes:
+            if old is None:  # inherited
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, old)
+        answers[canary.__name__ + " without"] = answer_of(canary)
+        for owner, attribute, old, new in changes:
+            setattr(owner, attribute, new)
+    for item in answers.items():
+        print(json.dumps(item), flush=True)
+
+for function in (late, canaries):
+    if os.fork() == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+sys.exit(max(os.wait()[1] for _ in range(2)) >> 8)
+"""
+NO_CUDA = "Torch not compiled with CUDA enabled"
+# What each canary answers, and a part of what it complains of.
+CANARIES: dict[str, tuple[Any, str]] = {
+    "current_device": ("cpu", NO_CUDA),
+    "synchronize": (True, NO_CUDA),
+    "factories": ("cpu", NO_CUDA),
+    "tensor_moves": ([4.0, "cpu"], "must be cuda device"),
+    "tensor_type": ([[1], [1]], "Received torch.BFloat16Tensor"),
+    "random_state": (True, NO_CUDA),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """What the experiments answered; of a canary ``{"value": ...}`` or ``{"error": text}``."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXPERIMENTS],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@without_gpu
+def test_every_substitution_has_a_canary(answers: dict[str, Any]) -> None:
+    assert answers["names"] == sorted(f"_substitute_{name}" for name in CANARIES)
+
+
+@without_gpu
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary_lives_with_all_substitutions(name: str, answers: dict[str, Any]) -> None:
+    assert answers[f"{name} with"] == {"value": CANARIES[name][0]}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary_dies_without_its_substitution(name: str, answers: dict[str, Any]) -> None:
+    answer = answers[f"{name} without"]
+    assert CANARIES[name][1] in answer.get("error", "it lives"), answer
+
+
+@without_gpu
+def test_install_after_megatron_core_is_refused(answers: dict[str, Any]) -> None:
+    error = answers["late"]["error"]
+    assert error.startswith("SetupError: megatron.core was imported before")
+    assert "call install() first" in error
+    assert len(error.splitlines()) == 1
+
+
+@without_gpu
+def test_install_twice_changes_nothing(answers: dict[str, Any]) -> None:
+    assert answers["twice"] == [True, True]
+
+
+@without_gpu
+def test_only_cuda_is_substituted(answers: dict[str, Any]) -> None:
+    # What does not name CUDA goes through untouched.
+    assert answers["given"] == (
+        ["cpu", "cpu", "meta", "torch.cuda.FloatTensor", "torch.float64", "cpu"]
+    )
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_with_cuda_nothing_is_substituted() -> None:
+    assert not accelerator.install()
+    assert torch.zeros(1, device="cuda").is_cuda
+
+
+@without_gpu
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_detect_without_cuda(backend: str | None) -> None:
+    found = detect(3, backend=backend)
+    assert found == Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
+    assert not (found.is_cuda or found.can_fuse or found.draws_weights or found.reads_ahead)
+    assert found.peak_flops is None
+    assert isinstance(found.clock(), CpuClock)
+    tensor = torch.ones(2)
+    assert found.to_device(tensor) is tensor
+    found.synchronize()
+
+
+@without_gpu
+def test_nccl_without_cuda_is_refused() -> None:
+    with pytest.raises(SetupError, match="--distributed-backend nccl: .* use gloo"):
+        detect(0, backend="nccl")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """A machine with two GPUs, as far as ``detect`` can see; holds the devices made current."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    yield current
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks", "index", "backend"),
+    [(0, "2", 0, "nccl"), (1, "2", 1, "nccl"), (3, "4", 1, "gloo"), (2, "3", 0, "gloo")],
+)
+def test_ranks_share_gpus_in_turn(
+    local_rank: int,
+    ranks: str,
+    index: int,
+    backend: str,
+    two_gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    found = detect(local_rank)
+    assert two_gpus == [found.device] == [torch.device("cuda", index)]
+    assert found.backend == backend
+    assert found.peak_flops == 312e12
+    assert found.is_cuda
+    assert detect(local_rank, backend="gloo").backend == "gloo"
+
+
+def test_an_unknown_part_has_no_peak() -> None:
+    part = Accelerator(device=torch.device("cuda", 0), backend="nccl", name="Made-up 9000")
+    assert part.peak_flops is None
+
+
+@without_gpu
+def test_memory_of_a_cpu_is_that_of_the_process() -> None:
+    cpu = detect(0)
+    before = cpu.memory_in_use_bytes()
+    block = bytearray(os.urandom(1)) * (64 << 20)
+    after = cpu.memory_in_use_bytes()
+    assert after - before > 32 << 20
+    # The two are counted by different means, the peak with some delay.
+    assert cpu.peak_memory_bytes() >= 0.98 * after
+    del block
+
+
+def test_cpu_clock_is_the_monotonic_one() -> None:
+    clock = CpuClock()
+    before = time.monotonic_ns()
+    mark = clock.mark()
+    assert before <= clock.resolve_ns(mark) <= time.monotonic_ns()
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_cuda_clock_places_events_on_the_host_clock() -> None:
+    clock = CudaClock()
+    before = time.monotonic_ns()
+    first = clock.mark()
+    torch.ones(1 << 20, device="cuda").sum()
+    second = clock.mark()
+    torch.cuda.synchronize()
+    after = time.monotonic_ns()
+    slack_ns = 5_000_000
+    assert before - slack_ns <= clock.resolve_ns(first) <= clock.resolve_ns(second)
+    assert clock.resolve_ns(second) <= after + slack_ns
