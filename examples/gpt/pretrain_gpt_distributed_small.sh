@@ -17,7 +17,7 @@ SCHEDULE=${SCHEDULE:-adaptive}
 DATA_DIR=${DATA_DIR:-$root/data/stdlib}
 RUN_DIR=${RUN_DIR:-$root/runs/small}
 # torchrun itself will do, too; this one checks the options first and ends with a short message.
-LAUNCHER=${LAUNCHER:-$PYTHON -m megatron.adaptive launch}
+LAUNCHER=("$PYTHON" -m megatron.adaptive launch)
 
 DISTRIBUTED_ARGS=(
   --standalone
@@ -80,7 +80,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-# shellcheck disable=SC2086  # the launcher may be a command with options
-exec $LAUNCHER "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py" \
+exec "${LAUNCHER[@]}" "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py" \
   "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
   "${OUTPUT_ARGS[@]}" "$@"
