@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,8 @@ def test_with_cuda_nothing_is_substituted() -> None:
 def test_detect_without_cuda(backend: str | None) -> None:
     found = detect(3, backend=backend)
     assert found == Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
-    assert not (found.is_cuda or found.can_fuse or found.draws_weights or found.reads_ahead)
+    abilities = found.is_cuda, found.can_fuse, found.draws_weights, found.reads_ahead
+    assert not any(abilities)
     assert found.peak_flops is None
     assert isinstance(found.clock(), CpuClock)
     tensor = torch.ones(2)
@@ -251,14 +251,14 @@ def test_nccl_without_cuda_is_refused() -> None:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """A machine with two GPUs, as far as ``detect`` can see; holds the devices made current."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    yield current
+    return current
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,9 @@ SMALL = (
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 "
     "--lr 1e-3 --eval-iters 0 --mock-data --vocab-size 100"
 )
+
+
+_OPTIONS = run_single._parser().parse_args([])
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -121,10 +123,10 @@ def test_run_single_refuses(words: str, said: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def runs_with_one(tmp_path: Path) -> Iterator[Path]:
+def runs_with_one(tmp_path: Path) -> Path:
     (tmp_path / "first").mkdir()
     (tmp_path / "latest").symlink_to("first")
-    yield tmp_path
+    return tmp_path
 
 
 def test_a_run_that_wrote_nothing_is_taken_back(runs_with_one: Path) -> None:
@@ -143,6 +145,15 @@ def test_a_run_that_wrote_something_stays(runs_with_one: Path) -> None:
     run_single._point(runs_with_one / "latest", "second")
     run_single._forget_if_empty(run_dir, "first")
     assert (runs_with_one / "latest").resolve() == run_dir
+
+
+def test_a_resumed_run_keeps_its_earlier_traces_apart(runs_with_one: Path) -> None:
+    for _ in range(2):
+        traces = runs_with_one / "first" / "traces"
+        traces.mkdir()
+        (traces / "trace_rank_00000.jsonl").touch()
+        run_dir = run_single._run_dir(runs_with_one, run_single._shape(_OPTIONS), resume=True)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["traces-1", "traces-2"]
 
 
 def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The reference is megatron-core's own loop in a single process. Each case trains the same model on
 the same samples; what must agree is the loss and the gradient norm of every iteration, and the
-validation loss after the last one.
+validation loss in between.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(34
 
 LIMIT_S = 300.0  # of all cases of one world size; on two idle processors a quarter of it
 STEPS = 5
+SHORT_STEPS = 3  # of what is beyond shapes and schedules; validation comes after them
 REL = 1e-5
 
 # 255 tokens and the end of document: 256 rows for every tensor-parallel size.
@@ -70,6 +71,10 @@ class Case:
         return self.tp * self.pp * self.dp
 
     @property
+    def steps(self) -> int:
+        return STEPS if self.model == NO_DROPOUT and not self.extra else SHORT_STEPS
+
+    @property
     def reference(self) -> Case:
         return Case("megatron", model=self.model)
 
@@ -78,7 +83,7 @@ class Case:
         words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
         words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
         words += [f"run{self.run}"] if self.run > 1 else []
-        return "-".join(words).replace("--", "-")
+        return "-".join(word for word in words if word)
 
     def to_json(self) -> dict[str, Any]:
         """The case as ``worker.py`` takes it."""
@@ -87,7 +92,12 @@ class Case:
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.chunks > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
-        return {"name": str(self), "flags": flags, "steps": STEPS, "evaluate": True}
+        return {
+            "name": str(self),
+            "flags": flags,
+            "steps": self.steps,
+            "evaluate_after": SHORT_STEPS,
+        }
 
 
 def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
@@ -228,9 +238,10 @@ def norms_of(seen: dict[str, Any]) -> list[float]:
 def require_same_numbers(case: Case, outcome: Outcome, rel: float) -> None:
     seen, expected = outcome(case), outcome(case.reference)
     losses, norms = losses_of(case, seen), norms_of(seen)
-    assert len(losses) == len(norms) == STEPS
-    assert losses == pytest.approx(losses_of(case.reference, expected), rel=rel, abs=0)
-    assert norms == pytest.approx(norms_of(expected), rel=rel, abs=0)
+    assert len(losses) == len(norms) == case.steps
+    expected_losses = losses_of(case.reference, expected)[: case.steps]
+    assert losses == pytest.approx(expected_losses, rel=rel, abs=0)
+    assert norms == pytest.approx(norms_of(expected)[: case.steps], rel=rel, abs=0)
     validation = losses_of(case, seen, "evaluated")
     assert validation == pytest.approx(
         losses_of(case.reference, expected, "evaluated"), rel=rel, abs=0
@@ -273,7 +284,7 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
         assert losses_of(other, outcome(other)) == losses, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
     # Dropout was on: the numbers are not those without it, though near.
-    reference = losses_of(PLAIN, outcome(PLAIN))
+    reference = losses_of(PLAIN, outcome(PLAIN))[:SHORT_STEPS]
     assert losses != pytest.approx(reference, rel=1e-4)
     assert losses == pytest.approx(reference, rel=0.1)
 

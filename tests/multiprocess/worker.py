@@ -3,7 +3,7 @@
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` beside ``RESULTS``.
 ``CASES`` is a JSON list of objects::
 
-    {"name": str, "flags": [str, ...], "steps": int, "evaluate": bool}
+    {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int}
 
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
@@ -136,7 +136,7 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         run.wiring.executor._recorder = orders  # type: ignore[assignment]
     step = Step(run)
     loader = make_loader(run, run.samples.train, 0)
-    losses, norms = [], []
+    losses, norms, evaluated, trained = [], [], [], []
     for iteration in range(1, case["steps"] + 1):
         orders.words.clear()
         result = step.train(None if loader is None else loader.step(count), count, iteration)
@@ -145,15 +145,15 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         run.scheduler.step(increment=config.batch.global_batch_size)
         losses += result.losses.values()
         norms.append(result.grad_norm)
-    trained_orders = list(orders.words)
-    evaluated: list[float] = []
-    if case["evaluate"]:
-        evaluated += step.evaluate(make_loader(run, run.samples.valid, 0), config.run.eval_iters, count).values()
+        trained = list(orders.words)
+        if iteration == case["evaluate_after"]:
+            valid = make_loader(run, run.samples.valid, 0)
+            evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
     return {
         "losses": losses,
         "grad_norms": norms,
         "evaluated": evaluated,
-        "orders": trained_orders,
+        "orders": trained,
     }
 
 

@@ -126,9 +126,7 @@ class Paper:
 
 
 def fresh(rank: int) -> RankState:
-    return RankState(
-        placement=Placement(num_ranks=2, num_chunks=1), rank=rank, num_microbatches=2
-    )
+    return RankState(placement=Placement(num_ranks=2, num_chunks=1), rank=rank, num_microbatches=2)
 
 
 def test_only_decisions_are_published() -> None:

@@ -125,10 +125,10 @@ def test_explicit_reduction_follows_the_last_backward() -> None:
     diary.sync.hold()
     diary.last_backwards()
     diary.sync.release()
-    assert diary.events == (
-        ["hold 0", "hold 1", "backward 1", "let go 1", "reduce 1"]
-        + ["backward 0", "let go 0", "reduce 0"]
-    )
+    assert diary.events == [
+        *("hold 0", "hold 1", "backward 1", "let go 1", "reduce 1"),
+        *("backward 0", "let go 0", "reduce 0"),
+    ]
 
 
 def test_holding_twice_holds_once() -> None:

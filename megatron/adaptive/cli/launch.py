@@ -117,10 +117,10 @@ def _quiet_torchrun() -> None:
 
 def _check_trainer(options: Any) -> None:
     """Parse the trainer's options here, once, instead of in every rank."""
-    counts = options.nproc_per_node, options.nnodes
-    if Path(options.training_script).name != _TRAINER or not all(c.isdigit() for c in counts):
+    least, _, most = options.nnodes.partition(":")
+    if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return
-    world_size = int(options.nproc_per_node) * int(options.nnodes)
+    world_size = int(options.nproc_per_node) * int(least)
     parse(options.training_script_args, world_size=world_size, last_wins=True)
 
 

@@ -186,6 +186,7 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
     if resume:
         if not latest.exists():
             raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
+        _keep_traces(latest.resolve())
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{shape.name()}"
@@ -198,6 +199,22 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
             "--runs-dir"
         ) from error
     return run
+
+
+def _keep_traces(run: Path) -> None:
+    """Move the traces of earlier starts aside: a folder of traces holds one start of the job."""
+    traces = run / "traces"
+    if not traces.is_dir():
+        return
+    number = 1
+    while (kept := run / f"traces-{number}").exists():
+        number += 1
+    try:
+        traces.rename(kept)
+    except OSError as error:
+        raise SetupError(
+            f"cannot move {traces} to {kept}: {error.strerror}; let this user write there"
+        ) from error
 
 
 def _new_folder(runs: Path, name: str) -> Path:
@@ -287,8 +304,10 @@ def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {run_dir / 'tensorboard'}"
     )
-    again = "go on" if stopped else "train further: raise --train-iters"
-    print(f"  bash run_single.sh {shape.flags()} --resume    # {again}", flush=True)
+    again = f"bash run_single.sh {shape.flags()} --resume"
+    # The learning rate's curve ends with the run, so a longer one needs another.
+    further = " -- --train-iters N --override-opt-param-scheduler"
+    print(f"  {again}{'' if stopped else further}", flush=True)
 
 
 def _draw(shape: _Shape, run_dir: Path) -> bool:
