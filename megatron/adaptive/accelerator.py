@@ -110,7 +110,8 @@ class Accelerator:
         """The largest value so far of what :meth:`memory_in_use_bytes` counts."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
-        return _peak_resident_bytes()
+        # The kernel counts the two at different times.
+        return max(_peak_resident_bytes(), _resident_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
         """Return the clock that times work on this device."""

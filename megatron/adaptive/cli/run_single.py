@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import difflib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,10 +69,12 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().read(own)
     shape = _shape(options)
     data_dir = options.data_dir.resolve()
+    runs = options.runs_dir.resolve()
+    if options.resume and not (runs / "latest").exists():
+        raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
     status = _make_data(data_dir)
     if status:
         return status  # it has said why
-    runs = options.runs_dir.resolve()
     before = _latest(runs)
     run_dir = _run_dir(runs, shape, resume=options.resume)
     defaults = _default_flags(shape)
@@ -184,8 +187,6 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
     """Make a new run's folder, or find the latest; points ``latest`` at it."""
     latest = runs / "latest"
     if resume:
-        if not latest.exists():
-            raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
         _keep_traces(latest.resolve())
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -292,17 +293,17 @@ def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
         if (run_dir / folder).is_dir():
             print(f"{what:14} {run_dir / folder}")
     chart = _draw(shape, run_dir)
-    python = sys.executable
+    python = shlex.quote(sys.executable)
     print("\nnext commands:")
     environment = Path(sys.prefix) / "bin" / "activate"
     if environment.exists():
-        print(f"  source {environment}")
+        print(f"  source {shlex.quote(str(environment))}")
     if chart:
         print(f"  python process_trace.py {shape.flags()}")
         print(f"  python visualize_trace.py {shape.flags()}")
     print(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
-        f"--logdir {run_dir / 'tensorboard'}"
+        f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
     again = f"bash run_single.sh {shape.flags()} --resume"
     # The learning rate's curve ends with the run, so a longer one needs another.
