@@ -50,7 +50,7 @@ TRAINING_ARGS=(
   --lr 2e-3
   --min-lr 2e-4
   --lr-decay-style cosine
-  --lr-warmup-iters 10
+  --lr-warmup-fraction 0.05
   --weight-decay 0.1
   --adam-beta2 0.95
   --clip-grad 1.0

@@ -147,15 +147,6 @@ def test_a_run_that_wrote_something_stays(runs_with_one: Path) -> None:
     assert (runs_with_one / "latest").resolve() == run_dir
 
 
-def test_a_resumed_run_keeps_its_earlier_traces_apart(runs_with_one: Path) -> None:
-    for _ in range(2):
-        traces = runs_with_one / "first" / "traces"
-        traces.mkdir()
-        (traces / "trace_rank_00000.jsonl").touch()
-        run_dir = run_single._run_dir(runs_with_one, run_single._shape(_OPTIONS), resume=True)
-    assert sorted(path.name for path in run_dir.iterdir()) == ["traces-1", "traces-2"]
-
-
 def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> None:
     folders = {run_single._new_folder(tmp_path, "same-second") for _ in range(3)}
     assert len(folders) == 3

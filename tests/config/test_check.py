@@ -160,12 +160,16 @@ PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
         (f"{PP2} --pipeline-schedule interleaved", ("interleaved", "1 chunks", "1f1b")),
         (
             "--model-chunks 2 --pipeline-schedule interleaved",
-            ("interleaved", "2 chunks", "pipeline size 1"),
+            ("--model-chunks 2", "at least 2", "pipeline size 1"),
         ),
         (f"{PP2} --model-chunks 2 --pipeline-schedule 1f1b", ("1f1b", "2 chunks", "interleaved")),
         (
             "--model-chunks 2 --pipeline-schedule megatron",
-            ("megatron", "2 chunks", "pipeline size 1"),
+            ("--model-chunks 2", "at least 2", "pipeline size 1"),
+        ),
+        (
+            "--model-chunks 2 --pipeline-schedule adaptive",
+            ("--model-chunks 2", "at least 2", "pipeline size 1"),
         ),
         (
             f"{PP2} --model-chunks 2 --pipeline-schedule megatron --no-overlap-p2p-communication",

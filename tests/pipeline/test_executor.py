@@ -168,7 +168,16 @@ def test_what_comes_early_is_kept_for_the_next_step() -> None:
         run_last(pipeline, 1)
 
 
-@pytest.mark.parametrize("step", [-1, 0, 3])
+def test_a_neighbour_may_be_several_steps_ahead() -> None:
+    # In evaluation the first stage waits for nobody; its messages once ended the run.
+    pipeline, completions = last_rank(timeout_s=0.5)
+    for step in (2, 1, 3, 0):
+        completions.put(forward_of(step, 0))
+    for _ in range(4):
+        assert sorted(run_last(pipeline, 1).actions) == ["B0-0", "F0-0"]
+
+
+@pytest.mark.parametrize("step", [-1, 0])
 def test_messages_of_another_step_are_refused(step: int) -> None:
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))

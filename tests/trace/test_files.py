@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.files import replaced, set_aside
 
 
 def test_success_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -43,3 +43,15 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
         replaced(tmp_path / "file" / "out.txt"),
     ):
         pass
+
+
+def test_traces_of_earlier_starts_are_kept_apart(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    assert set_aside(traces) is None
+    for number in (1, 2):
+        traces.mkdir()
+        assert set_aside(traces) is None  # empty: nothing to keep
+        (traces / "trace_rank_00000.jsonl").write_text(str(number))
+        assert set_aside(traces) == tmp_path / f"traces-{number}"
+    assert not traces.exists()
+    assert (tmp_path / "traces-2" / "trace_rank_00000.jsonl").read_text() == "2"

@@ -218,3 +218,10 @@ def test_a_newer_format_is_refused(folder: CheckpointFolder) -> None:
     (path / "manifest.json").write_text(json.dumps(body))
     with pytest.raises(CheckpointError, match="format version 2 and this program reads up to 1"):
         folder.open(10)
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "passwd"
+    path.touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        CheckpointFolder(str(path)).latest()

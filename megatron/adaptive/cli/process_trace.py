@@ -172,7 +172,10 @@ def _over_iterations(run: RunTrace, complete: Sequence[int], dp_rank: int) -> st
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number

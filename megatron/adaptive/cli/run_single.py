@@ -187,7 +187,6 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
     """Make a new run's folder, or find the latest; points ``latest`` at it."""
     latest = runs / "latest"
     if resume:
-        _keep_traces(latest.resolve())
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{shape.name()}"
@@ -200,22 +199,6 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
             "--runs-dir"
         ) from error
     return run
-
-
-def _keep_traces(run: Path) -> None:
-    """Move the traces of earlier starts aside: a folder of traces holds one start of the job."""
-    traces = run / "traces"
-    if not traces.is_dir():
-        return
-    number = 1
-    while (kept := run / f"traces-{number}").exists():
-        number += 1
-    try:
-        traces.rename(kept)
-    except OSError as error:
-        raise SetupError(
-            f"cannot move {traces} to {kept}: {error.strerror}; let this user write there"
-        ) from error
 
 
 def _new_folder(runs: Path, name: str) -> Path:

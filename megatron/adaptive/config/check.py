@@ -274,6 +274,12 @@ def _check_schedule(config: TrainerConfig) -> None:
     pipeline = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.num_chunks
     given = f"--pipeline-schedule {schedule}"
+    if chunks > 1 and pipeline == 1:
+        raise ConfigError(
+            f"--model-chunks {chunks} with pipeline size 1: megatron-core splits a model into "
+            "chunks only over at least 2 pipeline ranks; raise --pipeline-model-parallel-size or "
+            "drop --model-chunks"
+        )
     if schedule == "interleaved" and (chunks == 1 or pipeline == 1):
         raise ConfigError(
             f"{given} with {chunks} chunks and pipeline size {pipeline}: it needs two of each at "
@@ -284,18 +290,13 @@ def _check_schedule(config: TrainerConfig) -> None:
             f"{given} with {chunks} chunks: it knows one chunk for each rank; use interleaved or "
             "adaptive, or drop --model-chunks"
         )
-    if schedule == "megatron" and chunks > 1:
-        if pipeline == 1:
-            raise ConfigError(
-                f"{given} with {chunks} chunks and pipeline size 1: megatron-core takes chunks "
-                "only with a pipeline size above 1; raise it or drop --model-chunks"
-            )
-        if not config.parallel.overlap_p2p_comm and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP:
-            raise ConfigError(
-                f"{given} with {chunks} chunks, pipeline size {pipeline} and "
-                "--no-overlap-p2p-communication: two messages between the same ranks would mix; "
-                "drop the last flag or use a pipeline size of 3 at least"
-            )
+    batched = schedule == "megatron" and chunks > 1 and not config.parallel.overlap_p2p_comm
+    if batched and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP:
+        raise ConfigError(
+            f"{given} with {chunks} chunks, pipeline size {pipeline} and "
+            "--no-overlap-p2p-communication: two messages between the same ranks would mix; "
+            "drop the last flag or use a pipeline size of 3 at least"
+        )
     if schedule != "adaptive" and config.schedule.activation_cap is not None:
         raise ConfigError(
             f"--activation-cap {config.schedule.activation_cap:g} has no effect with {given}, "

@@ -272,8 +272,8 @@ class Executor:
 
     def _accept(self, arrival: Arrival, state: RankState) -> None:
         step, action = arrival.label.step, arrival.label.action
-        if step == self._step + 1:
-            # A neighbour is already in the next step; evaluation has no barrier between steps.
+        if step > self._step:
+            # Evaluation has no barrier between steps: the first stage may be steps ahead.
             self._early.append(arrival)
             return
         if step != self._step:

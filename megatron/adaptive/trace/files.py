@@ -10,7 +10,37 @@ from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
 
-__all__ = ["replaced"]
+__all__ = ["replaced", "set_aside"]
+
+
+def set_aside(folder: str | os.PathLike[str]) -> Path | None:
+    """Rename a folder that holds anything to ``<folder>-1`` or the next free number.
+
+    A folder of traces holds one start of a job; another start begins with an empty one. Several
+    machines that share the folder may call this at once.
+
+    Returns:
+        Where the old folder is now, ``None`` if there was nothing to keep.
+
+    Raises:
+        TraceError: it cannot be renamed.
+    """
+    path = Path(folder)
+    number = 1
+    try:
+        if not path.is_dir() or not any(path.iterdir()):
+            return None
+        while (kept := path.with_name(f"{path.name}-{number}")).exists():
+            number += 1
+        path.rename(kept)
+    except FileNotFoundError:
+        return None  # another machine was first
+    except OSError as error:
+        raise TraceError(
+            f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
+            "this user write there, or name another --trace-dir"
+        ) from error
+    return kept
 
 
 @contextmanager

@@ -143,8 +143,11 @@ class CheckpointFolder:
         checkpoint and the tracker.
 
         Raises:
-            CheckpointError: the tracker holds something else than an iteration.
+            CheckpointError: the tracker holds something else than an iteration, or the folder is
+                a file.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
         tracker = self.path / _TRACKER
         if not tracker.exists():
             found = [_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests()]

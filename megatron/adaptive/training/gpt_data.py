@@ -66,7 +66,7 @@ class CachedGPTDataset(GPTDataset):
             first, second, third = (np.load(path, mmap_mode="r") for path in paths)
         except OSError as error:
             raise DataError(
-                f"{folder}: shuffling indices cannot be kept there ({error.strerror}); "
+                f"{folder}: shuffling indices cannot be kept there ({error.strerror or error}); "
                 "give a writable folder with --data-cache-path"
             ) from None
         return first, second, third

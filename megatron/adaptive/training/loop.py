@@ -200,7 +200,13 @@ class Trainer:
         run, config = self._run, self._config
         loader = make_loader(run, dataset, consumed_samples)
         try:
-            return self._step.evaluate(loader, config.run.eval_iters, config.num_microbatches)
+            return self._step.evaluate(
+                loader,
+                config.run.eval_iters,
+                config.num_microbatches,
+                # Besides asking, this keeps the first stage from running ahead of the others.
+                until=lambda: self._stop.agreed(run.job.stop_group),
+            )
         finally:
             if loader is not None:
                 loader.close()

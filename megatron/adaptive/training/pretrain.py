@@ -164,7 +164,7 @@ def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    watcher.report(str(error) or type(error).__name__)
+    watcher.report(str(error) or type(error).__name__, told=expected)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_EXPECTED_ERROR if expected else EXIT_BUG)

@@ -16,11 +16,11 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.build import Wiring, build_executor
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.datasets import DataSpec, build_datasets
@@ -98,7 +98,6 @@ def build_run(job: Job) -> Run:
     wiring = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
-        _refuse_unsafe_exchange(config, job)
         forward_backward = get_forward_backward_func()
     else:
         wiring = build_executor(
@@ -253,6 +252,15 @@ def _recorder(job: Job, placement: Placement) -> Recorder | None:
     config = job.config
     if config.schedule.trace_dir is None:
         return None
+    if config.schedule.pipeline_schedule == "megatron":
+        if job.is_first:
+            print(
+                "no traces: megatron-core's own schedule tells nothing of its actions", flush=True
+            )
+        return None
+    if job.environment.local_rank == 0:
+        set_aside(config.schedule.trace_dir)
+    dist.barrier(group=job.control_group)
     run_id: list[Any] = [f"{job.environment.run_id}-{os.getpid()}"]
     dist.broadcast_object_list(run_id, src=0, group=job.control_group)
     return Recorder(
@@ -271,19 +279,3 @@ def _recorder(job: Job, placement: Placement) -> Recorder | None:
             placement=placement.kind,
         ),
     )
-
-
-def _refuse_unsafe_exchange(config: TrainerConfig, job: Job) -> None:
-    parallel = config.parallel
-    if (
-        job.accelerator.backend == "gloo"
-        and parallel.num_chunks > 1
-        and parallel.pipeline_model_parallel_size == 2
-        and not parallel.overlap_p2p_comm
-    ):
-        raise ConfigError(
-            f"--pipeline-schedule megatron with {parallel.num_chunks} chunks on 2 pipeline ranks "
-            "and --no-overlap-p2p-communication: gloo mixes up two messages of one batch between "
-            "the same ranks and the losses would be wrong; leave the flag out, or use "
-            "--pipeline-schedule interleaved"
-        )

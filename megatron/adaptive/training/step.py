@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,25 @@ class Step:
             bubble_fraction=self._finish_step(iteration),
         )
 
-    def evaluate(self, loader: Any, iterations: int, num_microbatches: int) -> dict[str, float]:
-        """Run the forward over ``iterations`` batches of ``loader``; returns their mean losses."""
+    def evaluate(
+        self,
+        loader: Any,
+        iterations: int,
+        num_microbatches: int,
+        *,
+        until: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Run the forward over batches of ``loader``.
+
+        Args:
+            loader: gives the batches, ``None`` on a rank that needs no data.
+            iterations: batches at most.
+            num_microbatches: of each batch.
+            until: asked after each batch, on all ranks alike, whether to end early.
+
+        Returns:
+            The mean losses, on ranks of the last stage.
+        """
         run = self._run
         for chunk in run.chunks:
             chunk.eval()
@@ -107,6 +124,8 @@ class Step:
                 )
                 if run.wiring is not None:
                     run.wiring.executor.finish_step()
+                if until():
+                    break
         return self._mean_losses(steps)
 
     def _forward_backward(

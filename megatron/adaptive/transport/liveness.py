@@ -42,6 +42,7 @@ _PROC_PERIOD_S = 0.5
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
+_TOLD = "told: "  # before a notice that the user has read
 
 
 def here(pp_rank: int) -> dict[str, Any]:
@@ -129,15 +130,20 @@ class Watcher:
         self._decided.wait(timeout_s)
         return self._lost
 
-    def report(self, reason: str) -> None:
+    def report(self, reason: str, *, told: bool = False) -> None:
         """Tell the other ranks that this one ends because of ``reason``; waits at most 2 s.
 
         The first notice of a job stays: a rank that fails because another one did, changes nothing.
         From here on this rank no longer watches.
+
+        Args:
+            reason: why, one line.
+            told: the user has read it; the other ranks end without saying it again.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
-            self._board.publish(f"{self._describe(self._rank)} failed: {line}")
+            mark = _TOLD if told else ""
+            self._board.publish(f"{mark}{self._describe(self._rank)} failed: {line}")
 
     def leave(self) -> None:
         """Say that this rank is done; call it on every rank after the last barrier.
@@ -196,6 +202,8 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
+        told = fact.startswith(_TOLD)
+        fact = fact.removeprefix(_TOLD)
         with self._lock:
             if self._quiet or self._lost is not None:
                 return
@@ -207,7 +215,8 @@ class Watcher:
         # If this thread cannot run again (the GIL is held, the interpreter hangs at its end), the
         # interpreter's own C thread ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
-        _write_line(f"error: {self._lost}")
+        if not told:
+            _write_line(f"error: {self._lost}")
         if publish and self._board is not None:
             self._board.publish(fact)
         self._decided.set()
