@@ -1,16 +1,19 @@
 """Transport over a gloo process group: CPU tensors as they are, GPU tensors through the host.
 
 One receiver thread per peer keeps receives posted, so that data flows while the executor computes.
-gloo matches messages of a pair by tag and order; each message is two of them, header and payload:
+gloo matches messages of a pair by tag and order; a message of ours is one of gloo's where its shape
+is known beforehand and it is small, else two, header and payload:
 
 ::
 
-    tag 2i     header   [16] int64            i counts messages modulo ``_DEPTH``
+    tag 2i     packet                         i counts messages modulo ``_DEPTH``
+
+    tag 2i     header   [16] int64
     tag 2i+1   payload  as the header says
 
-With ``payload_shape`` known beforehand the payload's receive is posted together with the header's,
-``_DEPTH`` messages ahead; otherwise when the header is there. A ``Work`` of gloo must be waited for
-before it is dropped, else its buffer's destructor blocks: sends are kept until they are done.
+With ``payload_shape`` known beforehand everything is posted ``_DEPTH`` messages ahead; otherwise a
+payload's receive is posted when its header is there. A ``Work`` of gloo must be waited for before
+it is dropped, else its buffer's destructor blocks: sends are kept until they are done.
 """
 
 from __future__ import annotations
@@ -34,8 +37,11 @@ from megatron.adaptive.transport.interface import (
     Header,
     Label,
 )
+from megatron.adaptive.transport.packet import Packet
 
 _DEPTH = 4
+# Up to here copying a payload costs less than a second message of gloo.
+_PACKED_BYTES = 1 << 20
 # Receives stay posted between steps, however long a checkpoint takes; deadlines are the
 # executor's, and a peer that dies closes its connection.
 _POSTED_FOR = datetime.timedelta(days=20)
@@ -45,12 +51,12 @@ _TICK_S = 0.002
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive that gloo has been asked for."""
+    """A receive that gloo has been asked for; a packet has its payload with the header."""
 
-    header: torch.Tensor
+    header: torch.Tensor | Packet
     header_work: Any
-    payload: torch.Tensor | None
-    payload_work: Any
+    payload: torch.Tensor | None = None
+    payload_work: Any = None
 
 
 class GlooTransport:
@@ -92,6 +98,9 @@ class GlooTransport:
         self._pending: deque[tuple[int, Any, Any, Any]] = deque()
         self._closing = False
         self._ahead = 1 if payload_shape is None else _DEPTH
+        size = 0 if payload_shape is None else torch.Size(payload_shape).numel() * dtype.itemsize
+        self._packs = 0 < size <= _PACKED_BYTES
+        self._free: list[Packet] = []
         self._threads = {
             peer: threading.Thread(
                 target=self._receive, args=(peer,), name=f"receive-from-{peer}", daemon=True
@@ -159,6 +168,9 @@ class GlooTransport:
         return self._shape is None or (shape == self._shape and dtype == self._dtype)
 
     def _send(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
+        if self._packs:
+            self._send_packet(peer, label, payload)
+            return
         slot, index = self._send_header(peer, label, payload, ())
         if payload.numel():
             try:
@@ -166,6 +178,17 @@ class GlooTransport:
             except RuntimeError as error:
                 raise self._lost(peer, error) from error
             self._pending.append((peer, None, payload, (work,)))
+
+    def _send_packet(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
+        sequence = self._sent[peer]
+        packet = self._free.pop() if self._free else Packet(tuple(payload.shape), payload.dtype)
+        packet.fill(Header(label, tuple(payload.shape), payload.dtype, sequence), payload)
+        self._sent[peer] = sequence + 1
+        try:
+            work = self._group.send([packet.raw], self._index[peer], 2 * (sequence % _DEPTH))
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        self._pending.append((peer, packet, None, (work,)))
 
     def _send_header(
         self, peer: int, label: Label | None, payload: torch.Tensor, works: tuple[Any, ...]
@@ -184,12 +207,14 @@ class GlooTransport:
 
     def _reap(self, timeout: datetime.timedelta) -> None:
         """Wait for the oldest send and drop its tensors."""
-        peer, _, _, works = self._pending.popleft()
+        peer, sent, _, works = self._pending.popleft()
         try:
             for work in works:
                 work.wait(timeout)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
+        if isinstance(sent, Packet):
+            self._free.append(sent)
 
     def _receive(self, peer: int) -> None:
         """Body of a receiver thread: hand over messages until the peer closes."""
@@ -214,10 +239,14 @@ class GlooTransport:
 
     def _post(self, peer: int, sequence: int) -> _Posted:
         slot, index = sequence % _DEPTH, self._index[peer]
+        if self._packs:
+            assert self._shape is not None
+            packet = Packet(self._shape, self._dtype)
+            return _Posted(packet, self._group.recv([packet.raw], index, 2 * slot), packet.payload)
         header = torch.empty(HEADER_WORDS, dtype=torch.int64)
         header_work = self._group.recv([header], index, 2 * slot)
         if self._shape is None:
-            return _Posted(header, header_work, None, None)
+            return _Posted(header, header_work)
         payload = torch.empty(self._shape, dtype=self._dtype)
         payload_work = None
         if payload.numel():
@@ -226,7 +255,10 @@ class GlooTransport:
 
     def _complete(self, peer: int, posted: _Posted, sequence: int) -> tuple[Header, torch.Tensor]:
         posted.header_work.wait(_POSTED_FOR)
-        header = Header.decode(posted.header.tolist(), peer=peer)
+        if isinstance(posted.header, Packet):
+            header = posted.header.header(peer=peer)
+        else:
+            header = Header.decode(posted.header.tolist(), peer=peer)
         if header.sequence != sequence:
             raise TransportError(
                 f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "

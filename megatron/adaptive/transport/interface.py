@@ -59,7 +59,11 @@ class Header:
     sequence: int
 
     def encode(self) -> torch.Tensor:
-        """Return the header as ``[16] int64``.
+        """Return the header as ``[16] int64``; see :meth:`words`."""
+        return torch.tensor(self.words(), dtype=torch.int64)
+
+    def words(self) -> list[int]:
+        """Return the header's 16 words.
 
         Raises:
             TransportError: the payload is of a type or has more dimensions than a header can say.
@@ -75,7 +79,7 @@ class Header:
             kind, chunk, microbatch = _KINDS.index(action.kind), action.chunk, action.microbatch
         words = [_MAGIC, self.sequence, step, kind, chunk, microbatch]
         words += [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return torch.tensor(words + [0] * (HEADER_WORDS - len(words)), dtype=torch.int64)
+        return words + [0] * (HEADER_WORDS - len(words))
 
     @staticmethod
     def decode(words: Sequence[int], *, peer: int) -> Header:
