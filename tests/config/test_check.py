@@ -86,6 +86,7 @@ def test_shape_of_the_job(
         ("--use-flash-attn", ("--use-flash-attn", "Transformer Engine")),
         ("--cross-entropy-fusion-impl te", ("fusion-impl te", "Transformer Engine")),
         ("--apply-layernorm-1p", ("--apply-layernorm-1p", "apex")),
+        ("--use-distributed-optimizer --optimizer sgd", ("--optimizer sgd", "adam")),
         ("--overlap-param-gather", ("--overlap-param-gather", "--use-distributed-optimizer")),
         (
             "--overlap-param-gather --use-distributed-optimizer",

@@ -331,6 +331,11 @@ def _check_microbatch_groups(config: TrainerConfig) -> None:
 
 def _check_data_parallel(config: TrainerConfig) -> None:
     parallel = config.parallel
+    if parallel.use_distributed_optimizer and config.optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--use-distributed-optimizer with --optimizer sgd: megatron-core splits only the state "
+            "of adam; drop one of them"
+        )
     if not parallel.overlap_param_gather:
         return
     for flag, given in (

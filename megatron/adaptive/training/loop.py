@@ -223,6 +223,10 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.perf_counter()
+        if self._config.parallel.overlap_param_gather:
+            # Otherwise parameters that the next forward would gather are still the old ones.
+            for chunk in self._run.chunks:
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
         path = self._checkpoints.save(self._counters.progress())
         self._saved_at = self._counters.iteration
         self._log.message(
