@@ -50,11 +50,15 @@ TRAINING_ARGS=(
   --lr 2e-3
   --min-lr 2e-4
   --lr-decay-style cosine
-  --lr-warmup-fraction 0.05
   --weight-decay 0.1
   --adam-beta2 0.95
   --clip-grad 1.0
 )
+
+# Unless you give the warm-up yourself: it has one length.
+if [[ " $* " != *" --lr-warmup-"* ]]; then
+  TRAINING_ARGS+=(--lr-warmup-fraction 0.05)
+fi
 
 DATA_ARGS=(
   --data-path "$DATA_DIR/corpus_text_document"

@@ -104,7 +104,12 @@ def test_options_are_checked_for_the_world_size(
 
 @pytest.mark.multiprocess
 def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
-    text = "import os, sys; print('rank', os.environ['RANK'], os.environ['OMP_NUM_THREADS'])\n"
+    # One write for each line: the ranks share the pipe.
+    text = (
+        "import os\n"
+        "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
+        "os.write(1, line.encode())\n"
+    )
     status, stdout, stderr = finish(start(text, 2))
     assert (status, stderr) == (0, "")
     assert sorted(stdout.splitlines()) == ["rank 0 1", "rank 1 1"]

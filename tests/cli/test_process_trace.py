@@ -98,7 +98,7 @@ def test_missing_ranks_are_a_warning(checkout: Path, capsys: pytest.CaptureFixtu
         (["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
         (["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
         (["--pipeline_parallel", "0"], "0 is not at least 1"),
-        (["--model_chunks", "two"], "invalid"),
+        (["--model_chunks", "two"], "not a whole number"),
         (["--dp-rank", "1"], "no trace of data-parallel rank 1"),
         (["--run-dir", "missing"], "missing does not exist"),
         (["--unknown"], "unrecognized arguments: --unknown"),
