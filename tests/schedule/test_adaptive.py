@@ -167,7 +167,7 @@ def test_never_deadlocks_and_keeps_the_cap(
             backward_s=tuple(rng.choice((0.0, 2.0, 3.1)) for _ in range(placement.num_stages)),
         ),
         latency_s=rng.choice((0.0, 0.1, 4.0)),
-        jitter=Jitter(rng=rng, action_sigma=0.3, latency_sigma=latency_sigma),
+        jitter=Jitter(seed=rng.randrange(10**9), action_sigma=0.3, latency_sigma=latency_sigma),
         cap=cap,
         activation_units=units,
     )
@@ -192,7 +192,7 @@ def test_evaluation_never_deadlocks(ranks: int, chunks: int, microbatches: int, 
         [Adaptive()] * ranks,
         StageTimes.equal(placement.num_stages, forward_s=1, backward_s=0),
         latency_s=0.5,
-        jitter=Jitter(rng=random.Random(seed), action_sigma=0.5, latency_sigma=1.0),
+        jitter=Jitter(seed=seed, action_sigma=0.5, latency_sigma=1.0),
         cap=1.0,
         forward_only=True,
     )
@@ -247,7 +247,7 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
                 make_policies(name, placement, 16),
                 times,
                 latency_s=0.05,
-                jitter=Jitter(rng=random.Random(seed), action_sigma=0.3),
+                jitter=Jitter(seed=seed, action_sigma=0.3),
                 cap=cap,
             ).makespan_s
             for seed in range(8)

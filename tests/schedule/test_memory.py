@@ -12,12 +12,14 @@ from megatron.adaptive.schedule.memory import (
     check_cap,
     default_activation_units,
     default_cap,
+    held_units,
     least_cap,
     peak_units,
 )
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.registry import make_policies, make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.simulate import StageTimes, simulate
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
@@ -71,3 +73,47 @@ def test_peaks_with_unequal_chunks() -> None:
     )
     assert peak_units(schedule, (10.0, 1.0)) == (21.0,)
     assert peak_units(schedule) == (1.5,)
+
+
+def test_a_split_backward_holds_until_the_last_piece_of_its_weight_gradient() -> None:
+    order = tuple(
+        Action(ActionKind(kind), chunk, 0, piece)
+        for kind, chunk, piece in [
+            ("F", 0, 0), ("B", 0, 0), ("F", 1, 0), ("B", 1, 0), ("W", 0, 0), ("W", 1, 0),
+            ("W", 1, 1), ("W", 0, 1),
+        ]
+    )  # fmt: skip
+    schedule = Schedule(
+        name="mine",
+        placement=Placement(num_ranks=1, num_chunks=2),
+        num_microbatches=1,
+        orders=(order,),
+    )
+    assert peak_units(schedule, (10.0, 1.0)) == (11.0,)
+    assert peak_units(schedule, (10.0, 9.0), kept_fraction=0.5) == (14.0,)
+    held = held_units(order, (10.0, 2.0), weight_pieces=2, kept_fraction=0.5)
+    assert list(held) == [10.0, 5.0, 7.0, 6.0, 6.0, 6.0, 5.0, 0.0]
+    with pytest.raises(ScheduleError, match="kept fraction -1"):
+        peak_units(schedule, kept_fraction=-1)
+
+
+@given(
+    name=st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]),
+    ranks=st.integers(1, 5),
+    rounds=st.integers(1, 3),
+    kept=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_the_list_and_the_simulation_agree_on_the_peak(
+    name: str, ranks: int, rounds: int, kept: float
+) -> None:
+    placement = placement_for(name, ranks, 2)
+    schedule = make_schedule(name, placement, ranks * rounds)
+    result = simulate(
+        placement,
+        ranks * rounds,
+        make_policies(name, placement, ranks * rounds),
+        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1),
+        weight_pieces=schedule.weight_pieces,
+        kept_fraction=kept,
+    )
+    assert result.peak_units == pytest.approx(peak_units(schedule, kept_fraction=kept))

@@ -5,51 +5,115 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.registry import (
+    is_rule,
     make_policies,
     make_schedule,
+    placement_for,
     policy_names,
+    rule_names,
     schedule_names,
+    splits_backward,
 )
 from megatron.adaptive.schedule.simulate import StageTimes, simulate
 from megatron.adaptive.schedule.validate import validate
 
-
-def chunks_for(name: str) -> int:
-    return 1 if name == "1f1b" else 2
+STATIC = (
+    "1f1b",
+    "breadth-first",
+    "forward-only",
+    "gpipe",
+    "interleaved",
+    "v-half",
+    "varuna",
+    "zb-h1",
+    "zb-v",
+)
 
 
 @pytest.mark.parametrize("name", schedule_names())
-def test_every_schedule_is_valid_and_carries_its_name(name: str) -> None:
-    schedule = make_schedule(name, Placement(num_ranks=2, num_chunks=chunks_for(name)), 4)
+def test_every_schedule_is_valid_and_is_what_is_said_of_it(name: str) -> None:
+    placement = placement_for(name, 2, 2)
+    schedule = make_schedule(name, placement, 4)
     assert schedule.name == name
+    assert schedule.placement == placement
+    assert (schedule.weight_pieces > 0) == splits_backward(name)
+    assert not is_rule(name)
     validate(schedule)
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_every_policy_runs_a_step(name: str) -> None:
-    placement = Placement(num_ranks=2, num_chunks=chunks_for(name))
-    policies = make_policies(name, placement, 4)
+@pytest.mark.parametrize("weight_pieces", [0, 2])
+def test_every_policy_runs_a_step(name: str, weight_pieces: int) -> None:
+    placement = placement_for(name, 2, 2)
+    pieces = weight_pieces if is_rule(name) else int(splits_backward(name))
+    policies = make_policies(name, placement, 4, cap=4.0, weight_pieces=pieces)
     assert [policy.name for policy in policies] == [name, name]
     result = simulate(
         placement,
         4,
         policies,
-        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=2),
+        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1),
+        cap=4.0,
         forward_only=name == "forward-only",
+        weight_pieces=pieces,
     )
     assert result.makespan_s > 0
 
 
 def test_names() -> None:
-    assert schedule_names() == ("1f1b", "forward-only", "gpipe", "interleaved")
-    assert policy_names() == ("1f1b", "adaptive", "forward-only", "gpipe", "interleaved")
+    assert schedule_names() == STATIC
+    assert set(rule_names()) >= {"adaptive", "bfc", "dfc"}
+    assert policy_names() == tuple(sorted((*STATIC, *rule_names())))
+    assert all(is_rule(name) and not splits_backward(name) for name in rule_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_chunks"),
+    [
+        ("1f1b", "loop", 1),
+        ("zb-h1", "loop", 1),
+        ("varuna", "loop", 1),
+        ("zb-v", "v", 2),
+        ("v-half", "v", 2),
+        ("interleaved", "loop", 3),
+        ("breadth-first", "loop", 3),
+        ("gpipe", "loop", 3),
+        ("adaptive", "loop", 3),
+    ],
+)
+def test_placements(name: str, kind: PlacementKind, num_chunks: int) -> None:
+    expected = Placement(num_ranks=4, num_chunks=num_chunks, kind=kind)
+    assert placement_for(name, 4, 3) == expected
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_rule_and_schedule_runs_any_number_of_ranks(name: str) -> None:
+    """Policies of a run with one rank, too: nothing to wait for, all work done."""
+    placement = placement_for(name, 1, 2)
+    policies = make_policies(name, placement, 3)
+    pieces = int(splits_backward(name))
+    result = simulate(
+        placement,
+        3,
+        policies,
+        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1),
+        forward_only=name == "forward-only",
+        weight_pieces=pieces,
+    )
+    assert result.bubble_fraction == (0.0,)
 
 
 def test_unknown_names_list_the_known_ones() -> None:
     placement = Placement(num_ranks=2, num_chunks=1)
-    with pytest.raises(ScheduleError, match=r"'2f2b'.*1f1b, forward-only, gpipe, interleaved"):
+    with pytest.raises(ScheduleError, match=f"'2f2b'.*{', '.join(STATIC)}"):
         make_schedule("2f2b", placement, 4)
-    with pytest.raises(ScheduleError, match=r"'greedy'.*1f1b, adaptive, forward-only"):
-        make_policies("greedy", placement, 4)
+    for ask in (
+        lambda: make_policies("greedy", placement, 4),
+        lambda: placement_for("greedy", 2, 1),
+        lambda: splits_backward("greedy"),
+        lambda: is_rule("greedy"),
+    ):
+        with pytest.raises(ScheduleError, match="unknown policy 'greedy'.*1f1b, adaptive, bfc"):
+            ask()

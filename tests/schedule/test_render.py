@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.render import render_schedule, render_timeline
+from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import StageTimes, simulate
 
 PLACEMENT = Placement(num_ranks=2, num_chunks=1)
@@ -34,6 +37,39 @@ def test_timeline() -> None:
     assert render_timeline(result) == (
         "rank 0 | F0-0 F0-1 .    .    B0-0 =    .    B0-1 =\n"
         "rank 1 | .    F0-0 B0-0 =    F0-1 B0-1 =    .    ."
+    )
+
+
+def test_weight_gradients_and_their_pieces() -> None:
+    order = "F0-0 F0-1 B0-0 W0-0 W0-0.1 B0-1 W0-1 W0-1.1"
+    actions = [
+        Action(ActionKind(cell[0]), 0, int(cell[3]), 1 if cell.endswith(".1") else 0)
+        for cell in order.split()
+    ]
+    placement = Placement(num_ranks=1, num_chunks=1)
+    schedule = Schedule(
+        name="mine", placement=placement, num_microbatches=2, orders=(tuple(actions),)
+    )
+    assert render_schedule(schedule) == (
+        "rank 0 | F0-0   F0-1   B0-0   W0-0   W0-0.1 B0-1   W0-1   W0-1.1"
+    )
+    result = simulate(
+        placement,
+        2,
+        [Follow(actions)],
+        StageTimes.equal(1, forward_s=1.0, backward_s=1.0, weight_s=4.0),
+        weight_pieces=2,
+    )
+    assert render_timeline(result) == (
+        "rank 0 | F0-0   F0-1   B0-0   W0-0   =      W0-0.1 =      B0-1   W0-1   =      W0-1.1 ="
+    )
+
+
+def test_timeline_of_a_split_backward() -> None:
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0)
+    policies = make_policies("zb-h1", PLACEMENT, 2)
+    assert render_timeline(simulate(PLACEMENT, 2, policies, times, weight_pieces=1)) == (
+        "rank 0 | F0-0 F0-1 .    B0-0 W0-0 B0-1 W0-1\nrank 1 | .    F0-0 B0-0 F0-1 B0-1 W0-0 W0-1"
     )
 
 

@@ -244,8 +244,8 @@ def test_finishing_what_does_not_run_is_refused() -> None:
         (F, 0, 0, "takes no input"),
         (B, 0, 4, "the step has 4 microbatches"),
         (B, 0, -1, "the step has 4 microbatches"),
-        (B, 3, 0, "does not exist"),
-        (W, 0, 0, "does not exist"),
+        (B, 3, 0, "takes no input"),
+        (W, 0, 0, "takes no input"),
     ],
 )
 def test_impossible_arrivals_are_refused(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.registry import make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.validate import validate
 
@@ -21,8 +21,8 @@ ONE_CHUNK = Placement(num_ranks=2, num_chunks=1)
 
 def schedule_of(*rows: str, placement: Placement = ONE_CHUNK, microbatches: int = 2) -> Schedule:
     def parse(text: str) -> Action:
-        chunk, microbatch = text[1:].split("-")
-        return Action(ActionKind(text[0]), int(chunk), int(microbatch))
+        chunk, microbatch, piece = f"{text[1:]}-0".replace(".", "-").split("-")[:3]
+        return Action(ActionKind(text[0]), int(chunk), int(microbatch), int(piece))
 
     return Schedule(
         name="mine",
@@ -33,6 +33,8 @@ def schedule_of(*rows: str, placement: Placement = ONE_CHUNK, microbatches: int 
 
 
 GOOD = "F0-0 B0-0 F0-1 B0-1"
+SPLIT = "F0-0 B0-0 W0-0 F0-1 B0-1 W0-1"
+HALVES = "F0-0 B0-0 W0-0 F0-1 B0-1 W0-0.1 W0-1 W0-1.1"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,45 @@ GOOD = "F0-0 B0-0 F0-1 B0-1"
         ),
         (
             ("F0-0 W0-0 F0-1 B0-0 B0-1", GOOD),
-            "rank 0, position 1: W0-0 cannot be here: this step has no W",
+            "rank 0, position 1: W0-0 cannot be here: its own backward B0-0 has not finished",
             "rank 0 | F0-0 [W0-0] F0-1 B0-0 B0-1",
+        ),
+        (
+            (SPLIT, GOOD),
+            "rank 1, position 4: the order ends, but W0-0 and 1 more are missing",
+            "rank 1 | F0-0 B0-0 F0-1 B0-1 [missing]",
+        ),
+        (
+            (SPLIT, "F0-0 B0-0 F0-1 B0-1 W0-1 W0-0"),
+            "rank 1, position 4: W0-1 cannot be here: W0-0 comes before it",
+            "rank 1 | F0-0 B0-0 F0-1 B0-1 [W0-1] W0-0",
+        ),
+        (
+            (SPLIT, f"{SPLIT} W0-0"),
+            "rank 1, position 6: W0-0 cannot be here: it was started before",
+            "rank 1 | F0-0 B0-0 W0-0 F0-1 B0-1 W0-1 [W0-0]",
+        ),
+        (
+            (HALVES, "F0-0 B0-0 W0-0 W0-0.1 F0-1 B0-1 W0-1"),
+            "rank 1, position 6: the pieces of W0-1 end with 0, most others of this schedule with"
+            " 1: cut every weight gradient into the same number of pieces",
+            "rank 1 | F0-0 B0-0 W0-0 W0-0.1 F0-1 B0-1 [W0-1]",
+        ),
+        (
+            (SPLIT, "F0-0 B0-0 W0-0 W0-0.3 F0-1 B0-1 W0-1"),
+            "rank 1, position 3: the pieces of W0-0 end with 3, most others of this schedule with"
+            " 0: cut every weight gradient into the same number of pieces",
+            "rank 1 | F0-0 B0-0 W0-0 [W0-0.3] F0-1 B0-1 W0-1",
+        ),
+        (
+            (HALVES, "F0-0 B0-0 W0-0.1 W0-0 F0-1 B0-1 W0-1 W0-1.1"),
+            "rank 1, position 2: W0-0.1 cannot be here: W0-0 comes before it",
+            "rank 1 | F0-0 B0-0 [W0-0.1] W0-0 F0-1 B0-1 W0-1 W0-1.1",
+        ),
+        (
+            (HALVES, "F0-0 B0-0 W0-0.1 F0-1 B0-1 W0-1 W0-1.1"),
+            "rank 1, position 2: W0-0.1 cannot be here: W0-0 comes before it",
+            "rank 1 | F0-0 B0-0 [W0-0.1] F0-1 B0-1 W0-1 W0-1.1",
         ),
     ],
 )
@@ -103,10 +142,37 @@ def test_ranks_that_wait_for_each_other() -> None:
         validate(circle)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        "schedule mine, rank 1, position 0: deadlock at F1-0: its input from rank 0 (stage 2)"
-        " is not here, and no other rank can go on either"
+        "schedule mine, rank 1, position 0: deadlock: rank 1 waits at position 0 with F1-0 for F1-0"
+        " of rank 0 (stage 2), rank 0 waits at position 1 with F1-0 for F0-0 of rank 1 (stage 1)"
     )
     assert "[F1-0]" in lines[2]
+
+
+def test_a_circle_names_the_ranks_in_it_and_no_others() -> None:
+    """Rank 2 waits too, but for the circle of the other two."""
+    placement = Placement(num_ranks=3, num_chunks=1)
+    circle = schedule_of(
+        "F0-0 B0-0 F0-1 B0-1", "F0-0 F0-1 B0-0 B0-1", GOOD, placement=placement, microbatches=2
+    )
+    with pytest.raises(ScheduleError) as caught:
+        validate(circle)
+    assert str(caught.value).splitlines()[0] == (
+        "schedule mine, rank 0, position 1: deadlock: rank 0 waits at position 1 with B0-0 for B0-0"
+        " of rank 1 (stage 1), rank 1 waits at position 1 with F0-1 for F0-1 of rank 0 (stage 0)"
+    )
+
+
+def test_a_rank_can_wait_for_itself() -> None:
+    placement = Placement(num_ranks=1, num_chunks=2)
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits at position 0 with F1-0 for F0-0 of rank 0"
+    ):
+        validate(schedule_of("F1-0 F0-0 B1-0 B0-0", placement=placement, microbatches=1))
+
+
+def test_whole_weight_gradients_and_pieces_are_valid() -> None:
+    validate(schedule_of(SPLIT, SPLIT))
+    validate(schedule_of(HALVES, HALVES))
 
 
 def test_only_the_columns_around_the_cell_are_drawn() -> None:
@@ -139,6 +205,26 @@ def test_a_cap_that_the_schedule_exceeds() -> None:
         validate(schedule, cap=15, activation_units=(10.0,))
 
 
+def test_weight_gradients_hold_memory() -> None:
+    """From the forward to the last piece of W; between B and W a part of it."""
+    late = schedule_of("F0-0 F0-1 B0-0 B0-1 W0-0 W0-1", "F0-0 B0-0 F0-1 B0-1 W0-0 W0-1")
+    with pytest.raises(
+        ScheduleError, match="rank 0, position 1: F0-1 makes the rank hold 2, above"
+    ):
+        validate(late, cap=1.5)
+    later = schedule_of(SPLIT, "F0-0 B0-0 F0-1 B0-1 W0-0 W0-1")
+    with pytest.raises(
+        ScheduleError, match="rank 1, position 2: F0-1 makes the rank hold 2, above"
+    ):
+        validate(later, cap=1.5)
+    validate(later, cap=1.5, kept_fraction=0.5)
+    validate(schedule_of(SPLIT, SPLIT), cap=1)
+    with pytest.raises(ScheduleError, match="rank 0, position 3: F0-1 makes the rank hold 1.5"):
+        validate(schedule_of(HALVES, HALVES), cap=1, kept_fraction=0.5)
+    with pytest.raises(ScheduleError, match="kept fraction 2"):
+        validate(late, cap=2, kept_fraction=2)
+
+
 def test_an_order_is_missing() -> None:
     with pytest.raises(ScheduleError, match="orders for 1 ranks: its placement has 2"):
         validate(schedule_of(GOOD))
@@ -150,16 +236,16 @@ def test_an_empty_schedule_misses_its_forwards() -> None:
 
 
 @given(
-    name=st.sampled_from(["gpipe", "interleaved", "forward-only"]),
+    name=st.sampled_from(["gpipe", "interleaved", "forward-only", "zb-h1", "zb-v", "v-half"]),
     ranks=st.integers(1, 4),
-    rounds=st.integers(1, 2),
+    rounds=st.integers(2, 3),
     damage=st.sampled_from(["drop", "double"]),
     seed=st.integers(0, 10**6),
 )
 def test_any_dropped_or_doubled_action_is_found(
     name: str, ranks: int, rounds: int, damage: str, seed: int
 ) -> None:
-    schedule = make_schedule(name, Placement(num_ranks=ranks, num_chunks=2), ranks * rounds)
+    schedule = make_schedule(name, placement_for(name, ranks, 2), ranks * rounds)
     rng = random.Random(seed)
     rank = rng.randrange(ranks)
     order = list(schedule.orders[rank])

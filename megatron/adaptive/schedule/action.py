@@ -34,11 +34,13 @@ class Action:
         kind: forward, backward or backward by weights.
         chunk: index of the chunk on its rank, from 0.
         microbatch: index of the microbatch in the batch, from 0.
+        piece: which part of a weight gradient, from 0; 0 for everything else.
     """
 
     kind: ActionKind
     chunk: int
     microbatch: int
+    piece: int = 0
 
     # Hot path: the generated pair compares and hashes tuples of all fields through Python code.
     def __eq__(self, other: object) -> bool:
@@ -50,32 +52,42 @@ class Action:
             self.microbatch == other.microbatch
             and self.chunk == other.chunk
             and self.kind == other.kind
+            and self.piece == other.piece
         )
 
     def __hash__(self) -> int:
-        return hash((self.microbatch, self.chunk, self.kind))
+        return hash((self.microbatch, self.chunk, self.kind, self.piece))
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.chunk}-{self.microbatch}"
+        name = f"{self.kind}{self.chunk}-{self.microbatch}"
+        return f"{name}.{self.piece}" if self.piece else name
 
 
 ActionTable = tuple[tuple[Action, ...], ...]
-"""Actions of one kind, indexed ``[chunk][microbatch]``."""
+"""Actions of one kind, indexed ``[chunk][microbatch * pieces + piece]``."""
 
 
 @lru_cache(maxsize=64)
-def action_table(kind: ActionKind, num_chunks: int, num_microbatches: int) -> ActionTable:
+def action_table(
+    kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1
+) -> ActionTable:
     """All actions of one kind, made once so that picking one on the hot path allocates nothing.
 
     Args:
         kind: the kind of every action in the table.
         num_chunks: chunks per rank.
         num_microbatches: microbatches per step.
+        pieces: parts of each weight gradient, 1 for other kinds.
 
     Returns:
-        Immutable table indexed ``[chunk][microbatch]``; equal arguments share one table.
+        Immutable table indexed ``[chunk][microbatch * pieces + piece]``; equal arguments share one
+        table.
     """
     return tuple(
-        tuple(Action(kind, chunk, microbatch) for microbatch in range(num_microbatches))
+        tuple(
+            Action(kind, chunk, microbatch, piece)
+            for microbatch in range(num_microbatches)
+            for piece in range(pieces)
+        )
         for chunk in range(num_chunks)
     )

@@ -33,36 +33,14 @@ arXiv 2104.04473, section 2.2.
 
 from __future__ import annotations
 
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule.policy import RulePolicy
 
 __all__ = ["Adaptive"]
 
 
-class Adaptive:
+class Adaptive(RulePolicy):
     """Picks among what is ready and fits; one object may serve all ranks and steps."""
 
-    @property
-    def name(self) -> str:
-        """The policy's name."""
-        return "adaptive"
-
-    def pick(self, state: RankState) -> Action | None:
-        """Choose by the rule of this module; None if nothing is ready that fits."""
-        group_size = state.placement.num_ranks
-        forward: Action | None = None
-        forward_group = 0
-        backward: Action | None = None
-        # Chunks ascend: the last backward seen is the deepest, the first forward the shallowest.
-        for action in state.ready():
-            if action.kind is not ActionKind.F:
-                backward = action
-                continue
-            group = action.microbatch // group_size
-            if (forward is None or group < forward_group) and state.fits(action):
-                forward, forward_group = action, group
-        if forward is None:
-            return backward
-        if backward is None:
-            return forward
-        return backward if state.last_kind is ActionKind.F else forward
+    def __init__(self) -> None:
+        super().__init__("adaptive", rules.ready_first)

@@ -26,25 +26,32 @@ This module owns these numbers. Who holds how much at a moment is the business o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.machine import MEMORY_SCALE
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Schedule
 
 __all__ = [
     "check_activation_units",
     "check_cap",
+    "check_kept_fraction",
     "default_activation_units",
     "default_cap",
+    "held_units",
     "least_cap",
     "peak_units",
+    "scaled",
+    "scaled_cap",
     "with_rounding",
 ]
 
 # Relative: sums of fractions such as thirds miss their limit by less.
 _ROUNDING = 1e-9
+# In millionths: half of one for each of a thousand chunks' microbatches.
+_ROUNDING_PER_SUM = 500
 # Measured, see ``adaptive``: at 1.25 latency already costs up to 7% against the static schedules,
 # at 1.5 nothing up to one stage forward of latency.
 _SLACK = 1.5
@@ -83,6 +90,29 @@ def with_rounding(cap: float) -> float:
     return cap * (1 + _ROUNDING)
 
 
+def check_kept_fraction(kept_fraction: float) -> None:
+    """Refuse a part that is not between nothing and all.
+
+    Raises:
+        ScheduleError: it is not in 0 to 1.
+    """
+    if not 0 <= kept_fraction <= 1:
+        raise ScheduleError(
+            f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
+            " microbatch's activations for the weight gradient"
+        )
+
+
+def scaled(units: float) -> int:
+    """An amount of activations as ``machine`` counts it."""
+    return round(units * MEMORY_SCALE)
+
+
+def scaled_cap(cap: float) -> int:
+    """A cap as ``machine`` counts it, with the slack that sums of rounded amounts need."""
+    return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE) + _ROUNDING_PER_SUM
+
+
 def check_cap(
     cap: float, *, num_chunks: int, activation_units: Sequence[float] | None = None
 ) -> None:
@@ -106,21 +136,63 @@ def check_cap(
         )
 
 
+def held_units(
+    order: Sequence[Action],
+    activation_units: Sequence[float],
+    *,
+    weight_pieces: int,
+    kept_fraction: float = 1.0,
+) -> Iterator[float]:
+    """Yield what a rank holds after each action of a valid order.
+
+    A microbatch is held from the start of its forward; a whole backward frees it, a split one all
+    but ``kept_fraction``, the last piece of its weight gradient the rest.
+
+    Args:
+        order: the rank's actions.
+        activation_units: size of one microbatch per local chunk.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        kept_fraction: part of the activations that a split backward leaves.
+    """
+    whole = [0] * len(activation_units)
+    kept = [0] * len(activation_units)
+    for action in order:
+        if action.kind is ActionKind.F:
+            whole[action.chunk] += 1
+        elif action.kind is ActionKind.B:
+            whole[action.chunk] -= 1
+            kept[action.chunk] += 1 if weight_pieces else 0
+        elif action.piece == weight_pieces - 1:
+            kept[action.chunk] -= 1
+        # Counted anew each time, so that no rounding adds up.
+        yield sum(
+            (n + k * kept_fraction) * size
+            for n, k, size in zip(whole, kept, activation_units, strict=True)
+        )
+
+
 def peak_units(
-    schedule: Schedule, activation_units: Sequence[float] | None = None
+    schedule: Schedule,
+    activation_units: Sequence[float] | None = None,
+    kept_fraction: float = 1.0,
 ) -> tuple[float, ...]:
     """The most activations each rank holds if it follows the schedule.
 
-    Activations are held from the start of a forward to the end of its whole backward; a
-    forward-only schedule holds none.
+    See ``held_units`` for how long a microbatch is held; a forward-only schedule holds none.
 
     Args:
-        schedule: a valid schedule of F and whole B.
+        schedule: a valid schedule.
         activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+        kept_fraction: part of a microbatch's activations that a split backward leaves for the
+            weight gradient, 0 to 1.
 
     Returns:
         One peak per rank, in the unit of ``activation_units``.
+
+    Raises:
+        ScheduleError: sizes or fraction are out of range.
     """
+    check_kept_fraction(kept_fraction)
     num_chunks = schedule.placement.num_chunks
     if schedule.forward_only:
         return (0.0,) * len(schedule.orders)
@@ -128,26 +200,22 @@ def peak_units(
     if units is None:
         units = default_activation_units(num_chunks)
     check_activation_units(units, num_chunks)
-    peaks = []
-    for order in schedule.orders:
-        held = [0] * num_chunks
-        peak = 0.0
-        for action in order:
-            if action.kind is ActionKind.F:
-                held[action.chunk] += 1
-                peak = max(peak, sum(n * size for n, size in zip(held, units, strict=True)))
-            elif action.kind is ActionKind.B:
-                held[action.chunk] -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+    pieces = schedule.weight_pieces
+    return tuple(
+        max(
+            held_units(order, units, weight_pieces=pieces, kept_fraction=kept_fraction),
+            default=0.0,
+        )
+        for order in schedule.orders
+    )
 
 
 def default_cap(placement: Placement, num_microbatches: int) -> float:
     """The cap used when nobody gives one, in whole-rank microbatches.
 
     It is what the best static schedule needs at its hungriest rank, the first: 1F1B with one chunk,
-    interleaved 1F1B with several. On top comes half as much again, so that a rank whose backward
-    is late can go on with a forward; rounded up to a whole chunk.
+    interleaved 1F1B with several in a loop, ZB-V in a V. On top comes half as much again, so that a
+    rank whose backward is late can go on with a forward; rounded up to a whole chunk.
 
     Never below the least cap (1) nor above ``num_microbatches``, beyond which a cap is idle. One
     rank alone waits for nobody and gets the least cap.
@@ -164,6 +232,6 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
         return 1.0
     # Warm-up forwards of rank 0, and the one that the steady phase begins with.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
-    static_in_chunks = ranks if chunks == 1 else interleaved
+    static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)
     return max(1.0, min(with_slack, num_microbatches * chunks) / chunks)

@@ -1,8 +1,8 @@
 """Who decides what a rank does next.
 
 A policy is a pure object: it looks at a ``RankState`` and keeps nothing between two picks, so one
-object serves every step, and the simulator and the executor alike. Here: the interface and the
-policy that follows a list. Rules that choose at run time have a file each.
+object serves every step, and the simulator and the executor alike. Here: the interface, the policy
+made of one of the ``rules``, and the policy that follows a list.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.compiled import Rule, is_known
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["Follow", "Policy"]
+__all__ = ["Follow", "Policy", "RulePolicy", "codes_of", "rule_of"]
+
+_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
 
 
 class Policy(Protocol):
@@ -40,6 +44,34 @@ class Policy(Protocol):
         """
 
 
+class RulePolicy:
+    """A policy made of one of the functions of ``rules``.
+
+    Args:
+        name: how users select it.
+        rule: the function.
+        hint: the rank's order as codes, for rules that look at one.
+    """
+
+    def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
+        self._name = name
+        self.rule = rule
+        self.hint = tuple(hint)
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        return self._name
+
+    def pick(self, state: RankState) -> Action | None:
+        """Choose by the rule; None if nothing is ready that it wants."""
+        code = self.rule(state.numbers, self.hint)
+        if code < 0:
+            return None
+        kind, chunk = divmod(code, state.placement.num_chunks)
+        return state.next_action(kind, chunk)
+
+
 class Follow:
     """Does the actions of a list one by one, each as soon as it is ready.
 
@@ -52,7 +84,7 @@ class Follow:
     """
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
-        self._order = tuple(order)
+        self.order = tuple(order)
         self._name = name
 
     @property
@@ -67,14 +99,14 @@ class Follow:
             ScheduleError: the list ends too early, or its next action can never be ready.
         """
         position = state.num_started
-        if position >= len(self._order):
+        if position >= len(self.order):
             if position < state.num_actions:
                 raise ScheduleError(
                     f"rank {state.rank}: the order of {self._name} ends after {position} of"
                     f" {state.num_actions} actions: list each action of the rank once"
                 )
             return None
-        action = self._order[position]
+        action = self.order[position]
         if state.is_ready(action):
             return action
         if not state.is_possible(action):
@@ -83,3 +115,47 @@ class Follow:
                 f" {state.why_not(action)}"
             )
         return None
+
+
+def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None:
+    """A rank's order as the codes that ``rules`` read.
+
+    Returns:
+        ``kind * num_chunks + chunk`` of each action; None if some chunk takes a kind in another
+        order than ascending, which codes cannot say.
+    """
+    codes = []
+    latest: dict[int, tuple[int, int]] = {}
+    for action in order:
+        code = _NUMBER[action.kind] * num_chunks + action.chunk
+        place = (action.microbatch, action.piece)
+        if place <= latest.get(code, (-1, 0)):
+            return None
+        latest[code] = place
+        codes.append(code)
+    return tuple(codes)
+
+
+def rule_of(
+    policies: Sequence[Policy], num_chunks: int
+) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
+    """The rule that all these policies share, with each one's hint, for compiled simulation.
+
+    Returns:
+        None if they do not share one of ``rules``.
+    """
+    found: set[Rule] = set()
+    hints = []
+    for policy in policies:
+        if isinstance(policy, RulePolicy) and is_known(policy.rule):
+            found.add(policy.rule)
+            hints.append(policy.hint)
+        elif isinstance(policy, Follow):
+            codes = codes_of(policy.order, num_chunks)
+            if codes is None:
+                return None
+            found.add(rules.follow)
+            hints.append(codes)
+        else:
+            return None
+    return (found.pop(), tuple(hints)) if len(found) == 1 else None

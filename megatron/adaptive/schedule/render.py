@@ -19,8 +19,10 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
     ::
 
-        rank 0 | F0-0 F0-1 B0-0 B0-1
-        rank 1 | F0-0 B0-0 F0-1 B0-1
+        rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
+        rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
+
+    Further pieces of a weight gradient carry their number: ``W0-0 W0-0.1 W0-0.2``.
 
     Args:
         schedule: need not be valid.

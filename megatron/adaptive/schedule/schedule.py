@@ -12,7 +12,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Order", "Schedule", "check_num_microbatches"]
+__all__ = ["Order", "Schedule", "check_num_microbatches", "check_weight_pieces"]
 
 Order = tuple[Action, ...]
 """The actions of one rank, first to last."""
@@ -40,6 +40,19 @@ class Schedule:
         """True if no rank lists a backward: the schedule is one of an evaluation."""
         return all(action.kind is ActionKind.F for order in self.orders for action in order)
 
+    @property
+    def weight_pieces(self) -> int:
+        """Parts of each weight gradient: 0 if no rank lists a W and backwards are whole."""
+        return max(
+            (
+                action.piece + 1
+                for order in self.orders
+                for action in order
+                if action.kind is ActionKind.W
+            ),
+            default=0,
+        )
+
 
 def check_num_microbatches(num_microbatches: int) -> None:
     """Refuse an empty batch.
@@ -50,4 +63,17 @@ def check_num_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise ScheduleError(
             f"{num_microbatches} microbatches: a step needs at least 1, raise the global batch size"
+        )
+
+
+def check_weight_pieces(weight_pieces: int) -> None:
+    """Refuse a negative number of parts.
+
+    Raises:
+        ScheduleError: below 0.
+    """
+    if weight_pieces < 0:
+        raise ScheduleError(
+            f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1 or"
+            " more"
         )

@@ -1,76 +1,34 @@
 """Event simulation of one step: when does each action run if every rank follows its policy.
 
-The simulator drives the same ``RankState`` and the same policies as the executor. A rank runs one
-action at a time, sends its result when the action ends, and the result arrives after the link's
-latency; a hand-over between two stages of one rank takes no time. Links do not fill up.
+The simulator uses the state and the policies of the executor. A rank runs one action at a time,
+sends its result when the action ends, and the result arrives after the link was free, the message's
+time on it, and the latency; a hand-over between two stages of one rank takes no time.
 
-Owns time: durations, latencies and their random factors. Time is counted in whole picoseconds, so
-that two events meant to coincide do, however their times were summed.
+Owns the set-up and the result. The loop is in ``engine``, the times in ``workload``.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import engine, machine
 from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.compiled import Rule, compiled_loop, plain_loop
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.policy import Policy, rule_of
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
 
-__all__ = ["Jitter", "SimResult", "SimSpan", "StageTimes", "simulate"]
+__all__ = ["Jitter", "Link", "SimResult", "SimSpan", "StageTimes", "Workload", "draw", "simulate"]
 
-_PS_PER_S = 10**12
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """How long one microbatch takes on each stage.
-
-    Attributes:
-        forward_s: seconds of a forward, per stage in pipeline order.
-        backward_s: seconds of a whole backward, per stage.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-
-    @classmethod
-    def equal(cls, num_stages: int, *, forward_s: float, backward_s: float) -> StageTimes:
-        """The same times on every stage."""
-        return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Jitter:
-    """Random factors on durations and latencies: lognormal with mean 1.
-
-    They are drawn before the step in a fixed order (stage, microbatch, kind), so the same seed
-    gives every policy the same durations.
-
-    Attributes:
-        rng: source of all draws; it advances.
-        action_sigma: sigma of the logarithm of a duration's factor.
-        latency_sigma: the same for the latency of each message.
-
-    Raises:
-        ScheduleError: a sigma is negative or not finite.
-    """
-
-    rng: random.Random
-    action_sigma: float = 0.0
-    latency_sigma: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("action_sigma", "latency_sigma"):
-            sigma = getattr(self, name)
-            if not (math.isfinite(sigma) and sigma >= 0):
-                raise ScheduleError(f"{name} {sigma}: must be finite and not negative")
+_KINDS = tuple(ActionKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +40,64 @@ class SimSpan:
     end_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
     """What one simulated step did.
 
     Attributes:
         placement: the pipeline simulated.
         num_microbatches: microbatches of the step.
-        makespan_s: seconds from start to the end of the last action.
-        spans: per rank, its actions in the order they ran.
-        bubble_fraction: per rank, idle time divided by the makespan.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        workload: the times it was simulated with.
+        codes: per rank, ``[actions] int64``: ``kind * chunks + chunk`` in the order they ran.
+        starts_ps: per rank, ``[actions] int64``.
+        ends_ps: per rank, ``[actions] int64``.
         peak_units: per rank, the most activations held, in the unit of the activation sizes.
     """
 
     placement: Placement
     num_microbatches: int
-    makespan_s: float
-    spans: tuple[tuple[SimSpan, ...], ...]
-    bubble_fraction: tuple[float, ...]
+    weight_pieces: int
+    workload: Workload
+    codes: tuple[Any, ...]
+    starts_ps: tuple[Any, ...]
+    ends_ps: tuple[Any, ...]
     peak_units: tuple[float, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from start to the end of the last action."""
+        return max(int(ends[-1]) for ends in self.ends_ps) / PS_PER_S
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of all ranks."""
+        return sum(len(codes) for codes in self.codes)
+
+    @property
+    def bubble_fraction(self) -> tuple[float, ...]:
+        """Per rank, idle time divided by the makespan."""
+        whole = self.makespan_s * PS_PER_S
+        return tuple(
+            1 - int((ends - starts).sum()) / whole if whole else 0.0
+            for starts, ends in zip(self.starts_ps, self.ends_ps, strict=True)
+        )
+
+    @cached_property
+    def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
+        """Per rank, its actions in the order they ran."""
+        return tuple(
+            tuple(
+                SimSpan(action, start / PS_PER_S, end / PS_PER_S)
+                for action, start, end in zip(
+                    self._actions(rank),
+                    self.starts_ps[rank].tolist(),
+                    self.ends_ps[rank].tolist(),
+                    strict=True,
+                )
+            )
+            for rank in range(self.placement.num_ranks)
+        )
 
     def to_schedule(self, name: str) -> Schedule:
         """The orders that the policies chose, as a schedule that can be followed."""
@@ -108,21 +105,38 @@ class SimResult:
             name=name,
             placement=self.placement,
             num_microbatches=self.num_microbatches,
-            orders=tuple(tuple(span.action for span in spans) for spans in self.spans),
+            orders=tuple(tuple(self._actions(rank)) for rank in range(self.placement.num_ranks)),
         )
+
+    def _actions(self, rank: int) -> list[Action]:
+        chunks, pieces = self.placement.num_chunks, max(1, self.weight_pieces)
+        counts = [0] * (3 * chunks)
+        actions = []
+        for code in self.codes[rank].tolist():
+            kind, chunk = divmod(code, chunks)
+            index = counts[code]
+            counts[code] = index + 1
+            if kind == machine.W:
+                actions.append(Action(ActionKind.W, chunk, index // pieces, index % pieces))
+            else:
+                actions.append(Action(_KINDS[kind], chunk, index))
+        return actions
 
 
 def simulate(
     placement: Placement,
     num_microbatches: int,
     policies: Sequence[Policy],
-    times: StageTimes,
+    times: StageTimes | Workload,
     *,
     latency_s: float = 0.0,
     jitter: Jitter | None = None,
     cap: float | None = None,
     activation_units: Sequence[float] | None = None,
     forward_only: bool = False,
+    weight_pieces: int = 0,
+    kept_fraction: float = 1.0,
+    compiled: bool = False,
 ) -> SimResult:
     """Simulate one step.
 
@@ -130,12 +144,16 @@ def simulate(
         placement: which rank holds which stage.
         num_microbatches: microbatches per step, at least 1.
         policies: one per rank; one object may serve several.
-        times: durations per stage.
-        latency_s: seconds from the end of an action to the arrival of its result on another rank.
-        jitter: random factors; None for none.
+        times: mean durations per stage, or everything already drawn (``workload.draw``).
+        latency_s: seconds of every message between two ranks; only with mean durations.
+        jitter: random factors; only with mean durations.
         cap: activation cap of every rank, None for no limit.
         activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
         forward_only: simulate an evaluation step.
+        weight_pieces: parts of each weight gradient; 0 for whole backwards.
+        kept_fraction: part of the activations that a split backward leaves for the weight gradient.
+        compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
+            Without it the same loop runs as Python, some fifty times slower.
 
     Returns:
         Times, idle fractions and peaks.
@@ -144,7 +162,15 @@ def simulate(
         ScheduleError: an argument is out of range, a policy picked an action that is not ready,
             or all ranks wait for ever (the message says for what).
     """
-    _check(placement, policies, times, latency_s)
+    if len(policies) != placement.num_ranks:
+        raise ScheduleError(
+            f"{len(policies)} policies for {placement.num_ranks} ranks: give one per rank"
+        )
+    workload = times
+    if isinstance(workload, StageTimes):
+        workload = draw(
+            placement, num_microbatches, workload, jitter=jitter, link=Link(latency_s=latency_s)
+        )
     states = [
         RankState(
             placement=placement,
@@ -153,148 +179,121 @@ def simulate(
             activation_units=activation_units,
             cap=cap,
             forward_only=forward_only,
+            weight_pieces=weight_pieces,
+            kept_fraction=kept_fraction,
         )
         for rank in range(placement.num_ranks)
     ]
-    costs = _Costs(placement, num_microbatches, times, latency_s, jitter)
-    spans = _Engine(placement, states, policies, costs).run()
-    end_ps = max(rank_spans[-1][2] for rank_spans in spans)
-    busy_ps = [sum(end - start for _, start, end in rank_spans) for rank_spans in spans]
+    rules = rule_of(policies, placement.num_chunks) if compiled else None
+    world = None
+    if rules is not None:
+        world = _compiled_run(states, workload, *rules)
+    if world is None:
+        world = _plain_run(states, workload, policies)
+    totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
         num_microbatches=num_microbatches,
-        makespan_s=end_ps / _PS_PER_S,
-        spans=tuple(
-            tuple(SimSpan(a, start / _PS_PER_S, end / _PS_PER_S) for a, start, end in rank_spans)
-            for rank_spans in spans
+        weight_pieces=states[0].weight_pieces,
+        workload=workload,
+        codes=_cut(world.codes, totals),
+        starts_ps=_cut(world.starts, totals),
+        ends_ps=_cut(world.ends, totals),
+        peak_units=tuple(
+            int(numbers[machine.PEAK]) / machine.MEMORY_SCALE for numbers in world.states
         ),
-        bubble_fraction=tuple(1 - busy / end_ps if end_ps else 0.0 for busy in busy_ps),
-        peak_units=tuple(state.peak_in_flight for state in states),
     )
 
 
-def _check(
-    placement: Placement, policies: Sequence[Policy], times: StageTimes, latency_s: float
-) -> None:
-    if len(policies) != placement.num_ranks:
-        raise ScheduleError(
-            f"{len(policies)} policies for {placement.num_ranks} ranks: give one per rank"
-        )
-    for what, values in (("forward", times.forward_s), ("backward", times.backward_s)):
-        if len(values) != placement.num_stages:
-            raise ScheduleError(
-                f"{len(values)} {what} times for {placement.num_stages} stages: give one per stage"
-            )
-        for stage, value in enumerate(values):
-            if not (math.isfinite(value) and value >= 0):
-                raise ScheduleError(
-                    f"{what} time {value} s of stage {stage}: must be finite and not negative"
-                )
-    if not (math.isfinite(latency_s) and latency_s >= 0):
-        raise ScheduleError(f"latency {latency_s} s: must be finite and not negative")
+def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
+    return tuple(
+        np.asarray(row[:total], dtype=np.int64) for row, total in zip(rows, totals, strict=True)
+    )
 
 
-class _Costs:
-    """All durations and latencies of a step in picoseconds, drawn once, ``[stage][microbatch]``."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        times: StageTimes,
-        latency_s: float,
-        jitter: Jitter | None,
-    ) -> None:
-        def draw(mean_s: float, sigma: float) -> int:
-            if jitter is not None and sigma > 0:
-                mean_s *= jitter.rng.lognormvariate(-sigma * sigma / 2, sigma)
-            return round(mean_s * _PS_PER_S)
-
-        action_sigma = jitter.action_sigma if jitter else 0.0
-        latency_sigma = jitter.latency_sigma if jitter else 0.0
-        self.duration: dict[ActionKind, list[list[int]]] = {ActionKind.F: [], ActionKind.B: []}
-        self.latency: dict[ActionKind, list[list[int]]] = {ActionKind.F: [], ActionKind.B: []}
-        means = {ActionKind.F: times.forward_s, ActionKind.B: times.backward_s}
-        for stage in range(placement.num_stages):
-            for kind in (ActionKind.F, ActionKind.B):
-                self.duration[kind].append([])
-                self.latency[kind].append([])
-            for _ in range(num_microbatches):
-                for kind in (ActionKind.F, ActionKind.B):
-                    self.duration[kind][stage].append(draw(means[kind][stage], action_sigma))
-                    self.latency[kind][stage].append(draw(latency_s, latency_sigma))
+def _compiled_run(
+    states: Sequence[RankState],
+    workload: Workload,
+    rule: Rule,
+    hints: Sequence[Sequence[int]],
+) -> engine.World | None:
+    """Run the compiled loop; None where it could not end, so that plain Python says why."""
+    width = max(1, *(len(hint) for hint in hints))
+    padded = np.full((len(hints), width), -1, dtype=np.int64)
+    for rank, hint in enumerate(hints):
+        padded[rank, : len(hint)] = hint
+    world = _world(
+        states[0].placement,
+        np.array([state.numbers for state in states], dtype=np.int64),
+        padded,
+        workload,
+        lambda values: np.asarray(values, dtype=np.int64).reshape(-1),
+        lambda count: np.zeros((len(states), count), dtype=np.int64),
+        max(state.num_actions for state in states),
+    )
+    return world if compiled_loop(rule)(world) == engine.DONE_ALL else None
 
 
-class _Engine:
-    """The event loop. An event is the end of an action, or the arrival of an action's input."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        states: Sequence[RankState],
-        policies: Sequence[Policy],
-        costs: _Costs,
-    ) -> None:
-        self._placement = placement
-        self._states = states
-        self._policies = policies
-        self._costs = costs
-        self._spans: list[list[tuple[Action, int, int]]] = [[] for _ in states]
-        self._busy = [False] * len(states)
-        # (time in ps, running number, rank, action, is this its end); numbers keep ties in order.
-        self._events: list[tuple[int, int, int, Action, bool]] = []
-        self._num_events = 0
-
-    def run(self) -> list[list[tuple[Action, int, int]]]:
-        """Run to the end; returns per rank (action, start, end) in picoseconds."""
-        for rank in range(len(self._states)):
-            self._decide(rank, 0)
-        while self._events:
-            now = self._events[0][0]
-            touched = set()
-            # All that happens at one moment is known before anyone decides.
-            while self._events and self._events[0][0] == now:
-                _, _, rank, action, is_end = heappop(self._events)
-                touched.add(rank)
-                if is_end:
-                    self._end(rank, action, now)
-                else:
-                    self._states[rank].arrive(action.kind, action.chunk, action.microbatch)
-            for rank in sorted(touched):
-                if not self._busy[rank]:
-                    self._decide(rank, now)
-        stuck = [state for state in self._states if not state.done]
-        if stuck:
-            waits = "; ".join(f"rank {state.rank} waits for {state.missing()}" for state in stuck)
-            raise ScheduleError(f"deadlock: no rank can go on: {waits}")
-        return self._spans
-
-    def _push(self, time_ps: int, rank: int, action: Action, is_end: bool) -> None:
-        self._num_events += 1
-        heappush(self._events, (time_ps, self._num_events, rank, action, is_end))
-
-    def _decide(self, rank: int, now: int) -> None:
-        policy = self._policies[rank]
-        action = policy.pick(self._states[rank])
+def _plain_run(
+    states: Sequence[RankState], workload: Workload, policies: Sequence[Policy]
+) -> engine.World:
+    def rule(s: machine.State, hint: Sequence[int]) -> int:
+        rank = s[machine.RANK]
+        state, policy = states[rank], policies[rank]
+        action = policy.pick(state)
         if action is None:
-            return
-        try:
-            self._states[rank].start(action)
-        except ScheduleError as error:
-            raise ScheduleError(f"policy {policy.name} broke the rules: {error}") from error
-        stage = self._placement.stage_of(rank, action.chunk)
-        end = now + self._costs.duration[action.kind][stage][action.microbatch]
-        self._busy[rank] = True
-        self._spans[rank].append((action, now, end))
-        self._push(end, rank, action, True)
+            return -1
+        if not state.is_ready(action):
+            raise ScheduleError(
+                f"policy {policy.name} broke the rules: rank {rank}: {action} cannot start:"
+                f" {state.why_not(action)}; {state.describe()}"
+            )
+        return _KINDS.index(action.kind) * state.placement.num_chunks + action.chunk
 
-    def _end(self, rank: int, action: Action, now: int) -> None:
-        self._busy[rank] = False
-        self._states[rank].finish(action)
-        consumer = self._placement.enabled_by(rank, action)
-        if consumer is None or (self._states[rank].forward_only and action.kind is ActionKind.B):
-            return
-        to_rank, to_action = consumer
-        stage = self._placement.stage_of(rank, action.chunk)
-        latency = self._costs.latency[action.kind][stage][action.microbatch]
-        self._push(now if to_rank == rank else now + latency, to_rank, to_action, False)
+    world = _world(
+        states[0].placement,
+        [state.numbers for state in states],
+        [()] * len(states),
+        workload,
+        lambda values: np.asarray(values, dtype=np.int64).reshape(-1).tolist(),
+        lambda count: [[0] * count for _ in states],
+        max(state.num_actions for state in states),
+    )
+    if plain_loop(rule)(world) != engine.DONE_ALL:
+        waits = "; ".join(
+            f"rank {state.rank} waits for {state.missing()}" for state in states if not state.done
+        )
+        raise ScheduleError(f"deadlock: no rank can go on: {waits}")
+    return world
+
+
+def _world(
+    placement: Placement,
+    states: Any,
+    hints: Any,
+    workload: Workload,
+    flat: Callable[[Any], Any],
+    rows: Callable[[int], Any],
+    longest: int,
+) -> engine.World:
+    """Lay everything out; ``flat`` and ``rows`` make the sequences of the loop that will run."""
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    events = ranks + 2 * int(workload.delays_ps.size) + 1
+    return engine.World(
+        states=states,
+        hints=hints,
+        stages=flat([placement.stage_of(r, c) for r in range(ranks) for c in range(chunks)]),
+        where=flat([placement.locate(stage)[0] for stage in range(placement.num_stages)]),
+        durations=flat(workload.durations_ps),
+        delays=flat(workload.delays_ps),
+        occupancy=flat(workload.occupancy_ps),
+        free=flat([0] * ranks * ranks),
+        window=flat(workload.window_ps),
+        heap_times=flat([0] * events),
+        heap_codes=flat([0] * events),
+        heap_size=flat([0]),
+        running=flat([-1] * ranks),
+        codes=rows(longest),
+        starts=rows(longest),
+        ends=rows(longest),
+    )

@@ -1,9 +1,7 @@
 """What one rank knows during a step: inputs that are here, actions started and finished, memory.
 
-Owns the rules that hold for every order: an action needs its input, each stage takes its forwards
-and its backwards in ascending microbatch order, a backward follows its own forward. It also knows
-the graded memory rule (see ``memory``), which a policy may ask for by ``fits``. It decides nothing
-(a policy does), sends nothing and measures nothing: executor and simulator report to it.
+The rules themselves are in ``machine``; here they get names, checks and messages. It decides
+nothing (a policy does), sends nothing and measures nothing: executor and simulator report to it.
 """
 
 from __future__ import annotations
@@ -11,32 +9,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import Action, ActionKind, action_table
+from megatron.adaptive.schedule.machine import MEMORY_SCALE, lane_count
 from megatron.adaptive.schedule.memory import (
     check_activation_units,
     check_cap,
+    check_kept_fraction,
     default_activation_units,
-    with_rounding,
+    scaled,
+    scaled_cap,
 )
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import check_num_microbatches
+from megatron.adaptive.schedule.schedule import check_num_microbatches, check_weight_pieces
 
-__all__ = ["RankState"]
+__all__ = ["RankState", "new_numbers"]
+
+_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-class _Lane:
-    """Progress of one kind of action on one local chunk; counts are also next microbatches."""
+def new_numbers(
+    *,
+    placement: Placement,
+    rank: int,
+    num_microbatches: int,
+    activation_units: Sequence[float] | None = None,
+    cap: float | None = None,
+    forward_only: bool = False,
+    weight_pieces: int = 0,
+    kept_fraction: float = 1.0,
+) -> list[int]:
+    """Check the arguments of a ``RankState`` and return its numbers, see ``machine``.
 
-    __slots__ = ("actions", "arrived", "finished", "started")
-
-    def __init__(self, actions: tuple[Action, ...], *, always_arrived: bool) -> None:
-        self.actions = actions
-        # One entry more than microbatches, never set: "all started" then reads as "not arrived".
-        self.arrived = bytearray(len(actions) + 1)
-        if always_arrived:
-            self.arrived[:-1] = b"\x01" * len(actions)
-        self.started = 0
-        self.finished = 0
+    Raises:
+        ScheduleError: an argument is out of range, or the cap is below the least cap.
+    """
+    check_num_microbatches(num_microbatches)
+    check_weight_pieces(weight_pieces)
+    check_kept_fraction(kept_fraction)
+    chunks = placement.num_chunks
+    stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
+    if activation_units is None:
+        activation_units = default_activation_units(chunks)
+    check_activation_units(activation_units, chunks)
+    if cap is not None:
+        check_cap(cap, num_chunks=chunks, activation_units=activation_units)
+    s = [0] * machine.state_size(chunks, num_microbatches)
+    s[machine.CAP] = machine.NO_CAP if cap is None or forward_only else scaled_cap(cap)
+    s[machine.CHUNKS] = chunks
+    s[machine.MICROBATCHES] = num_microbatches
+    s[machine.PIECES] = 0 if forward_only else weight_pieces
+    s[machine.FORWARD_ONLY] = int(forward_only)
+    for chunk, units in enumerate(activation_units):
+        s[machine.HEAD + machine.UNITS * chunks + chunk] = scaled(units)
+        s[machine.HEAD + machine.KEPT * chunks + chunk] = scaled(units * kept_fraction)
+    machine.initialize(
+        s,
+        rank,
+        # A loop keeps its rhythm with a microbatch per rank; where the stages turn around, a
+        # microbatch is best taken to the end before the next one starts.
+        placement.num_ranks if placement.kind == "loop" else 1,
+        [int(stage == 0) for stage in stages],
+        [int(stage == placement.num_stages - 1) for stage in stages],
+    )
+    return s
 
 
 class RankState:
@@ -54,29 +91,24 @@ class RankState:
         cap: most activations that ``fits`` grants, in the unit of ``activation_units``; None for
             no limit.
         forward_only: evaluation; there are no backwards and no activations are held.
+        weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
+            compute the weight gradients themselves.
+        kept_fraction: part of a microbatch's activations that its backward by inputs leaves for
+            the weight gradient, 0 to 1.
 
     Raises:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
     """
 
     __slots__ = (
-        "_backward",
+        "_actions",
         "_cap",
-        "_capped",
-        "_chunks",
-        "_forward",
-        "_in_flight",
-        "_last_kind",
-        "_num_actions",
-        "_num_finished",
-        "_num_started",
-        "_peak",
-        "_room",
-        "_units",
         "forward_only",
         "num_microbatches",
+        "numbers",
         "placement",
         "rank",
+        "weight_pieces",
     )
 
     def __init__(
@@ -88,68 +120,59 @@ class RankState:
         activation_units: Sequence[float] | None = None,
         cap: float | None = None,
         forward_only: bool = False,
+        weight_pieces: int = 0,
+        kept_fraction: float = 1.0,
     ) -> None:
-        check_num_microbatches(num_microbatches)
-        num_chunks = placement.num_chunks
-        first_stages = [placement.stage_of(rank, chunk) == 0 for chunk in range(num_chunks)]
-        if activation_units is None:
-            activation_units = default_activation_units(num_chunks)
-        check_activation_units(activation_units, num_chunks)
-        if cap is not None:
-            check_cap(cap, num_chunks=num_chunks, activation_units=activation_units)
+        self.numbers = new_numbers(
+            placement=placement,
+            rank=rank,
+            num_microbatches=num_microbatches,
+            activation_units=activation_units,
+            cap=cap,
+            forward_only=forward_only,
+            weight_pieces=weight_pieces,
+            kept_fraction=kept_fraction,
+        )
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
         self.forward_only = forward_only
-        self._chunks = range(num_chunks)
-        self._forward = [
-            _Lane(actions, always_arrived=first)
-            for actions, first in zip(
-                action_table(ActionKind.F, num_chunks, num_microbatches), first_stages, strict=True
-            )
-        ]
-        self._backward = [
-            _Lane(actions, always_arrived=False)
-            for actions in action_table(ActionKind.B, num_chunks, num_microbatches)
-        ]
-        self._units = tuple(activation_units)
-        # What must be free for a forward of each chunk: itself and one of every later chunk.
-        self._room = tuple(sum(self._units[chunk:]) for chunk in self._chunks)
+        self.weight_pieces = 0 if forward_only else weight_pieces
         self._cap = cap
-        self._capped = with_rounding(cap) if cap is not None and not forward_only else None
-        self._in_flight = 0.0
-        self._peak = 0.0
-        self._num_actions = num_microbatches * num_chunks * (1 if forward_only else 2)
-        self._num_started = 0
-        self._num_finished = 0
-        self._last_kind: ActionKind | None = None
+        chunks = placement.num_chunks
+        self._actions = (
+            *action_table(ActionKind.F, chunks, num_microbatches),
+            *action_table(ActionKind.B, chunks, num_microbatches),
+            *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
+        )
 
     # What is known
 
     @property
     def num_actions(self) -> int:
         """Actions of this rank in the whole step."""
-        return self._num_actions
+        return self.numbers[machine.TOTAL]
 
     @property
     def num_started(self) -> int:
         """Actions started so far, finished ones included."""
-        return self._num_started
+        return self.numbers[machine.STARTED]
 
     @property
     def num_finished(self) -> int:
         """Actions finished so far."""
-        return self._num_finished
+        return self.numbers[machine.FINISHED]
 
     @property
     def last_kind(self) -> ActionKind | None:
         """The kind of the action started last, None before the first."""
-        return self._last_kind
+        kind = self.numbers[machine.LAST_STARTED]
+        return None if kind < 0 else _KINDS[kind]
 
     @property
     def done(self) -> bool:
         """True once every action of the step is finished."""
-        return self._num_finished == self._num_actions
+        return self.numbers[machine.FINISHED] == self.numbers[machine.TOTAL]
 
     @property
     def cap(self) -> float | None:
@@ -159,38 +182,31 @@ class RankState:
     @property
     def in_flight(self) -> float:
         """Activations held: forwards started whose backward has not finished."""
-        return self._in_flight
+        return self.numbers[machine.IN_FLIGHT] / MEMORY_SCALE
 
     @property
     def peak_in_flight(self) -> float:
         """The most activations held so far."""
-        return self._peak
+        return self.numbers[machine.PEAK] / MEMORY_SCALE
 
     def next_microbatch(self, kind: ActionKind, chunk: int) -> int:
         """The microbatch that chunk's next action of that kind works on; all started: their number.
 
         Raises:
-            ScheduleError: W, which this state does not have, or no such chunk.
+            ScheduleError: a kind that this step does not have, or no such chunk.
         """
-        return self._lane(kind, chunk).started
+        self._check_lane(kind, chunk)
+        count = lane_count(self.numbers, _NUMBER[kind], chunk)
+        return count // self.weight_pieces if kind is ActionKind.W else count
 
     def is_ready(self, action: Action) -> bool:
         """True if the action may start now: its input is here and it is next on its stage.
 
         Memory is not considered; see ``fits``. An action that does not exist is never ready.
         """
-        chunk = action.chunk
-        if not 0 <= chunk < len(self._chunks):
-            return False
-        if action.kind is ActionKind.F:
-            lane = self._forward[chunk]
-        elif action.kind is ActionKind.B:
-            lane = self._backward[chunk]
-            if lane.started >= self._forward[chunk].finished:
-                return False
-        else:
-            return False
-        return action.microbatch == lane.started and lane.arrived[lane.started] == 1
+        return self.is_possible(action) and machine.is_ready(
+            self.numbers, _NUMBER[action.kind], action.chunk
+        )
 
     def is_possible(self, action: Action) -> bool:
         """True if the action is next on its stage and only has to wait, however long, to be ready.
@@ -198,31 +214,35 @@ class RankState:
         False for one that was started, that another must precede, or that does not exist.
         """
         kind, chunk = action.kind, action.chunk
-        if not 0 <= chunk < len(self._chunks) or action.microbatch >= self.num_microbatches:
+        if not (0 <= chunk < self.placement.num_chunks and self._has(kind)):
+            return False
+        if not 0 <= action.microbatch < self.num_microbatches:
+            return False
+        number = _NUMBER[kind]
+        if lane_count(self.numbers, number, chunk) != self._index(action):
             return False
         if kind is ActionKind.F:
-            return action.microbatch == self._forward[chunk].started
-        return (
-            kind is ActionKind.B
-            and not self.forward_only
-            and action.microbatch == self._backward[chunk].started
-            and action.microbatch < self._forward[chunk].started
-        )
+            return True
+        before = lane_count(self.numbers, number - 1, chunk)
+        return action.microbatch < before
 
     def ready(self) -> tuple[Action, ...]:
-        """Every action that may start now: at most one F and one B per chunk.
+        """Every action that may start now: at most one of each kind per chunk.
 
-        Chunks ascend, and F comes before B within a chunk. Memory is not considered.
+        Chunks ascend; within a chunk F comes before B before W. Memory is not considered.
         """
-        found = []
-        for chunk in self._chunks:
-            forward = self._forward[chunk]
-            if forward.arrived[forward.started]:
-                found.append(forward.actions[forward.started])
-            backward = self._backward[chunk]
-            if backward.arrived[backward.started] and backward.started < forward.finished:
-                found.append(backward.actions[backward.started])
-        return tuple(found)
+        s = self.numbers
+        return tuple(
+            self.next_action(kind, chunk)
+            for chunk in range(self.placement.num_chunks)
+            for kind in (machine.F, machine.B, machine.W)
+            if machine.is_ready(s, kind, chunk)
+        )
+
+    def next_action(self, kind: int, chunk: int) -> Action:
+        """The chunk's next action of a kind, given as the number that ``machine`` uses."""
+        chunks = self.placement.num_chunks
+        return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
         """True if the graded memory rule lets the action start: its cap cannot deadlock.
@@ -230,9 +250,7 @@ class RankState:
         A forward fits if, once it has started, one microbatch of every later local chunk still
         does. Anything else only frees memory and always fits.
         """
-        if self._capped is None or action.kind is not ActionKind.F:
-            return True
-        return self._in_flight + self._room[action.chunk] <= self._capped
+        return action.kind is not ActionKind.F or machine.fits(self.numbers, action.chunk)
 
     # What happens
 
@@ -246,8 +264,12 @@ class RankState:
         Raises:
             ScheduleError: no such action takes an input, or this one arrived before.
         """
-        lane = self._lane(kind, chunk)
-        if self._source(kind, chunk) is None or (self.forward_only and kind is not ActionKind.F):
+        if (
+            kind is ActionKind.W
+            or not self._has(kind)
+            or not 0 <= chunk < self.placement.num_chunks
+            or self._source(kind, chunk) is None
+        ):
             raise ScheduleError(
                 f"rank {self.rank}: {kind}{chunk}-{microbatch} takes no input from another stage,"
                 " yet one was reported"
@@ -257,11 +279,11 @@ class RankState:
                 f"rank {self.rank}: input of {kind}{chunk}-{microbatch} arrived, but the step has"
                 f" {self.num_microbatches} microbatches"
             )
-        if lane.arrived[microbatch]:
+        if self._has_arrived(kind, chunk, microbatch):
             raise ScheduleError(
                 f"rank {self.rank}: input of {kind}{chunk}-{microbatch} arrived twice"
             )
-        lane.arrived[microbatch] = 1
+        machine.arrive(self.numbers, _NUMBER[kind], chunk, microbatch)
 
     def start(self, action: Action) -> None:
         """Note that the action starts; a forward takes its memory now.
@@ -276,14 +298,7 @@ class RankState:
                 f"rank {self.rank}: {action} cannot start: {self.why_not(action)};"
                 f" {self.describe()}"
             )
-        if action.kind is ActionKind.F:
-            self._forward[action.chunk].started += 1
-            self._measure()
-            self._peak = max(self._peak, self._in_flight)
-        else:
-            self._backward[action.chunk].started += 1
-        self._last_kind = action.kind
-        self._num_started += 1
+        machine.start(self.numbers, _NUMBER[action.kind], action.chunk)
 
     def finish(self, action: Action) -> None:
         """Note that a started action ended; a backward frees its memory now.
@@ -291,41 +306,49 @@ class RankState:
         Raises:
             ScheduleError: the action is not the oldest running one of its kind and chunk.
         """
-        lane = self._lane(action.kind, action.chunk)
-        if action.microbatch != lane.finished or lane.finished >= lane.started:
+        self._check_lane(action.kind, action.chunk)
+        number = _NUMBER[action.kind]
+        finished = lane_count(self.numbers, number + machine.DONE, action.chunk)
+        started = lane_count(self.numbers, number, action.chunk)
+        if self._index(action) != finished or finished >= started:
             raise ScheduleError(
                 f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
                 f" its kind and chunk; {self.describe()}"
             )
-        lane.finished += 1
-        self._num_finished += 1
-        if action.kind is ActionKind.B:
-            self._measure()
-        elif not self.forward_only and self._source(ActionKind.B, action.chunk) is None:
-            self._backward[action.chunk].arrived[action.microbatch] = 1
+        machine.finish(self.numbers, number, action.chunk)
 
     # What to tell people
 
     def why_not(self, action: Action) -> str:
         """The reason why an action is not ready, for error messages; ``it is ready`` if it is."""
         kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
-        if kind is ActionKind.W or (self.forward_only and kind is ActionKind.B):
+        if not self._has(kind):
             return f"this step has no {kind}"
-        if chunk not in self._chunks or not 0 <= microbatch < self.num_microbatches:
+        pieces = max(1, self.weight_pieces) if kind is ActionKind.W else 1
+        if not (
+            0 <= chunk < self.placement.num_chunks
+            and 0 <= microbatch < self.num_microbatches
+            and 0 <= action.piece < pieces
+        ):
             return (
-                f"there is no such action with {len(self._chunks)} chunks"
+                f"there is no such action with {self.placement.num_chunks} chunks"
                 f" and {self.num_microbatches} microbatches"
             )
-        lane = self._lane(kind, chunk)
-        if microbatch < lane.started:
+        number = _NUMBER[kind]
+        started = lane_count(self.numbers, number, chunk)
+        if self._index(action) < started:
             return "it was started before"
-        if microbatch > lane.started:
-            return f"{lane.actions[lane.started]} comes before it"
-        forward = self._forward[chunk]
-        if kind is ActionKind.B and microbatch >= forward.finished:
-            return f"its own forward {forward.actions[microbatch]} has not finished"
-        here = lane.arrived[microbatch]
-        return "it is ready" if here else f"its input from {self._sender(kind, chunk)} is not here"
+        if self._index(action) > started:
+            return f"{self.next_action(number, chunk)} comes before it"
+        if number > 0:
+            before = lane_count(self.numbers, number - 1 + machine.DONE, chunk)
+            if microbatch >= before:
+                of = Action(_KINDS[number - 1], chunk, microbatch)
+                word = "forward" if kind is ActionKind.B else "backward"
+                return f"its own {word} {of} has not finished"
+        if machine.is_ready(self.numbers, number, chunk):
+            return "it is ready"
+        return f"its input from {self._sender(kind, chunk)} is not here"
 
     def missing(self) -> str:
         """What keeps this rank from going on, for messages about a time limit.
@@ -336,43 +359,56 @@ class RankState:
         if self.done:
             return "nothing, every action is finished"
         parts = []
-        for chunk in self._chunks:
-            forward, backward = self._forward[chunk], self._backward[chunk]
-            for lane, limit in (
-                (forward, self.num_microbatches),
-                (backward, forward.finished),
-            ):
-                if lane.started >= limit:
+        for chunk in range(self.placement.num_chunks):
+            for number, kind in enumerate(_KINDS[: 1 if self.forward_only else 2]):
+                index = lane_count(self.numbers, number, chunk)
+                finished = lane_count(self.numbers, machine.F + machine.DONE, chunk)
+                if index >= (self.num_microbatches if number == 0 else finished):
                     continue
-                action = lane.actions[lane.started]
-                if not lane.arrived[lane.started]:
-                    parts.append(f"input of {action} from {self._sender(action.kind, chunk)}")
-                elif not self.fits(action):
-                    parts.append(
-                        f"memory for {action} (holds {self._in_flight:g}, cap {self._cap:g})"
-                    )
-                else:
-                    parts.append(f"nothing for {action}, which is ready")
-        if self._num_started > self._num_finished:
+                parts.append(self._what_keeps(self.next_action(number, chunk), kind))
+        if self.num_started > self.num_finished:
             parts.append("the end of a running action")
-        return ", ".join(parts)
+        return ", ".join(parts) or "weight gradients, which are ready"
 
     def describe(self) -> str:
         """One line of state: what is ready, counts, memory."""
         ready = " ".join(str(action) for action in self.ready()) or "nothing"
         cap = "no cap" if self._cap is None else f"cap {self._cap:g}"
         return (
-            f"ready: {ready}; {self._num_finished} of {self._num_actions} actions finished,"
-            f" {self._in_flight:g} in flight, {cap}"
+            f"ready: {ready}; {self.num_finished} of {self.num_actions} actions finished,"
+            f" {self.in_flight:g} in flight, {cap}"
         )
 
-    def _lane(self, kind: ActionKind, chunk: int) -> _Lane:
-        if kind is ActionKind.W or not 0 <= chunk < len(self._chunks):
+    def _what_keeps(self, action: Action, kind: ActionKind) -> str:
+        if not machine.is_ready(self.numbers, _NUMBER[kind], action.chunk):
+            return f"input of {action} from {self._sender(kind, action.chunk)}"
+        if not self.fits(action):
+            return f"memory for {action} (holds {self.in_flight:g}, cap {self._cap:g})"
+        return f"nothing for {action}, which is ready"
+
+    def _has(self, kind: ActionKind) -> bool:
+        if kind is ActionKind.W:
+            return self.weight_pieces > 0
+        return kind is ActionKind.F or not self.forward_only
+
+    def _index(self, action: Action) -> int:
+        if action.kind is ActionKind.W:
+            return action.microbatch * self.weight_pieces + action.piece
+        return action.microbatch
+
+    def _has_arrived(self, kind: ActionKind, chunk: int, microbatch: int) -> bool:
+        chunks = self.placement.num_chunks
+        lane = _NUMBER[kind] * chunks + chunk
+        flags = machine.HEAD + machine.FLAGS * chunks + lane * self.num_microbatches
+        return self.numbers[flags + microbatch] == 1
+
+    def _check_lane(self, kind: ActionKind, chunk: int) -> None:
+        if not (self._has(kind) and 0 <= chunk < self.placement.num_chunks):
+            does = "F" if self.forward_only else "F, B and W" if self.weight_pieces else "F, B"
             raise ScheduleError(
                 f"rank {self.rank}: {kind} of chunk {chunk} does not exist: the rank has"
-                f" {len(self._chunks)} chunks and does F and whole B"
+                f" {self.placement.num_chunks} chunks and does {does}"
             )
-        return (self._forward if kind is ActionKind.F else self._backward)[chunk]
 
     def _source(self, kind: ActionKind, chunk: int) -> tuple[int, int] | None:
         if kind is ActionKind.F:
@@ -384,14 +420,3 @@ class RankState:
         if source is None:
             return "its own stage"
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"
-
-    def _measure(self) -> None:
-        # Counted afresh each time: adding and taking away fractions would drift.
-        if self.forward_only:
-            return
-        total = 0.0
-        for forward, backward, units in zip(
-            self._forward, self._backward, self._units, strict=True
-        ):
-            total += (forward.started - backward.finished) * units
-        self._in_flight = total

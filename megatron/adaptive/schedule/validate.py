@@ -6,6 +6,7 @@ with the cell in brackets.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,7 +15,9 @@ from megatron.adaptive.schedule.action import Action, ActionKind, action_table
 from megatron.adaptive.schedule.memory import (
     check_activation_units,
     check_cap,
+    check_kept_fraction,
     default_activation_units,
+    held_units,
     with_rounding,
 )
 from megatron.adaptive.schedule.render import render_schedule
@@ -29,17 +32,22 @@ def validate(
     *,
     cap: float | None = None,
     activation_units: Sequence[float] | None = None,
+    kept_fraction: float = 1.0,
 ) -> None:
     """Check a schedule, also one from an untrusted source.
 
-    Every rank must list each of its actions exactly once; on each stage forwards and backwards
-    ascend in the microbatch and a backward follows its forward; no ranks may wait for each other
-    in a circle. A schedule without any backward is one of an evaluation.
+    Every rank must list each of its actions exactly once; on each stage each kind ascends in the
+    microbatch, a backward follows its forward and a weight gradient its backward; no ranks may
+    wait for each other in a circle. Either nothing lists a W and backwards are whole, or every
+    microbatch has its W on every stage, all in the same number of pieces. A schedule without any
+    backward is one of an evaluation.
 
     Args:
         schedule: what to check.
         cap: if given, also the most activations a rank may hold.
         activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+        kept_fraction: part of a microbatch's activations that a split backward leaves for the
+            weight gradient, 0 to 1.
 
     Raises:
         ScheduleError: the first rule found broken, with the place and a picture of it.
@@ -50,6 +58,7 @@ def validate(
             f"schedule {schedule.name} has orders for {len(schedule.orders)} ranks:"
             f" its placement has {placement.num_ranks}, list one order per rank"
         )
+    _check_pieces(schedule)
     for rank in range(placement.num_ranks):
         _check_order(schedule, rank)
     _check_flow(schedule)
@@ -58,8 +67,9 @@ def validate(
         if units is None:
             units = default_activation_units(placement.num_chunks)
         check_activation_units(units, placement.num_chunks)
+        check_kept_fraction(kept_fraction)
         check_cap(cap, num_chunks=placement.num_chunks, activation_units=units)
-        _check_memory(schedule, cap, units)
+        _check_memory(schedule, cap, units, kept_fraction)
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoReturn:
@@ -75,21 +85,51 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
         rank=rank,
         num_microbatches=schedule.num_microbatches,
         forward_only=schedule.forward_only,
+        weight_pieces=schedule.weight_pieces,
     )
 
 
 def _kinds(schedule: Schedule) -> tuple[ActionKind, ...]:
-    return (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
+    if schedule.forward_only:
+        return (ActionKind.F,)
+    return tuple(ActionKind) if schedule.weight_pieces else (ActionKind.F, ActionKind.B)
+
+
+def _check_pieces(schedule: Schedule) -> None:
+    """Check that all weight gradients are cut into the same number of pieces."""
+    last: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            if action.kind is ActionKind.W:
+                cell = rank, action.chunk, action.microbatch
+                last[cell] = max(last.get(cell, (-1, 0)), (action.piece, position))
+    counts = Counter(piece for piece, _ in last.values())
+    if len(counts) < 2:
+        return
+    # What most have is what was meant.
+    usual = counts.most_common(1)[0][0]
+    (rank, chunk, microbatch), (piece, position) = next(
+        (cell, found) for cell, found in last.items() if found[0] != usual
+    )
+    _fail(
+        schedule,
+        rank,
+        position,
+        f"the pieces of W{chunk}-{microbatch} end with {piece}, most others of this schedule with"
+        f" {usual}: cut every weight gradient into the same number of pieces",
+    )
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
     """Check one rank by itself: run its order as if every input were there from the start."""
     placement, num_microbatches = schedule.placement, schedule.num_microbatches
     state = _new_state(schedule, rank)
-    for kind in _kinds(schedule):
-        edge = placement.previous_of if kind is ActionKind.F else placement.next_of
+    for kind, edge in (
+        (ActionKind.F, placement.previous_of),
+        (ActionKind.B, placement.next_of),
+    ):
         for chunk in range(placement.num_chunks):
-            if edge(rank, chunk) is not None:
+            if kind in _kinds(schedule) and edge(rank, chunk) is not None:
                 for microbatch in range(num_microbatches):
                     state.arrive(kind, chunk, microbatch)
     order = schedule.orders[rank]
@@ -99,16 +139,25 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         state.start(action)
         state.finish(action)
     if not state.done:
-        listed = set(order)
-        missing = [
-            action
-            for kind in _kinds(schedule)
-            for of_chunk in action_table(kind, placement.num_chunks, num_microbatches)
-            for action in of_chunk
-            if action not in listed
-        ]
+        missing = _missing(schedule, rank)
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         _fail(schedule, rank, len(order), f"the order ends, but {missing[0]}{more} missing")
+
+
+def _missing(schedule: Schedule, rank: int) -> list[Action]:
+    listed = set(schedule.orders[rank])
+    return [
+        action
+        for kind in _kinds(schedule)
+        for of_chunk in action_table(
+            kind,
+            schedule.placement.num_chunks,
+            schedule.num_microbatches,
+            schedule.weight_pieces if kind is ActionKind.W else 1,
+        )
+        for action in of_chunk
+        if action not in listed
+    ]
 
 
 def _check_flow(schedule: Schedule) -> None:
@@ -134,33 +183,46 @@ def _check_flow(schedule: Schedule) -> None:
     if stuck:
         # The rank that came least far is nearest to the cause.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
-        position = states[rank].num_started
-        stuck_action = orders[rank][position]
-        _fail(
-            schedule,
-            rank,
-            position,
-            f"deadlock at {stuck_action}: {states[rank].why_not(stuck_action)},"
-            f" and no other rank can go on either",
+        positions = [state.num_started for state in states]
+        _fail(schedule, rank, positions[rank], f"deadlock: {_circle(schedule, rank, positions)}")
+
+
+def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
+    """Say who waits for whom: from a rank to what it waits for, until a rank comes again.
+
+    Every rank in it stands at the input of another stage: what it needs of its own was checked.
+    """
+    placement = schedule.placement
+    parts: list[str] = []
+    seen: set[int] = set()
+    while rank not in seen:
+        seen.add(rank)
+        action = schedule.orders[rank][positions[rank]]
+        edge = placement.previous_of if action.kind is ActionKind.F else placement.next_of
+        source = edge(rank, action.chunk)
+        assert source is not None
+        sent = Action(action.kind, source[1], action.microbatch)
+        parts.append(
+            f"rank {rank} waits at position {positions[rank]} with {action} for {sent} of rank"
+            f" {source[0]} (stage {placement.stage_of(*source)})"
         )
+        rank = source[0]
+    return ", ".join(parts)
 
 
-def _check_memory(schedule: Schedule, cap: float, units: Sequence[float]) -> None:
+def _check_memory(
+    schedule: Schedule, cap: float, units: Sequence[float], kept_fraction: float
+) -> None:
     if schedule.forward_only:
         return
+    pieces = schedule.weight_pieces
     for rank, order in enumerate(schedule.orders):
-        held: list[int] = [0] * len(units)
-        for position, action in enumerate(order):
-            held[action.chunk] += _held_change(action)
-            total = sum(count * size for count, size in zip(held, units, strict=True))
+        totals = held_units(order, units, weight_pieces=pieces, kept_fraction=kept_fraction)
+        for position, total in enumerate(totals):
             if total > with_rounding(cap):
                 _fail(
                     schedule,
                     rank,
                     position,
-                    f"{action} makes the rank hold {total:g}, above the cap of {cap:g}",
+                    f"{order[position]} makes the rank hold {total:g}, above the cap of {cap:g}",
                 )
-
-
-def _held_change(action: Action) -> int:
-    return {ActionKind.F: 1, ActionKind.B: -1}.get(action.kind, 0)

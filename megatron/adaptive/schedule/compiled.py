@@ -1,0 +1,88 @@
+"""Makes the simulator's event loop from its functions: as plain Python, or compiled with numba.
+
+The functions of ``machine``, ``rules`` and ``engine`` are written so that both work. Compiled code
+is kept on disk by numba, under a name that holds a digest of these sources, so that a changed rule
+is never answered by an old program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from megatron.adaptive.schedule import engine, machine, rules
+
+__all__ = ["Rule", "compiled_loop", "is_known", "plain_loop"]
+
+Rule = Callable[[machine.State, Sequence[int]], int]
+"""``rule(s, hint)``, see ``rules``."""
+
+_MODULES = (machine, rules, engine)
+
+
+def plain_loop(rule: Rule) -> Callable[[engine.World], int]:
+    """``engine.run`` as plain Python, about 10 us an action, with any callable as rule."""
+    return _bind(rule, lambda function: function)
+
+
+def is_known(rule: Rule) -> bool:
+    """True if the rule is one of ``rules`` and can be compiled."""
+    return getattr(rules, getattr(rule, "__name__", ""), None) is rule
+
+
+@lru_cache
+def compiled_loop(rule: Rule) -> Callable[[engine.World], int]:
+    """``engine.run`` compiled for a rule of ``rules``, well below 1 us an action.
+
+    The first call on a machine compiles for some seconds.
+
+    Raises:
+        ImportError: numba is not installed.
+    """
+    from numba import njit  # half a second to import
+
+    digest = _digest()
+
+    def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__qualname__ = f"{function.__name__}_{rule.__name__}_{digest}"
+        # Only the loop is called from outside; what it calls is compiled into it.
+        compiled: Callable[..., Any] = njit(function, cache=function.__name__ == "run")
+        return compiled
+
+    return _bind(rule, jit)
+
+
+def _bind(rule: Rule, make: Callable[..., Any]) -> Callable[[engine.World], int]:
+    """Copy all functions into one namespace of their own, where ``rule`` is the given one."""
+    namespace: dict[str, Any] = {}
+    functions: dict[str, FunctionType] = {}
+    for module in _MODULES:
+        for name, value in vars(module).items():
+            if not inspect.isfunction(value):
+                namespace[name] = value
+            elif value.__module__ == module.__name__:
+                functions[name] = value
+    known = functions.pop(rule.__name__) if is_known(rule) else None
+    functions.pop("rule")
+    for name, function in functions.items():
+        copy = FunctionType(function.__code__, namespace, name)
+        copy.__module__ = function.__module__
+        namespace[name] = make(copy)
+    if known is not None:
+        copy = FunctionType(known.__code__, namespace, known.__name__)
+        copy.__module__ = known.__module__
+        namespace["rule"] = make(copy)
+    else:
+        namespace["rule"] = rule
+    loop: Callable[[engine.World], int] = namespace["run"]
+    return loop
+
+
+@lru_cache
+def _digest() -> str:
+    source = "".join(inspect.getsource(module) for module in _MODULES)
+    return hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -1,0 +1,240 @@
+"""The event loop of the simulator, as plain functions over numbers; compiled by ``compiled``.
+
+An event is the end of an action or the arrival of an action's input. All that happens at one moment
+is known before anyone decides. Times are whole picoseconds.
+
+``rule`` stands for the policy: whoever runs this module puts the real one in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.adaptive.schedule.machine import (
+    CHUNKS,
+    DONE,
+    FINISHED,
+    FORWARD_ONLY,
+    MICROBATCHES,
+    PIECES,
+    STARTED,
+    TOTAL,
+    B,
+    F,
+    State,
+    W,
+    arrive,
+    finish,
+    is_ready,
+    lane_count,
+    start,
+)
+
+__all__ = ["DEADLOCK", "DONE_ALL", "NOT_READY", "World", "run"]
+
+DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
+"""What ``run`` returns; ``NOT_READY`` plus the rank whose policy picked what cannot start."""
+
+
+class World(NamedTuple):
+    """Everything about one simulated step; lists for plain Python, ``int64`` arrays compiled.
+
+    Attributes:
+        states: per rank, its numbers (see ``machine``).
+        hints: per rank, its order as codes, or empty.
+        stages: ``[rank * chunks + chunk]``, the stage.
+        where: per stage, its rank.
+        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
+        delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
+        occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
+        free: ``[from * ranks + to]``, when the link is free again.
+        window: per rank, begin and end of a slow time and its factor in millionths.
+        heap_times, heap_codes, heap_size: the events: an action's end is ``-1 - rank``, an arrival
+            the index of its action in ``durations``. Room for one per rank and one per message.
+        running: per rank, the code that runs, -1 for none.
+        codes, starts, ends: out, per rank, its actions in the order they ran.
+    """
+
+    states: list[list[int]]
+    hints: list[Sequence[int]]
+    stages: list[int]
+    where: list[int]
+    durations: list[int]
+    delays: list[int]
+    occupancy: list[int]
+    free: list[int]
+    window: list[int]
+    heap_times: list[int]
+    heap_codes: list[int]
+    heap_size: list[int]
+    running: list[int]
+    codes: list[list[int]]
+    starts: list[list[int]]
+    ends: list[list[int]]
+
+
+def rule(s: State, hint: Sequence[int]) -> int:
+    """Stands for the policy's choice."""
+    raise NotImplementedError
+
+
+def heap_push(world: World, time: int, code: int) -> None:
+    """Add an event to the binary heap."""
+    times, codes = world.heap_times, world.heap_codes
+    at = world.heap_size[0]
+    world.heap_size[0] = at + 1
+    while at > 0:
+        parent = (at - 1) // 2
+        if times[parent] <= time:
+            break
+        times[at] = times[parent]
+        codes[at] = codes[parent]
+        at = parent
+    times[at] = time
+    codes[at] = code
+
+
+def heap_pop(world: World) -> int:
+    """Take the earliest event out of the heap and return its code."""
+    times, codes = world.heap_times, world.heap_codes
+    earliest = codes[0]
+    last = world.heap_size[0] - 1
+    world.heap_size[0] = last
+    time, code = times[last], codes[last]
+    at = 0
+    while 2 * at + 1 < last:
+        child = 2 * at + 1
+        if child + 1 < last and times[child + 1] < times[child]:
+            child += 1
+        if times[child] >= time:
+            break
+        times[at] = times[child]
+        codes[at] = codes[child]
+        at = child
+    times[at] = time
+    codes[at] = code
+    return earliest
+
+
+def end_of(world: World, rank: int, now: int, work: int) -> int:
+    """When ``work`` picoseconds that start now end, given the rank's slow window."""
+    begin, end, factor = (
+        world.window[3 * rank],
+        world.window[3 * rank + 1],
+        world.window[3 * rank + 2],
+    )
+    if end <= begin or now >= end or now + work <= begin:
+        return now + work
+    if now < begin:
+        work -= begin - now
+        now = begin
+    slow = int(work * (factor / 1e6))
+    if now + slow <= end:
+        return now + slow
+    return end + work - int((end - now) / (factor / 1e6))
+
+
+def work_of(world: World, s: State, kind: int, chunk: int, stage: int) -> int:
+    """Picoseconds of the chunk's next action of that kind."""
+    stages, microbatches = len(world.where), s[MICROBATCHES]
+    index = lane_count(s, kind, chunk)
+    if kind == W:
+        pieces = s[PIECES]
+        microbatch = index // pieces
+        piece = index - microbatch * pieces
+        whole = world.durations[(W * stages + stage) * microbatches + microbatch]
+        return whole * (piece + 1) // pieces - whole * piece // pieces
+    work = world.durations[(kind * stages + stage) * microbatches + index]
+    if kind == B and s[PIECES] == 0:
+        work += world.durations[(W * stages + stage) * microbatches + index]
+    return work
+
+
+def decide(world: World, rank: int, now: int) -> bool:
+    """Ask a rank's policy and start what it picks; False if that is not ready."""
+    s = world.states[rank]
+    code = rule(s, world.hints[rank])
+    if code < 0:
+        return True
+    chunks = s[CHUNKS]
+    kind = code // chunks
+    chunk = code - kind * chunks
+    if not is_ready(s, kind, chunk):
+        return False
+    work = work_of(world, s, kind, chunk, world.stages[rank * chunks + chunk])
+    end = end_of(world, rank, now, work)
+    at = s[STARTED]
+    world.codes[rank][at] = code
+    world.starts[rank][at] = now
+    world.ends[rank][at] = end
+    world.running[rank] = code
+    start(s, kind, chunk)
+    heap_push(world, end, -1 - rank)
+    return True
+
+
+def send(world: World, s: State, kind: int, stage: int, microbatch: int, now: int) -> None:
+    """Hand the result of a forward or backward on to the stage that needs it."""
+    stages, ranks = len(world.where), len(world.running)
+    to = stage + 1 if kind == F else stage - 1
+    if to < 0 or to >= stages or (kind == B and s[FORWARD_ONLY]):
+        return
+    event = (kind * stages + to) * s[MICROBATCHES] + microbatch
+    source, target = world.where[stage], world.where[to]
+    if source == target:
+        heap_push(world, now, event)
+        return
+    link = source * ranks + target
+    sent = max(now, world.free[link]) + world.occupancy[link]
+    world.free[link] = sent
+    delay = world.delays[(kind * stages + stage) * s[MICROBATCHES] + microbatch]
+    heap_push(world, sent + delay, event)
+
+
+def happen(world: World, event: int, now: int) -> int:
+    """Take note of an event; returns the rank that it concerns."""
+    ranks = len(world.running)
+    if event >= 0:
+        lane = event // world.states[0][MICROBATCHES]
+        microbatch = event - lane * world.states[0][MICROBATCHES]
+        stages = len(world.where)
+        kind = lane // stages
+        stage = lane - kind * stages
+        rank = world.where[stage]
+        arrive(world.states[rank], kind, stage // ranks, microbatch)
+        return rank
+    rank = -1 - event
+    s = world.states[rank]
+    code = world.running[rank]
+    world.running[rank] = -1
+    chunks = s[CHUNKS]
+    kind = code // chunks
+    chunk = code - kind * chunks
+    microbatch = lane_count(s, kind + DONE, chunk)
+    finish(s, kind, chunk)
+    if kind != W:
+        send(world, s, kind, world.stages[rank * chunks + chunk], microbatch, now)
+    return rank
+
+
+def run(world: World) -> int:
+    """Run a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
+    ranks = len(world.running)
+    now = 0
+    touched = [True for _ in range(ranks)]
+    while True:
+        for rank in range(ranks):
+            if touched[rank]:
+                touched[rank] = False
+                if world.running[rank] < 0 and not decide(world, rank, now):
+                    return NOT_READY + rank
+        if world.heap_size[0] == 0:
+            break
+        now = world.heap_times[0]
+        while world.heap_size[0] > 0 and world.heap_times[0] == now:
+            touched[happen(world, heap_pop(world), now)] = True
+    for rank in range(ranks):
+        if world.states[rank][FINISHED] < world.states[rank][TOTAL]:
+            return DEADLOCK
+    return DONE_ALL

@@ -1,0 +1,281 @@
+"""What a simulated step has to do: how long every action and message takes.
+
+Owns durations, links and random factors. They are drawn before the step, per pipeline stage and
+microbatch, so that the same seed gives every schedule the same work. Whole picoseconds, so that two
+moments meant to coincide do, however their times were summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["Jitter", "Link", "SlowWindow", "StageTimes", "Workload", "draw"]
+
+PS_PER_S = 10**12
+_LONGEST_S = 10**5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """How long one microbatch takes on each stage.
+
+    Attributes:
+        forward_s: seconds of a forward, per stage in pipeline order.
+        backward_s: seconds of a backward by inputs, per stage; of the whole one where there are no
+            ``weight_s``.
+        weight_s: seconds of the weight gradients, per stage; empty for none. A whole backward takes
+            both.
+        recompute_s: seconds that every backward spends on repeating its forward, per stage; empty
+            for none.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+
+    @classmethod
+    def equal(
+        cls, num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0
+    ) -> StageTimes:
+        """The same times on every stage."""
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_s=(backward_s,) * num_stages,
+            weight_s=(weight_s,) * num_stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """Random factors on durations and latencies: lognormal with mean 1.
+
+    Attributes:
+        seed: of all draws.
+        action_sigma: sigma of the logarithm of every action's own factor.
+        microbatch_sigma: the same for a factor that all actions of a microbatch share, as when
+            microbatches have different lengths.
+        latency_sigma: the same for the latency of each message.
+
+    Raises:
+        ScheduleError: a sigma is negative or not finite.
+    """
+
+    seed: int
+    action_sigma: float = 0.0
+    microbatch_sigma: float = 0.0
+    latency_sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("action_sigma", "microbatch_sigma", "latency_sigma"):
+            _check_number(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a message meets between two ranks.
+
+    Attributes:
+        latency_s: seconds from leaving the link to arriving.
+        occupancy_s: seconds that a message keeps the link busy (bytes over bandwidth); the next one
+            in the same direction waits for it.
+
+    Raises:
+        ScheduleError: a value is negative or not finite.
+    """
+
+    latency_s: float = 0.0
+    occupancy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "occupancy_s"):
+            _check_number(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowWindow:
+    """A time in which one rank is slower.
+
+    Attributes:
+        rank: position in the pipeline.
+        begin_s: seconds since the start of the step.
+        end_s: the same, after ``begin_s``.
+        factor: how many times longer work takes meanwhile, above 0.
+
+    Raises:
+        ScheduleError: an attribute is outside its range.
+    """
+
+    rank: int
+    begin_s: float
+    end_s: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        for name in ("begin_s", "end_s", "factor"):
+            _check_number(name, getattr(self, name))
+        if self.begin_s >= self.end_s or self.factor == 0:
+            raise ScheduleError(
+                f"slow window from {self.begin_s:g} s to {self.end_s:g} s, factor {self.factor:g}:"
+                " it must end after it begins, with a factor above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The drawn times of one step, in whole picoseconds.
+
+    Attributes:
+        durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
+        delays_ps: ``[2, stages, microbatches] int64``, latency of the message after an F or B.
+        occupancy_ps: ``[ranks, ranks] int64``, from and to.
+        window_ps: ``[ranks, 3] int64``: begin, end and factor in millionths of a slow time.
+    """
+
+    durations_ps: Any
+    delays_ps: Any
+    occupancy_ps: Any
+    window_ps: Any
+
+    @property
+    def total_ps(self) -> Any:
+        """``[stages] int64``: all work of each stage."""
+        return self.durations_ps.sum(axis=(0, 2))
+
+
+def draw(
+    placement: Placement,
+    num_microbatches: int,
+    times: StageTimes,
+    *,
+    jitter: Jitter | None = None,
+    link: Link | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    rank_factors: Sequence[float] | None = None,
+    slow: Sequence[SlowWindow] = (),
+) -> Workload:
+    """Draw the times of one step.
+
+    Args:
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step.
+        times: mean durations per stage, or of a whole multiple of stages, each so many in a row
+            running as one: schedules with one and with several chunks then get the same draws.
+        jitter: random factors; None for none.
+        link: every link between two ranks; None for one that takes no time.
+        links: links that differ, by ``(from rank, to rank)``.
+        rank_factors: how many times longer each rank takes for everything; None for 1.
+        slow: times in which a rank is slower; at most one per rank.
+
+    Raises:
+        ScheduleError: an argument is out of range.
+    """
+    _check_times(placement, times)
+    stages, ranks = placement.num_stages, placement.num_ranks
+    fine = len(times.forward_s)
+    where = [placement.locate(stage)[0] for stage in range(stages)]
+    weight = times.weight_s or (0.0,) * fine
+    recompute = times.recompute_s or (0.0,) * fine
+    backward = [sum(pair) for pair in zip(times.backward_s, recompute, strict=True)]
+    durations = np.array([times.forward_s, backward, weight])[:, :, None]
+    durations = np.broadcast_to(durations, (3, fine, num_microbatches))
+    latency, occupancy = _links(placement, link or Link(), links or {})
+    delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
+    if jitter is not None:
+        rng = np.random.default_rng(jitter.seed)
+        durations = durations * _lognormal(rng, jitter.action_sigma, durations.shape)
+        durations = durations * _lognormal(rng, jitter.microbatch_sigma, (num_microbatches,))
+        # The message after a forward is that of the last of the stages that run as one, the one
+        # after a backward that of the first.
+        factors = _lognormal(rng, jitter.latency_sigma, (2, fine, num_microbatches))
+        group = fine // stages
+        delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
+    durations = durations.reshape(3, stages, fine // stages, num_microbatches).sum(axis=2)
+    durations = durations * _factors(rank_factors, ranks)[where][None, :, None]
+    return Workload(
+        durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
+        delays_ps=np.rint(delays * PS_PER_S).astype(np.int64),
+        occupancy_ps=np.rint(occupancy * PS_PER_S).astype(np.int64),
+        window_ps=_windows(slow, ranks),
+    )
+
+
+def _links(
+    placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
+) -> tuple[Any, Any]:
+    """Latency after each stage's F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
+    ranks, stages = placement.num_ranks, placement.num_stages
+    latency = np.zeros((2, stages))
+    occupancy = np.zeros((ranks, ranks))
+    for kind, step in ((0, 1), (1, -1)):
+        for stage in range(stages):
+            if 0 <= stage + step < stages:
+                pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
+                one = links.get(pair, link)
+                latency[kind, stage] = one.latency_s
+                occupancy[pair] = one.occupancy_s
+    return latency, occupancy
+
+
+def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
+    """Factors of mean 1; draws as many for sigma 0, so that other draws stay what they are."""
+    return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
+
+
+def _factors(rank_factors: Sequence[float] | None, ranks: int) -> Any:
+    if rank_factors is None:
+        return np.ones(ranks)
+    if len(rank_factors) != ranks:
+        raise ScheduleError(f"{len(rank_factors)} rank factors for {ranks} ranks: give one each")
+    for rank, factor in enumerate(rank_factors):
+        _check_number(f"factor of rank {rank}", factor)
+    return np.array(rank_factors)
+
+
+def _windows(slow: Sequence[SlowWindow], ranks: int) -> Any:
+    windows = np.zeros((ranks, 3), dtype=np.int64)
+    for window in slow:
+        if not 0 <= window.rank < ranks or windows[window.rank, 1]:
+            raise ScheduleError(
+                f"slow window of rank {window.rank} in a pipeline of {ranks} ranks: ranks count"
+                " from 0, and each has at most one"
+            )
+        windows[window.rank] = (
+            round(window.begin_s * PS_PER_S),
+            round(window.end_s * PS_PER_S),
+            round(window.factor * 1_000_000),
+        )
+    return windows
+
+
+def _check_times(placement: Placement, times: StageTimes) -> None:
+    kinds = {
+        "forward": times.forward_s,
+        "backward": times.backward_s,
+        "weight": times.weight_s,
+        "recompute": times.recompute_s,
+    }
+    for what, values in kinds.items():
+        if what in ("weight", "recompute") and not values:
+            continue
+        if len(values) != len(times.forward_s) or len(values) % placement.num_stages:
+            raise ScheduleError(
+                f"{len(values)} {what} times for {placement.num_stages} stages: give one per stage"
+            )
+        for stage, value in enumerate(values):
+            _check_number(f"{what} time of stage {stage}", value)
+
+
+def _check_number(what: str, value: float) -> None:
+    if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
+        raise ScheduleError(
+            f"{what} is {value}: it must be finite, not negative and at most {_LONGEST_S}"
+        )

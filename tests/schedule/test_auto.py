@@ -1,0 +1,88 @@
+"""The choice of ``auto``: rules where they gain, fixed orders where not, within memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.auto import Choice, candidates, choose
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.profile import Profile
+from megatron.adaptive.schedule.workload import StageTimes
+
+
+def pick(
+    *,
+    sigma: float = 0.0,
+    most: float = 32.0,
+    chunks: int = 2,
+    present: PlacementKind = "v",
+    placements: tuple[PlacementKind, ...] = ("v",),
+    splittable: bool = True,
+) -> Choice:
+    times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
+    return choose(
+        Profile(times=times, action_sigma=sigma),
+        present=Placement(num_ranks=4, num_chunks=chunks, kind=present),
+        num_microbatches=16,
+        placements=placements,
+        most=most,
+        splittable=splittable,
+    )
+
+
+def test_quiet_stages_get_the_best_fixed_order() -> None:
+    choice = pick()
+    assert choice.best.name == "zb-v"
+    assert "auto takes zb-v" in choice.reason
+
+
+def test_under_jitter_a_rule_with_split_backwards_wins() -> None:
+    choice = pick(sigma=0.4)
+    assert choice.best.name in ("adaptive", "hinted")
+    assert choice.best.weight_pieces > 0
+    assert "best fixed order zb-v" in choice.reason
+    assert "spread of an action 0.40" in choice.reason
+
+
+def test_little_memory_is_kept() -> None:
+    for most in (2.5, 4.0):
+        choice = pick(sigma=0.3, most=most)
+        chosen = next(o for o in choice.outcomes if o.candidate == choice.best)
+        assert chosen.peak_units <= most
+    assert pick(sigma=0.0, most=4.0).best.name == "zb-v"
+
+
+def test_whole_backwards_where_they_cannot_be_split() -> None:
+    choice = pick(sigma=0.3, splittable=False)
+    assert all(outcome.candidate.weight_pieces == 0 for outcome in choice.outcomes)
+
+
+def test_another_placement_only_for_a_clear_gain() -> None:
+    both: tuple[PlacementKind, ...] = ("loop", "v")
+    for most in (2.0, 3.0, 4.0, 32.0):
+        choice = pick(present="loop", placements=both, most=most)
+        fastest = {
+            kind: min(o.mean_s for o in choice.outcomes if o.candidate.placement.kind == kind)
+            for kind in both
+        }
+        moved = choice.best.placement.kind == "v"
+        assert moved == (fastest["v"] < 0.97 * fastest["loop"]), most
+    assert pick(present="v", placements=both).best.placement.kind == "v"
+
+
+def test_one_chunk_has_its_own_schedules() -> None:
+    found = candidates(
+        num_ranks=4,
+        num_chunks=1,
+        num_microbatches=16,
+        placements=("loop",),
+        most=8.0,
+        splittable=True,
+    )
+    assert {"1f1b", "zb-h1", "adaptive", "hinted"} == {c.name for c in found}
+
+
+def test_no_memory_at_all_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match="memory for 0.5 microbatches"):
+        pick(most=0.5)

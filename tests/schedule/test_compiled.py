@@ -1,0 +1,119 @@
+"""The compiled loop does exactly what the plain one does, and fast."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import compiled, rules
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow, RulePolicy
+from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.workload import Jitter, Link, SlowWindow, StageTimes, draw
+
+RULES = {
+    "ready_first": rules.ready_first,
+    "depth_first": rules.depth_first,
+    "breadth_first": rules.breadth_first,
+}
+
+
+def random_case(seed: int) -> tuple[Placement, int, Any, dict[str, Any]]:
+    rng = random.Random(seed)
+    chunks = rng.choice([1, 2, 2, 3])
+    placement = Placement(
+        num_ranks=rng.randint(1, 5), num_chunks=chunks, kind=rng.choice(["loop", "v"])
+    )
+    microbatches = rng.randint(1, 9)
+    stages = placement.num_stages
+    times = StageTimes(
+        forward_s=tuple(rng.uniform(0.5, 1.5) for _ in range(stages)),
+        backward_s=tuple(rng.uniform(0.5, 2) for _ in range(stages)),
+        weight_s=tuple(rng.uniform(0, 1) for _ in range(stages)),
+    )
+    slow = SlowWindow(rank=0, begin_s=3.0, end_s=9.0, factor=2.5)
+    workload = draw(
+        placement,
+        microbatches,
+        times,
+        jitter=Jitter(seed=seed, action_sigma=0.3, microbatch_sigma=0.2, latency_sigma=0.5),
+        link=Link(latency_s=rng.choice([0.0, 0.3]), occupancy_s=rng.choice([0.0, 0.4])),
+        slow=[slow],
+    )
+    options = {
+        "cap": rng.choice([None, 1.0, 2.5]),
+        "weight_pieces": rng.choice([0, 1, 4]),
+        "kept_fraction": rng.choice([1.0, 0.5]),
+    }
+    return placement, microbatches, workload, options
+
+
+def same(one: SimResult, other: SimResult) -> bool:
+    return one.peak_units == other.peak_units and all(
+        np.array_equal(a, b)
+        for field in ("codes", "starts_ps", "ends_ps")
+        for a, b in zip(getattr(one, field), getattr(other, field), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_compiled_and_plain_loops_agree_to_the_picosecond(name: str) -> None:
+    for seed in range(40):
+        placement, microbatches, workload, options = random_case(seed)
+        policies = [RulePolicy(name, RULES[name])] * placement.num_ranks
+        plain = simulate(placement, microbatches, policies, workload, **options)
+        fast = simulate(placement, microbatches, policies, workload, compiled=True, **options)
+        assert same(plain, fast), seed
+
+
+def test_a_compiled_follower_repeats_what_a_rule_did() -> None:
+    for seed in range(20):
+        placement, microbatches, workload, options = random_case(seed)
+        policies = [RulePolicy("adaptive", rules.ready_first)] * placement.num_ranks
+        first = simulate(placement, microbatches, policies, workload, **options)
+        followers = [Follow(order) for order in first.to_schedule("recorded").orders]
+        again = simulate(placement, microbatches, followers, workload, compiled=True, **options)
+        assert same(first, again), seed
+
+
+def test_a_static_schedule_compiled() -> None:
+    placement = Placement(num_ranks=4, num_chunks=2)
+    times = StageTimes.equal(8, forward_s=1.0, backward_s=2.0)
+    policies = make_policies("interleaved", placement, 8)
+    assert simulate(placement, 8, policies, times, compiled=True).makespan_s == 8 * 6 + 3 * 3
+
+
+def test_a_deadlock_under_compiled_code_is_told_like_any_other() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    schedule = make_schedule("gpipe", placement, 2)
+    backwards_first = [schedule.orders[1][2:] + schedule.orders[1][:2]]
+    policies = [Follow(schedule.orders[0]), Follow(backwards_first[0])]
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
+    with pytest.raises(ScheduleError, match="position 0"):
+        simulate(placement, 2, policies, times, compiled=True)
+
+
+def test_a_policy_of_ones_own_runs_where_compiled_code_was_asked_for() -> None:
+    class Mine:
+        name = "mine"
+
+        def pick(self, state: RankState) -> Action | None:
+            return next(iter(state.ready()), None)
+
+    placement = Placement(num_ranks=2, num_chunks=1)
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
+    result = simulate(placement, 3, [Mine(), Mine()], times, compiled=True)
+    assert result.num_actions == 12
+
+
+def test_only_functions_of_rules_are_known() -> None:
+    assert compiled.is_known(rules.follow)
+    assert not compiled.is_known(lambda s, hint: -1)
+    assert not compiled.is_known(print)

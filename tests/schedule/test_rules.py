@@ -1,0 +1,136 @@
+"""What the rules choose in single situations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import RulePolicy
+from megatron.adaptive.schedule.state import RankState
+
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+
+
+def state(
+    kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
+) -> RankState:
+    """Rank 1 of 3, two chunks; all inputs of microbatches 0 to 3 arrive when asked for."""
+    placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
+    return RankState(
+        placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
+    )
+
+
+def run(s: RankState, *names: str) -> None:
+    for name in names:
+        action = Action(ActionKind(name[0]), int(name[1]), int(name[3]))
+        if action.kind is W:
+            action = s.next_action(2, action.chunk)
+        s.start(action)
+        s.finish(action)
+
+
+def pick(rule: Callable[..., int], s: RankState) -> str:
+    return str(RulePolicy("rule", rule).pick(s))
+
+
+def arrive(s: RankState, *names: str) -> None:
+    for name in names:
+        s.arrive(ActionKind(name[0]), int(name[1]), int(name[3]))
+
+
+def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:
+    s = state()
+    arrive(s, "F0-0", "F0-1", "F0-2", "B0-0", "B0-1")
+    assert pick(rules.ready_first, s) == "F0-0"
+    run(s, "F0-0")
+    assert pick(rules.ready_first, s) == "B0-0"
+    run(s, "B0-0")
+    assert pick(rules.ready_first, s) == "F0-1"
+    run(s, "F0-1", "B0-1", "F0-2")
+    assert pick(rules.ready_first, s) == "W0-0"
+    run(s, "W0-0")
+    assert pick(rules.ready_first, s) == "W0-0.1"
+    # A weight gradient in between does not change whose turn it is.
+    arrive(s, "B0-2", "F0-3")
+    assert pick(rules.ready_first, s) == "B0-2"
+
+
+def test_adaptive_takes_the_deepest_backward() -> None:
+    s = state()
+    arrive(s, "F0-0", "F1-0", "B0-0", "B1-0")
+    run(s, "F0-0", "F1-0")
+    assert pick(rules.ready_first, s) == "B1-0"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("v", "F1-0"), ("loop", "F0-1")])
+def test_adaptive_goes_deep_in_a_v_and_in_groups_in_a_loop(kind: str, expected: str) -> None:
+    s = state(kind)
+    arrive(s, "F0-0", "F0-1", "F1-0")
+    run(s, "F0-0")
+    assert pick(rules.ready_first, s) == expected
+
+
+def test_adaptive_heeds_the_cap_and_waits_when_nothing_is_left() -> None:
+    s = state(cap=1.0, pieces=0)
+    arrive(s, "F0-0", "F0-1")
+    run(s, "F0-0")
+    assert pick(rules.ready_first, s) == "None"
+    arrive(s, "F1-0")
+    assert pick(rules.ready_first, s) == "F1-0"
+
+
+def test_depth_first_goes_back_first_and_then_deep() -> None:
+    s = state("loop")
+    arrive(s, "F0-0", "F0-1", "B0-0")
+    assert pick(rules.depth_first, s) == "F0-0"
+    run(s, "F0-0")
+    arrive(s, "F1-0")
+    assert pick(rules.depth_first, s) == "B0-0"
+    run(s, "B0-0")
+    assert pick(rules.depth_first, s) == "F1-0"
+
+
+def test_breadth_first_takes_every_microbatch_of_a_chunk() -> None:
+    s = state("loop")
+    arrive(s, "F0-0", "F0-1", "F1-0", "B1-0")
+    run(s, "F0-0")
+    assert pick(rules.breadth_first, s) == "F0-1"
+    run(s, "F0-1")
+    assert pick(rules.breadth_first, s) == "F1-0"
+    run(s, "F1-0")
+    assert pick(rules.breadth_first, s) == "B1-0"
+    run(s, "B1-0")
+    assert pick(rules.breadth_first, s) == "W1-0"
+
+
+@pytest.mark.parametrize("rule", [rules.depth_first, rules.breadth_first])
+def test_the_greedy_rules_heed_a_cap(rule: Callable[..., int]) -> None:
+    s = state("loop", cap=1.0, pieces=0)
+    arrive(s, "F0-0", "F0-1")
+    run(s, "F0-0")
+    assert pick(rule, s) == "None"
+    free = state("loop", pieces=0)
+    arrive(free, "F0-0", "F0-1")
+    run(free, "F0-0")
+    assert pick(rule, free) == "F0-1"
+
+
+def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
+    # The hint: F0-0 F0-1 B0-0 B0-1 F1-0 ..., as codes of two chunks without weight gradients.
+    hint = (0, 0 + 6, 2, 2 + 6, 1, 3)
+    placement = Placement(num_ranks=3, num_chunks=2)
+
+    def situation(cap: float) -> RankState:
+        s = RankState(placement=placement, rank=1, num_microbatches=2, cap=cap)
+        arrive(s, "F0-0", "F1-0")
+        run(s, "F0-0")
+        return s  # the hint wants F0-1, which is not here; F1-0 is
+
+    assert RulePolicy("hinted", rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
+    # With F0-0 and F0-1 held, one chunk more would break a cap of 1.
+    assert RulePolicy("hinted", rules.hinted, hint).pick(situation(1.0)) is None

@@ -1,0 +1,107 @@
+"""Drawn times: the same seed gives the same work, factors have mean 1, bad numbers are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.workload import Jitter, Link, SlowWindow, StageTimes, draw
+
+TWO = Placement(num_ranks=2, num_chunks=1)
+TIMES = StageTimes.equal(2, forward_s=1.0, backward_s=2.0, weight_s=1.0)
+PS = 10**12
+
+
+def test_times_without_jitter_are_what_was_given() -> None:
+    workload = draw(TWO, 3, TIMES, rank_factors=(1.0, 2.0))
+    assert workload.durations_ps[:, 0].tolist() == [[PS] * 3, [2 * PS] * 3, [PS] * 3]
+    assert workload.durations_ps[:, 1].tolist() == [[2 * PS] * 3, [4 * PS] * 3, [2 * PS] * 3]
+    assert workload.total_ps.tolist() == [12 * PS, 24 * PS]
+
+
+def test_recomputation_is_part_of_the_backward() -> None:
+    times = StageTimes(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), recompute_s=(1.0, 0.0))
+    assert draw(TWO, 1, times).durations_ps[1].tolist() == [[3 * PS], [2 * PS]]
+
+
+def test_factors_have_mean_one_and_microbatches_share_theirs() -> None:
+    jitter = Jitter(seed=3, microbatch_sigma=0.5)
+    durations = draw(TWO, 20000, TIMES, jitter=jitter).durations_ps / PS
+    assert durations[0, 0].mean() == pytest.approx(1.0, rel=0.02)
+    assert np.allclose(durations[1], 2 * durations[0], atol=1e-9)
+    own = draw(TWO, 20000, TIMES, jitter=Jitter(seed=3, action_sigma=0.5)).durations_ps / PS
+    assert own[1].mean() == pytest.approx(2.0, rel=0.02)
+    assert abs(np.corrcoef(own[0, 0], own[1, 0])[0, 1]) < 0.05
+
+
+def test_a_seed_and_one_sigma_do_not_change_the_other_draws() -> None:
+    one = draw(TWO, 5, TIMES, link=Link(latency_s=1.0), jitter=Jitter(seed=1, latency_sigma=0.4))
+    both = draw(
+        TWO,
+        5,
+        TIMES,
+        link=Link(latency_s=1.0),
+        jitter=Jitter(seed=1, latency_sigma=0.4, action_sigma=0.2),
+    )
+    assert one.delays_ps.tolist() == both.delays_ps.tolist()
+
+
+def test_a_message_waits_for_its_link() -> None:
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=1.0)
+    workload = draw(TWO, 2, times, link=Link(latency_s=0.5, occupancy_s=3.0))
+    result = simulate(TWO, 2, make_policies("gpipe", TWO, 2), workload)
+    second = [span.start_s for span in result.spans[1] if str(span.action).startswith("F")]
+    # Sent at 1 and 2; the link is busy from 1 to 4 and from 4 to 7.
+    assert second == [4.5, 7.5]
+
+
+def test_one_link_may_differ() -> None:
+    three = Placement(num_ranks=3, num_chunks=1)
+    times = StageTimes.equal(3, forward_s=1.0, backward_s=1.0)
+    workload = draw(three, 1, times, links={(1, 2): Link(latency_s=7.0)})
+    result = simulate(three, 1, make_policies("1f1b", three, 1), workload)
+    assert [spans[0].start_s for spans in result.spans] == [0.0, 1.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "factor", "finish"),
+    [(0.25, 9.0, 2.0, 1.75), (0.25, 0.75, 2.0, 1.25), (5.0, 6.0, 3.0, 1.0), (0.0, 0.5, 0.5, 0.5)],
+)
+def test_work_in_a_slow_window_takes_longer(
+    begin: float, end: float, factor: float, finish: float
+) -> None:
+    window = SlowWindow(rank=0, begin_s=begin, end_s=end, factor=factor)
+    result = simulate(TWO, 1, make_policies("1f1b", TWO, 1), draw(TWO, 1, TIMES, slow=[window]))
+    assert result.spans[0][0].end_s == pytest.approx(finish, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Jitter(seed=0, action_sigma=-0.1), "action_sigma is -0.1"),
+        (lambda: Jitter(seed=0, latency_sigma=float("nan")), "latency_sigma is nan"),
+        (lambda: Link(latency_s=-1.0), "latency_s is -1.0"),
+        (lambda: SlowWindow(rank=0, begin_s=2, end_s=1, factor=2), "end after it begins"),
+        (lambda: draw(TWO, 1, TIMES, rank_factors=(1.0,)), "1 rank factors for 2 ranks"),
+        (
+            lambda: draw(TWO, 1, StageTimes(forward_s=(1.0,), backward_s=(1.0, 1.0))),
+            "1 forward times for 2 stages",
+        ),
+        (
+            lambda: draw(TWO, 1, StageTimes(forward_s=(1.0, float("nan")), backward_s=(1.0, 1.0))),
+            "forward time of stage 1 is nan",
+        ),
+        (
+            lambda: draw(TWO, 1, TIMES, slow=[SlowWindow(rank=2, begin_s=0, end_s=1, factor=2)]),
+            "slow window of rank 2 in a pipeline of 2 ranks",
+        ),
+    ],
+)
+def test_bad_numbers_are_refused(make: object, match: str) -> None:
+    assert callable(make)
+    with pytest.raises(ScheduleError, match=match):
+        make()
