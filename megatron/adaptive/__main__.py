@@ -16,6 +16,7 @@ _SUBCOMMANDS = {
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
     "process-trace": ("process_trace", "aggregate a run's traces"),
     "run-single": ("run_single", "train a small GPT on this machine"),
+    "simulate": ("simulate", "compare schedules on simulated work"),
     "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
 }
 

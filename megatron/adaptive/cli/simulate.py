@@ -1,0 +1,199 @@
+"""``simulate``: compares schedules on simulated work, from a profile or from round numbers.
+
+    python -m megatron.adaptive simulate --stages 8 --chunks 2 --microbatches 32 --jitter 0.3 \\
+        --schedules 1f1b,interleaved,zb-v,adaptive
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
+from megatron.adaptive.schedule.profile import Profile, load_profile
+from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.schedule.render import render_timeline
+from megatron.adaptive.schedule.workload import Link, StageTimes
+from megatron.adaptive.trace.files import replaced
+
+_BAR = 40
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"simulate: {message}; see --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate, print a table and a chart; writes a picture and JSON where asked.
+
+    Raises:
+        ConfigError: an option is wrong.
+        ScheduleError: the profile is wrong or no schedule suits the pipeline.
+    """
+    options = _parser().parse_args(argv)
+    _check(options)
+    fine = options.stages * options.chunks
+    profile = _profile(options, fine)
+    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
+    seeds = range(options.seed, options.seed + (options.draws if spread else 1))
+    outcomes: list[Outcome] = []
+    for name in options.schedules.split(","):
+        candidate = _candidate(options, name.strip())
+        outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
+    _print_table(outcomes, len(seeds))
+    if options.timeline:
+        for outcome in outcomes:
+            print(f"\n{outcome.candidate}")
+            print(render_timeline(outcome.example, max_columns=options.timeline))
+    if options.chart is not None:
+        # Half a second to import, and only wanted here.
+        from megatron.adaptive.trace.comparison import write_comparison
+
+        write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
+        print(f"\nchart: {options.chart}")
+    if options.json is not None:
+        with replaced(options.json) as temporary:
+            Path(temporary).write_text(
+                json.dumps([_as_json(outcome) for outcome in outcomes], indent=2) + "\n",
+                encoding="utf-8",
+            )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megatron.adaptive simulate",
+        description="Compare pipeline schedules on simulated work.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--stages", type=int, required=True, help="ranks of the pipeline")
+    add("--chunks", type=int, default=2, help="chunks per rank, where a schedule has several")
+    add("--microbatches", type=int, required=True, help="microbatches per step")
+    add(
+        "--schedules",
+        default="1f1b,interleaved,zb-v,adaptive",
+        metavar="A,B",
+        help=f"what to compare: {', '.join(policy_names())}",
+    )
+    work = parser.add_argument_group("work")
+    add = work.add_argument
+    add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
+    add("--forward", type=float, default=1.0, metavar="S", help="seconds of a rank's forward")
+    add("--backward", type=float, default=1.0, metavar="S", help="the same, backward by inputs")
+    add("--weight", type=float, default=1.0, metavar="S", help="the same, weight gradients")
+    add("--latency", type=float, default=0.0, metavar="S", help="of a message between ranks")
+    add("--occupancy", type=float, default=0.0, metavar="S", help="a message's time on its link")
+    add("--jitter", type=float, default=0.0, metavar="SIGMA", help="lognormal, per action")
+    add("--microbatch-jitter", type=float, default=0.0, metavar="SIGMA", help="per microbatch")
+    add(
+        "--slow-rank",
+        action="append",
+        default=[],
+        metavar="R:FACTOR",
+        help="a rank that takes so many times longer; may be repeated",
+    )
+    rule = parser.add_argument_group("run-time rules")
+    add = rule.add_argument
+    add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
+    add("--weight-pieces", type=int, metavar="N", help="parts of a weight gradient, 0: whole B")
+    add("--placement", choices=("loop", "v"), help="where chunks live; default v for 2 chunks")
+    out = parser.add_argument_group("output")
+    add = out.add_argument
+    add("--draws", type=int, default=20, help="simulated steps per schedule, with jitter")
+    add("--seed", type=int, default=0, help="of the first draw")
+    add("--timeline", type=int, default=0, metavar="COLUMNS", help="also draw the steps as text")
+    add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
+    add("--json", type=Path, metavar="FILE", help="also write the figures here")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("stages", "chunks", "microbatches", "draws"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ConfigError(f"--{name} {value}: give at least 1")
+
+
+def _profile(options: argparse.Namespace, fine: int) -> Profile:
+    factors = _rank_factors(options)
+    if options.profile is not None:
+        if factors is not None:
+            raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
+        return load_profile(options.profile, num_stages=fine)
+    chunks = options.chunks
+    return Profile(
+        times=StageTimes.equal(
+            fine,
+            forward_s=options.forward / chunks,
+            backward_s=options.backward / chunks,
+            weight_s=options.weight / chunks,
+        ),
+        link=Link(latency_s=options.latency, occupancy_s=options.occupancy),
+        rank_factors=factors,
+        action_sigma=options.jitter,
+        microbatch_sigma=options.microbatch_jitter,
+    )
+
+
+def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
+    if not options.slow_rank:
+        return None
+    factors = [1.0] * options.stages
+    for text in options.slow_rank:
+        rank, _, factor = text.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except (ValueError, IndexError):
+            raise ConfigError(
+                f"--slow-rank {text}: give RANK:FACTOR, with a rank from 0 to {options.stages - 1}"
+            ) from None
+    return tuple(factors)
+
+
+def _candidate(options: argparse.Namespace, name: str) -> Candidate:
+    try:
+        return make_candidate(
+            name,
+            options.stages,
+            options.chunks,
+            options.microbatches,
+            placement_kind=options.placement,
+            cap=options.cap,
+            weight_pieces=options.weight_pieces,
+        )
+    except ScheduleError as error:
+        raise ConfigError(f"--schedules {options.schedules}: {error}") from error
+
+
+def _print_table(outcomes: Sequence[Outcome], draws: int) -> None:
+    first = outcomes[0].mean_s
+    slowest = max(outcome.mean_s for outcome in outcomes)
+    width = max(len(str(outcome.candidate)) for outcome in outcomes)
+    print(f"{draws} draw{'s' * (draws > 1)} each; peak in microbatches of a whole rank\n")
+    print(f"{'schedule':{width}}  step s  speed-up  bubble   peak")
+    for outcome in outcomes:
+        bar = "█" * round(_BAR * outcome.mean_s / slowest)
+        print(
+            f"{outcome.candidate!s:{width}}  {outcome.mean_s:6.4g}  {first / outcome.mean_s:7.3f}x"
+            f"  {outcome.bubble_fraction:5.1%}  {outcome.peak_units:5.3g}  {bar}"
+        )
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    candidate = outcome.candidate
+    return {
+        "schedule": candidate.name,
+        "placement": candidate.placement.kind,
+        "chunks": candidate.placement.num_chunks,
+        "weight_pieces": candidate.weight_pieces,
+        "cap": candidate.cap,
+        "makespans_s": list(outcome.makespans_s),
+        "bubble_fraction": outcome.bubble_fraction,
+        "peak_microbatches": outcome.peak_units,
+    }
