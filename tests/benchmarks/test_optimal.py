@@ -1,0 +1,238 @@
+"""Optimal step times: the search against an exhaustive one, the rules, the recorded file."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import asdict, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.schedule.placement import Placement
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FILE = FOLDER / "optimal.json"
+
+
+def _load() -> Any:
+    spec = spec_from_file_location("benchmarks_optimal", FOLDER / "optimal.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    # Dataclasses look their module up while they are made.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+optimal = _load()
+CONTENT = json.loads(FILE.read_text(encoding="utf-8"))
+RECORDS = {record["id"]: record for record in CONTENT["cases"]}
+CANDIDATES = {case.id: case for case in optimal.candidates()}
+
+
+def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
+    """Two ranks, W in one piece, durations from 1 to 4."""
+    rng = random.Random(seed)
+    times = [tuple(rng.randint(1, 4) for _ in range(4)) for _ in range(3)]
+    return optimal.Case(
+        id=f"tiny-{seed}",
+        ranks=2,
+        microbatches=microbatches,
+        forward=times[0],
+        backward=times[1],
+        weight=times[2],
+        latency=seed % 3,
+        cap=cap,
+        weight_pieces=1,
+    )
+
+
+State = dict[Any, int]
+"""When each rank is free and when the cells end that others still wait for."""
+
+
+def least_by_trying_all(case: Any) -> int:
+    """Append cells in every possible order, each as early as it can; drop states that are worse."""
+    before = {cell: case.before(cell) for cell in case.cells()}
+    layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
+    for _ in before:
+        following: dict[frozenset[Any], list[State]] = {}
+        for done, states in layer.items():
+            for cell in set(before) - done:
+                if not _allowed(case, cell, done):
+                    continue
+                after = done | {cell}
+                wanted = {other for c in set(before) - after for other, _ in before[c]} | {0, 1}
+                for ends in states:
+                    rank = case.rank_of(cell[1])
+                    inputs = [ends[other] + gap for other, gap in before[cell]]
+                    end = max(ends[rank], *inputs, 0) + case.duration(cell)
+                    found = {**ends, cell: end, rank: end}
+                    found = {key: found[key] for key in found if key in wanted}
+                    _keep(following.setdefault(after, []), found)
+        layer = following
+    (states,) = layer.values()
+    return min(max(ends.values()) for ends in states)
+
+
+def _allowed(case: Any, cell: Any, done: frozenset[Any]) -> bool:
+    if cell[0] == "F" and case.cap is not None:
+        rank = case.rank_of(cell[1])
+        held = sum(case.held_change(other) for other in done if case.rank_of(other[1]) == rank)
+        if held >= 2 * case.cap:
+            return False
+    return all(other in done for other, _ in case.before(cell))
+
+
+def _keep(known: list[State], found: State) -> None:
+    if any(all(state[key] <= end for key, end in found.items()) for state in known):
+        return
+    known[:] = [state for state in known if any(state[key] < found[key] for key in found)]
+    known.append(found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cap", [None, 1])
+def test_search_equals_trying_all(seed: int, cap: int | None) -> None:
+    case = tiny(seed, cap=cap)
+    record = optimal.solve(case)
+    assert record is not None
+    assert record["optimum"] == least_by_trying_all(case)
+    assert record["optimum"] >= record["lower_bound"]
+
+
+def test_one_microbatch_is_the_chain() -> None:
+    case = tiny(1, microbatches=1)
+    chain = sum(case.forward) + sum(case.backward) + case.weight[0] + 4 * case.latency
+    assert optimal.lower_bound(case) == chain
+    assert optimal.solve(case)["optimum"] == chain
+
+
+def test_bound_by_hand() -> None:
+    # Rank 1 starts after one F and the hand-over, then works without a gap: 3 + 1 + 4 * 2 * 9.
+    case = replace(
+        tiny(0, microbatches=4), forward=(3,) * 4, backward=(3,) * 4, weight=(3,) * 4, latency=1
+    )
+    assert optimal.lower_bound(case) == 76
+
+
+def test_ranks_are_those_of_the_v_placement() -> None:
+    case = optimal.make_case("even", 4, 4, latency=False, cap=8)
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    assert [case.rank_of(s) for s in range(8)] == [placement.locate(s)[0] for s in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "shift", "message"),
+    [
+        (("F", 0, 0, 0), -1, "before 0"),
+        (("B", 3, 0, 0), -1, "has arrived"),
+        (("W", 3, 0, 0), 10_000, "starts before"),
+    ],
+)
+def test_check_refuses_a_moved_cell(cell: Any, shift: int, message: str) -> None:
+    case = tiny(0)
+    starts = optimal.greedy(case, optimal.lower_bound(case))
+    optimal.check(case, starts)
+    with pytest.raises(ValueError, match=message):
+        optimal.check(case, {**starts, cell: starts[cell] + shift})
+
+
+def test_check_refuses_overlap_and_too_much_memory() -> None:
+    case = tiny(0, microbatches=1)
+    starts = optimal.greedy(case, optimal.lower_bound(case))
+    # Both wait for B of stage 2 alone and are on the same rank.
+    with pytest.raises(ValueError, match="overlap on rank 1"):
+        optimal.check(case, {**starts, ("W", 2, 0, 0): starts["B", 1, 0, 0]})
+    case = tiny(0, microbatches=4)
+    starts = optimal.greedy(case, optimal.lower_bound(case))
+    with pytest.raises(ValueError, match="holds more than 1 units"):
+        optimal.check(replace(case, cap=1), starts)
+
+
+def test_what_a_cell_waits_for() -> None:
+    case = replace(tiny(2), weight=(4,) * 4, weight_pieces=2)
+    assert case.latency == 2
+    assert {cell: case.before(cell) for cell in case.cells() if cell[1] in (1, 3)} == {
+        ("F", 1, 0, 0): [(("F", 0, 0, 0), 2)],
+        ("F", 3, 0, 0): [(("F", 2, 0, 0), 2)],
+        ("B", 3, 0, 0): [(("F", 3, 0, 0), 0)],
+        ("W", 3, 0, 0): [(("B", 3, 0, 0), 0)],
+        ("W", 3, 0, 1): [(("W", 3, 0, 0), 0)],
+        # Stages 1 and 2 are on one rank.
+        ("B", 1, 0, 0): [(("B", 2, 0, 0), 0)],
+        ("W", 1, 0, 0): [(("B", 1, 0, 0), 0)],
+        ("W", 1, 0, 1): [(("W", 1, 0, 0), 0)],
+        ("F", 1, 1, 0): [(("F", 1, 0, 0), 0), (("F", 0, 1, 0), 2)],
+        ("F", 3, 1, 0): [(("F", 3, 0, 0), 0), (("F", 2, 1, 0), 2)],
+        ("B", 3, 1, 0): [(("B", 3, 0, 0), 0), (("F", 3, 1, 0), 0)],
+        ("W", 3, 1, 0): [(("W", 3, 0, 1), 0), (("B", 3, 1, 0), 0)],
+        ("W", 3, 1, 1): [(("W", 3, 1, 0), 0)],
+        ("B", 1, 1, 0): [(("B", 1, 0, 0), 0), (("B", 2, 1, 0), 0)],
+        ("W", 1, 1, 0): [(("W", 1, 0, 1), 0), (("B", 1, 1, 0), 0)],
+        ("W", 1, 1, 1): [(("W", 1, 1, 0), 0)],
+    }
+
+
+def test_durations_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of the pieces"):
+        replace(tiny(0), weight=(1, 2, 3, 4), weight_pieces=4)
+    with pytest.raises(ValueError, match="forward needs one duration"):
+        replace(tiny(0), forward=(1,))
+
+
+def test_file_holds_the_candidates() -> None:
+    assert CONTENT["version"] == optimal.VERSION
+    assert len(RECORDS) == len(CONTENT["cases"])
+    assert sorted([*RECORDS, *CONTENT["unproven"]]) == sorted(CANDIDATES)
+    assert len(RECORDS) >= 40
+    for name, record in RECORDS.items():
+        inputs = json.loads(json.dumps(asdict(CANDIDATES[name])))
+        assert {key: record[key] for key in inputs} == inputs
+        assert (record["chunks"], record["placement"]) == (2, "v")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_recorded_optimum_lies_between_its_bounds(name: str) -> None:
+    case, record = CANDIDATES[name], RECORDS[name]
+    starts = optimal.Greedy(case).run()
+    optimal.check(case, starts)
+    assert record["proven"] is True
+    assert record["lower_bound"] == optimal.lower_bound(case)
+    assert record["lower_bound"] <= record["optimum"] <= optimal.makespan(case, starts)
+
+
+@pytest.mark.parametrize("name", ["p2-m4-less-weight-l3-cap2", "p3-m4-less-weight-l3"])
+def test_recorded_optimum_is_found_again(name: str) -> None:
+    assert RECORDS[name]["optimum"] > RECORDS[name]["lower_bound"]
+    assert optimal.solve(CANDIDATES[name])["optimum"] == RECORDS[name]["optimum"]
+
+
+def test_memory_and_latency_cost_time() -> None:
+    for name, record in RECORDS.items():
+        free = RECORDS.get(name.rsplit("-cap", 1)[0])
+        if free is not None:
+            assert record["optimum"] >= free["optimum"]
+
+
+def test_run_completes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+
+    def run(pattern: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", ["optimal.py", "--out", str(out), "--only", pattern])
+        assert optimal.main() == 0
+        cases: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["cases"]
+        return cases
+
+    first = run("p2-m4-fast-*")
+    assert [record["id"] for record in first] == ["p2-m4-fast-l10"]
+    monkeypatch.setattr(optimal, "solve", lambda case, **_: None)
+    assert run("*") == first
+    out.write_text('{"version": 0, "cases": []}', encoding="utf-8")
+    with pytest.raises(ValueError, match="version 0"):
+        run("*")
