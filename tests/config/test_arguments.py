@@ -155,7 +155,7 @@ def test_a_flag_of_megatron_lm_is_refused_by_name_with_a_reason(
         ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer", "NullTokenizer")),
         ("--optimizer muon", ("'muon'", "adam")),
         ("--position-embedding-type mrope", ("'mrope'", "rope")),
-        ("--pipeline-schedule gpipe", ("'gpipe'", "megatron, 1f1b, interleaved, adaptive")),
+        ("--pipeline-schedule fastest", ("'fastest'", "megatron, 1f1b", "adaptive, auto")),
         ("--timing-log-level 3", ("3", "0, 1, 2")),
         ("--num-layers four", ("--num-layers", "'four'", "whole number")),
         ("--num-layers 4.5", ("'4.5'", "whole number")),

@@ -193,6 +193,21 @@ PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
             f"{PP2} --pipeline-schedule 1f1b --activation-cap 2",
             ("--activation-cap 2", "1f1b", "adaptive"),
         ),
+        (
+            f"{PP2} --pipeline-placement v",
+            ("--pipeline-placement v", "1 chunk", "--model-chunks 2", "loop"),
+        ),
+        *(
+            (
+                f"{PP2} --model-chunks 2 --pipeline-placement v --pipeline-schedule {schedule}",
+                ("--pipeline-placement v", schedule, "adaptive", "--pipeline-placement loop"),
+            )
+            for schedule in ("megatron", "interleaved")
+        ),
+        (
+            f"{PP2} --pipeline-placement v --pipeline-schedule 1f1b",
+            ("--pipeline-placement v", "1f1b", "adaptive", "--pipeline-placement loop"),
+        ),
     ],
 )
 def test_schedule(complaint: Complaint, flags: str, words: tuple[str, ...]) -> None:
@@ -213,6 +228,9 @@ def test_schedule(complaint: Complaint, flags: str, words: tuple[str, ...]) -> N
         "--microbatch-group-size-per-virtual-pipeline-stage 3",
         f"{PP2} --partition 4-0 --pipeline-schedule megatron",
         f"{PP2} --partition 0-4-0-0 --model-chunks 2 --activation-cap 1.5",
+        f"{PP2} --partition 0-4-0-0 --model-chunks 2 --pipeline-placement v",
+        f"{PP2} --partition 1-1-0-1-1-0 --model-chunks 3 --pipeline-placement v",
+        f"{PP2} --pipeline-placement loop --pipeline-schedule 1f1b",
     ],
 )
 def test_schedules_that_run(small: Parse, flags: str) -> None:

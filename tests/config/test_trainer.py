@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
@@ -41,6 +42,16 @@ def test_derived_values(rich: TrainerConfig) -> None:
     assert rich.layers_per_stage == (0, 3, 1, 0)
     assert rich.num_microbatches == 4
     assert rich.batch.batch_sizes() == (4, 8, 12, 16)
+
+
+def test_the_placement_is_the_given_one_or_chosen(small: Parse) -> None:
+    shape = "--pipeline-model-parallel-size 2 --model-chunks 2 --global-batch-size 8"
+    for schedule in ("adaptive", "interleaved", "megatron"):
+        config = small(f"{shape} --pipeline-schedule {schedule}", world_size=2)
+        assert config.schedule.pipeline_placement is None
+        assert config.placement_kind == default_placement(schedule, 2)
+    for kind in ("loop", "v"):
+        assert small(f"{shape} --pipeline-placement {kind}", world_size=2).placement_kind == kind
 
 
 def test_a_configuration_cannot_be_changed(rich: TrainerConfig) -> None:

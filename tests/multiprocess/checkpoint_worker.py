@@ -35,7 +35,6 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
 from megatron.adaptive.training.initialize import (  # noqa: E402
@@ -44,6 +43,7 @@ from megatron.adaptive.training.initialize import (  # noqa: E402
     seed_everything,
     start_job,
 )
+from megatron.adaptive.training.layout import placement_of  # noqa: E402
 from megatron.adaptive.training.model import build_chunks, transformer_config  # noqa: E402
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
@@ -84,7 +84,7 @@ class Jobs:
 
     def join(self, config: TrainerConfig) -> Job:
         """Return the job in the mesh of ``config``."""
-        if self._job is not None and self._job.config.parallel != config.parallel:
+        if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
         if self._job is None:
             environment = Environment.read()
@@ -113,6 +113,11 @@ class Jobs:
         self._job = None
 
 
+def _mesh(config: TrainerConfig) -> tuple[object, ...]:
+    """What the process groups depend on."""
+    return config.parallel, config.placement_kind
+
+
 class Training:
     """A model with optimizer and schedule in one shape, and its checkpoints."""
 
@@ -120,9 +125,7 @@ class Training:
         self.config = settings(flags)
         job = jobs.join(self.config)
         model, parallel = self.config.model, self.config.parallel
-        placement = Placement(
-            num_ranks=parallel.pipeline_model_parallel_size, num_chunks=parallel.num_chunks
-        )
+        placement = placement_of(self.config)
         multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
         rows = -(-(self.config.data.vocab_size + 1) // multiple) * multiple
         device = job.accelerator
@@ -259,8 +262,10 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     """Several kinds of models and optimizers through meshes, chunks, uneven and empty stages."""
     empty = shape(1, 4, partition="0-3-1-0")
     hollow = shape(1, 4, partition="0-4-0-0")  # a rank without any parameter
-    chunked = shape(1, 2, 2, partition="1-0-2-1")
+    chunked = shape(1, 2, 2, partition="1-0-2-1", pipeline_placement="loop")
     spread = shape(2, 1, ckpt_fully_parallel_load=None)
+    # First and last stage on one rank, which then holds both copies of a tied embedding.
+    turned = shape(1, 2, 2, partition="1-2-1-0", pipeline_placement="v")
     copies = shape(1, 1)
     both = shape(2, 2)
     modern: Flags = {
@@ -279,7 +284,10 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
         # Equally many rows for each mesh: in a share of the state nobody can tell rows apart.
         "--make-vocab-size-divisible-by": "64",
     }
-    reshape(jobs, folder / "tied", {}, [empty], [empty, both, copies, chunked])
+    together: Flags = {"--ckpt-fully-parallel-load": None}
+    reshape(jobs, folder / "tied", {}, [empty], [empty, both, copies, chunked, turned])
+    reshape(jobs, folder / "turned", together, [turned], [turned, chunked])
+    reshape(jobs, folder / "turned16", split | {"--bf16": None}, [turned], [spread])
     reshape(jobs, folder / "back", {}, [chunked], [hollow])
     reshape(jobs, folder / "split", split, [hollow], [hollow, spread])
     reshape(jobs, folder / "split16", split | {"--bf16": None}, [spread], [chunked])

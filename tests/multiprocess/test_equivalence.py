@@ -42,6 +42,7 @@ MODERN = (
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
 MODEL_NAMES = {NO_DROPOUT: "", DROPOUT: "dropout", MODERN: "modern"}
+LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -55,6 +56,8 @@ class Case:
         extra: further flags.
         model: flags that change the numbers; the reference has them too.
         run: tells two runs of one job apart.
+        after: the job from whose checkpoint this one goes on.
+        until: last iteration; chosen from the other attributes where 0.
     """
 
     schedule: str
@@ -65,6 +68,8 @@ class Case:
     extra: str = ""
     model: str = NO_DROPOUT
     run: int = 1
+    after: Case | None = None
+    until: int = 0
 
     @property
     def world_size(self) -> int:
@@ -72,6 +77,8 @@ class Case:
 
     @property
     def steps(self) -> int:
+        if self.until:
+            return self.until
         return STEPS if self.model == NO_DROPOUT and not self.extra else SHORT_STEPS
 
     @property
@@ -83,6 +90,8 @@ class Case:
         words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
         words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
         words += [f"run{self.run}"] if self.run > 1 else []
+        words += [f"until{self.until}"] if self.until else []
+        words += [f"after-{self.after}"] if self.after else []
         return "-".join(word for word in words if word)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +106,7 @@ class Case:
             "flags": flags,
             "steps": self.steps,
             "evaluate_after": SHORT_STEPS,
+            "after": str(self.after) if self.after else None,
         }
 
 
@@ -155,7 +165,56 @@ OPTIONS = (
     Case("adaptive", tp=2, pp=2, model=MODERN),
     Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
 )
+# Every other order of work, with whole and with split backwards.
+WHOLE = "--split-backward False"
+ORDERS = (
+    Case("gpipe", pp=2),
+    Case("gpipe", pp=2, chunks=2, extra=V),
+    Case("breadth-first", pp=2, chunks=2, dp=2),
+    Case("zb-h1", pp=4),
+    Case("zb-h1", tp=2, pp=2),
+    Case("zb-h1", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
+    Case("zb-v", pp=2, chunks=2),
+    Case("zb-v", pp=4, chunks=2, model=MODERN),
+    Case("zb-v", pp=2, chunks=2, dp=2, extra="--overlap-grad-reduce"),
+    Case("v-half", pp=4, chunks=2),
+    Case("varuna", pp=4, extra=RECOMPUTE),
+    Case("hinted", pp=4, chunks=2, extra="--activation-cap 4"),
+    Case("hinted", tp=2, pp=2, chunks=2, extra="--activation-cap 2"),
+    Case("hinted", pp=4, extra="--activation-cap 2"),
+    Case("dfc", pp=2, chunks=2),
+    Case("bfc", pp=2, chunks=2, extra="--split-backward True --weight-pieces 3"),
+    Case("adaptive", pp=4, chunks=2, extra="--weight-pieces 1"),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {WHOLE}"),
+    Case("adaptive", tp=2, pp=2, extra=WHOLE),
+    Case("adaptive", pp=2, chunks=2, extra=LOOP),
+    Case("adaptive", pp=4, chunks=2, extra=f"{LOOP} --activation-cap 1"),
+)
+# First and last stage on the first rank; with three chunks the last one is on the last rank.
+PLACED = (
+    Case("adaptive", pp=2, chunks=2, extra=V),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} --partition 0-5-3-0 --activation-cap 1"),
+    Case("adaptive", pp=2, chunks=3, extra=f"{V} --partition 2-1-0-3-1-1"),
+    Case("adaptive", pp=4, chunks=2, extra=V),
+    Case("adaptive", pp=4, chunks=2, extra=V, model=MODERN),
+    Case("adaptive", tp=2, pp=2, chunks=2, extra=V),
+    Case("adaptive", tp=2, pp=2, chunks=2, extra=V, model=MODERN),
+    Case("adaptive", pp=2, chunks=2, dp=2, extra=V),
+    Case("adaptive", pp=2, chunks=2, dp=2, extra=V, model=MODERN),
+    Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --overlap-grad-reduce"),
+    Case(
+        "adaptive",
+        pp=2,
+        chunks=2,
+        dp=2,
+        extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+)
 HALF = (
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
+    Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --bf16 --use-distributed-optimizer"),
     Case("adaptive", pp=2, chunks=2, extra="--bf16"),
     Case("adaptive", tp=2, pp=2, extra="--bf16"),
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
@@ -164,9 +223,9 @@ HALF = (
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
-        dataclasses.replace(DROPPING, pp=2, chunks=2),
+        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=LOOP),
         {"run": 2},
-        {"extra": "--activation-cap 1"},
+        {"extra": f"{LOOP} --activation-cap 1"},
         {"schedule": "interleaved"},
         {"schedule": "megatron"},
     ),
@@ -174,6 +233,19 @@ SAME_LOSSES = (
     same(dataclasses.replace(DROPPING, tp=2, pp=2), {"run": 2}, {"schedule": "1f1b"}),
     same(dataclasses.replace(DROPPING, pp=2, dp=2), {"run": 2}, {"schedule": "1f1b"}),
 )
+
+
+def every_placement() -> tuple[Case, ...]:
+    """One job with dropout: as a loop, as a V, the same again, and as V, loop and V in turn.
+
+    Without clipping, for a norm is rounded differently when other ranks hold the layers.
+    """
+    vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} --clip-grad 0", until=STEPS)
+    loop = dataclasses.replace(vee, extra=f"{LOOP} --clip-grad 0")
+    begun = dataclasses.replace(vee, until=2)
+    moved = dataclasses.replace(loop, until=4, after=begun)
+    back = dataclasses.replace(vee, after=moved)
+    return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
@@ -228,10 +300,10 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
     return found
 
 
-def norms_of(seen: dict[str, Any]) -> list[float]:
-    """Gradient norms, which every rank knows."""
-    first: list[float] = seen["grad_norms"][0]
-    assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen["grad_norms"])
+def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
+    """Norms of gradients or parameters, which every rank knows."""
+    first: list[float] = seen[key][0]
+    assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
     return first
 
 
@@ -242,6 +314,8 @@ def require_same_numbers(case: Case, outcome: Outcome, rel: float) -> None:
     expected_losses = losses_of(case.reference, expected)[: case.steps]
     assert losses == pytest.approx(expected_losses, rel=rel, abs=0)
     assert norms == pytest.approx(norms_of(expected)[: case.steps], rel=rel, abs=0)
+    sizes = norms_of(expected, "params_norm")
+    assert norms_of(seen, "params_norm") == pytest.approx(sizes, rel=rel, abs=0)
     validation = losses_of(case, seen, "evaluated")
     assert validation == pytest.approx(
         losses_of(case.reference, expected, "evaluated"), rel=rel, abs=0
@@ -264,8 +338,18 @@ def test_shape_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
 
 
+@pytest.mark.parametrize("case", ORDERS, ids=str)
+def test_order_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
+
+
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_option_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
+
+
+@pytest.mark.parametrize("case", PLACED, ids=str)
+def test_other_placements_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
 
 
@@ -287,6 +371,19 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     reference = losses_of(PLAIN, outcome(PLAIN))[:SHORT_STEPS]
     assert losses != pytest.approx(reference, rel=1e-4)
     assert losses == pytest.approx(reference, rel=0.1)
+
+
+@pytest.mark.parametrize("cases", [every_placement()], ids=["loop-v"])
+def test_stages_compute_the_same_wherever_they_are(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    loop, vee, again, *parts = cases
+    losses, sizes = losses_of(loop, outcome(loop)), norms_of(outcome(loop))
+    assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
+    assert norms_of(outcome(vee)) == norms_of(outcome(again))
+    assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
+    # A run that stops as a V, goes on as a loop and then as a V again.
+    assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 
 @pytest.mark.parametrize(

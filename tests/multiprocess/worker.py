@@ -3,12 +3,18 @@
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` beside ``RESULTS``.
 ``CASES`` is a JSON list of objects::
 
-    {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int}
+    {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
+
+A case goes on from the checkpoint of the case named in ``after``, an earlier one, to iteration
+``steps``.
 
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
-     "evaluated": [[float] per rank], "orders": [[str, ...] per rank], "seconds": float}
+     "params_norm": [[float] per rank], "evaluated": [[float] per rank],
+     "orders": [[str, ...] per rank], "seconds": float}
+
+The norm of the parameters and the validation loss are those after iteration ``evaluate_after``.
 
 Losses are empty on ranks that do not hold the last stage, orders where megatron-core's own schedule
 ran. Process groups are made anew for each case, but processes start only once: that is what takes
@@ -17,6 +23,7 @@ the time. A rank that finds something wrong raises, which ends the job.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import json
@@ -45,9 +52,10 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
-from megatron.adaptive.training.initialize import Job, seed_everything  # noqa: E402
+from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.training.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
-from megatron.adaptive.training.step import Step  # noqa: E402
+from megatron.adaptive.training.step import Step, params_norm  # noqa: E402
 
 VOCAB_SIZE = 256
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -88,13 +96,7 @@ def start(store: dist.Store, number: int, flags: list[str], environment: Environ
         world_size=environment.world_size,
         timeout=TIMEOUT,
     )
-    parallel = config.parallel
-    parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=1,
-    )
+    set_up_mesh(config)
     seed_everything(config.run.seed)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -131,13 +133,18 @@ class Orders:
 def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     """Take the steps of a case; returns what this rank saw."""
     config, count = job.config, job.config.num_microbatches
+    checkpoints = Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
+    progress = checkpoints.load() or Progress(
+        iteration=0, consumed_train_samples=0, consumed_valid_samples=0, skipped_iterations=0
+    )
+    done, consumed = progress.iteration, progress.consumed_train_samples
     orders = Orders()
     if run.wiring is not None:
         run.wiring.executor._recorder = orders  # type: ignore[assignment]
     step = Step(run)
-    loader = make_loader(run, run.samples.train, 0)
-    losses, norms, evaluated, trained = [], [], [], []
-    for iteration in range(1, case["steps"] + 1):
+    loader = make_loader(run, run.samples.train, consumed)
+    losses, norms, sizes, evaluated, trained = [], [], [], [], []
+    for iteration in range(done + 1, case["steps"] + 1):
         orders.words.clear()
         result = step.train(None if loader is None else loader.step(count), count, iteration)
         if not result.updated:
@@ -147,11 +154,20 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         norms.append(result.grad_norm)
         trained = list(orders.words)
         if iteration == case["evaluate_after"]:
+            sizes.append(params_norm(run))
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
+    if config.checkpoint.save is not None:
+        taken = (case["steps"] - done) * config.batch.global_batch_size
+        checkpoints.save(
+            dataclasses.replace(
+                progress, iteration=case["steps"], consumed_train_samples=consumed + taken
+            )
+        )
     return {
         "losses": losses,
         "grad_norms": norms,
+        "params_norm": sizes,
         "evaluated": evaluated,
         "orders": trained,
     }
@@ -187,12 +203,18 @@ def main() -> None:
         store.set("data", "written")
     store.wait(["data"])
     source = ["--data-path", str(data), "--data-cache-path", str(target.with_name("cache"))]
-    source += ["--split", "80,20,0"]
+    source += ["--split", "80,20,0", "--distributed-timeout-minutes", "1"]
     results = {}
+    followed = {case["after"] for case in cases}
     for number, case in enumerate(cases):
         if environment.rank == 0:
             print(f"case {case['name']}", flush=True)
         case["flags"] += source
+        if case["after"] is not None:
+            case["flags"] += ["--load", str(target.with_name(case["after"]))]
+        if case["name"] in followed:
+            case["flags"] += ["--save", str(target.with_name(case["name"]))]
+            case["flags"] += ["--save-interval", "1"]
         results[case["name"]] = run_case(store, number, case, environment)
         if environment.rank == 0:
             target.write_text(json.dumps(results))

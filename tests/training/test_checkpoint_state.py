@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.training.checkpoint_state import load_scheduler
+from megatron.adaptive.training.checkpoint_state import (
+    load_scheduler,
+    with_own_storage,
+    without_local_copies,
+)
 
 SETTINGS: dict[str, Any] = {
     "init_lr": 0.0,
@@ -41,6 +46,37 @@ def schedule(steps: int = 0, **settings: object) -> tuple[OptimizerParamSchedule
     scheduler = OptimizerParamScheduler(groups, **{**SETTINGS, **settings})
     scheduler.step(steps)
     return scheduler, groups
+
+
+def piece(key: str, *, copy: int = 0) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(2), replica_id=(copy, 0, 0))
+
+
+@pytest.mark.parametrize("copy_comes_first", [False, True])
+def test_a_rank_saves_the_first_of_two_copies(copy_comes_first: bool) -> None:
+    """Sharing out the writing among ranks, megatron-core would have one rank write both."""
+    main, copy, other = piece("embedding"), piece("embedding", copy=1), piece("layer")
+    chunks: list[dict[str, Any]] = [{"embedding": main, "layer": other}, {"output": copy}]
+    if copy_comes_first:
+        chunks.reverse()
+    whole = {"model": {str(number): chunk for number, chunk in enumerate(chunks)}, "step": 3}
+    kept = without_local_copies(whole)
+    assert list(kept["model"].values()) == [{"embedding": main, "layer": other}]
+    assert kept["step"] == 3
+
+
+def test_a_copy_of_another_rank_s_tensor_stays() -> None:
+    whole = {"model": {"output": piece("embedding", copy=1), "layer": piece("layer")}, "none": {}}
+    assert without_local_copies(whole) is whole
+
+
+def test_what_was_loaded_once_for_two_copies_is_taken_apart() -> None:
+    """An optimizer that updates its state in place would otherwise update it twice."""
+    tensor = torch.ones(2)
+    loaded = with_own_storage({"state": {0: {"exp_avg": tensor}, 1: [tensor, "text"]}})
+    loaded["state"][0]["exp_avg"].add_(1)
+    assert torch.equal(loaded["state"][1][0], torch.ones(2))
+    assert loaded["state"][1][1] == "text"
 
 
 def test_a_schedule_goes_on_where_it_was() -> None:

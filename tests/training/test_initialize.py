@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ FLAGS = (
     "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data "
     "--vocab-size 100"
 )
+CHUNKED = "--pipeline-model-parallel-size 2 --pipeline-placement"
 
 
 def join(flags: str = "") -> Job:
@@ -33,7 +35,7 @@ def join(flags: str = "") -> Job:
 def test_a_process_of_its_own_needs_no_launcher() -> None:
     job = join()
     try:
-        assert (job.rank, job.is_first, job.is_last) == (0, True, True)
+        assert (job.rank, job.is_first, job.is_writer) == (0, True, True)
         assert dist.get_world_size() == dist.get_world_size(job.control_group) == 1
         assert job.control_group is not job.stop_group
         assert parallel_state.get_pipeline_model_parallel_world_size() == 1
@@ -42,6 +44,38 @@ def test_a_process_of_its_own_needs_no_launcher() -> None:
         end_job()
     assert not dist.is_initialized()
     assert not parallel_state.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "writer"),
+    [
+        ("", 1, 0),
+        ("", 4, 3),
+        ("--pipeline-model-parallel-size 2", 8, 7),
+        (f"{CHUNKED} loop --model-chunks 2 --partition 2-0-0-0", 4, 3),
+        # The last stage of a V is on the first pipeline rank with two chunks, on the last with
+        # three.
+        (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 2, 0),
+        (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 4, 1),
+        (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0 --tensor-model-parallel-size 2", 8, 3),
+        (f"{CHUNKED} v --model-chunks 3 --partition 2-0-0-0-0-0", 4, 3),
+    ],
+)
+def test_one_rank_with_the_loss_writes_the_log(flags: str, world_size: int, writer: int) -> None:
+    config = parse(f"{FLAGS} {flags}".split(), world_size=world_size)
+    group: Any = None
+    jobs = [
+        Job(
+            config=config,
+            environment=Environment(rank=rank, world_size=world_size),
+            accelerator=accelerator.detect(0, backend="gloo"),
+            control_group=group,
+            stop_group=group,
+            places=[],
+        )
+        for rank in range(world_size)
+    ]
+    assert [job.rank for job in jobs if job.is_writer] == [writer]
 
 
 def draws() -> list[float]:

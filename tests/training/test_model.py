@@ -19,6 +19,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.training.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.training.model import (  # noqa: E402
+    HalfPrecisionChunk,
     KeyedInit,
     build_chunks,
     transformer_config,
@@ -166,19 +167,55 @@ def test_widths(build: Build) -> None:
         ("--pipeline-model-parallel-size 4 --partition 0-3-1-0", 4, "E|ttt|t|L"),
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-            "--partition 1-0-2-1",
+            "--partition 1-0-2-1 --pipeline-placement loop",
             2,
             "Et||tt|tL",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--partition 1-0-2-1 --pipeline-placement v",
+            2,
+            "Et||tL|tt",
         ),
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
+    """The layout is written chunk by chunk, from the first rank to the last."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     found = core.pipeline_model_parallel_layout.layout
     letters = {"embedding": "E", "decoder": "t", "loss": "L"}
     stages = [found[stage % ranks][stage // ranks] for stage in range(len(layout.split("|")))]
     assert "|".join("".join(letters[layer.name] for layer in s) for s in stages) == layout
+
+
+class Identity(torch.nn.Module):
+    """A chunk that says where in the pipeline it is, and returns what it is given."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = first, last
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
+def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
+    """megatron-core's own wrapper would send 32 bits from the last rank of a V."""
+    core = core_config(
+        f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
+    )
+    narrow, wide = core.params_dtype, torch.float32
+    for first, last, given, expected in (
+        (True, False, wide, narrow),
+        (False, False, narrow, narrow),
+        (False, True, narrow, wide),
+    ):
+        chunk = HalfPrecisionChunk(core, Identity(first=first, last=last))
+        assert chunk(torch.ones(1, dtype=given)).dtype is expected
+    last_chunk = HalfPrecisionChunk(core, Identity(first=False, last=True))
+    assert last_chunk(torch.ones(1, dtype=narrow), fp32_output=False).dtype is narrow
 
 
 def test_settings_reach_megatron_core() -> None:

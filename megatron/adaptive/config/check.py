@@ -2,11 +2,13 @@
 
 Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
 are on the fields, pairs of flags that exclude each other in ``arguments.py``, rules of precision,
-optimizer, recompute, data and run in ``check_training.py``. Nothing here changes a setting.
+optimizer, recompute, data and run in ``check_training.py``, those of the order of work in
+``check_schedule.py``. Nothing here changes a setting.
 """
 
 from __future__ import annotations
 
+from megatron.adaptive.config.check_schedule import check_schedule
 from megatron.adaptive.config.check_training import check_training
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import ModelConfig
@@ -15,8 +17,6 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["check_config", "check_world_size", "chunks_of"]
-
-_MIN_PIPELINE_WITHOUT_OVERLAP = 3
 
 
 def check_config(config: TrainerConfig, installed: Installed) -> None:
@@ -39,7 +39,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
     _check_context_parallel(config, installed)
     _check_stages(config)
     _check_batch(config)
-    _check_schedule(config)
+    check_schedule(config)
     _check_data_parallel(config)
     check_training(config)
 
@@ -267,66 +267,6 @@ def _check_batch(config: TrainerConfig) -> None:
             f"{batch.micro_batch_size} x data parallel size {replicas} = {unit}: make start and "
             "increment multiples of it"
         )
-
-
-def _check_schedule(config: TrainerConfig) -> None:
-    schedule = config.schedule.pipeline_schedule
-    pipeline = config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.num_chunks
-    given = f"--pipeline-schedule {schedule}"
-    if chunks > 1 and pipeline == 1:
-        raise ConfigError(
-            f"--model-chunks {chunks} with pipeline size 1: megatron-core splits a model into "
-            "chunks only over at least 2 pipeline ranks; raise --pipeline-model-parallel-size or "
-            "drop --model-chunks"
-        )
-    if schedule == "interleaved" and (chunks == 1 or pipeline == 1):
-        raise ConfigError(
-            f"{given} with {chunks} chunks and pipeline size {pipeline}: it needs two of each at "
-            "least; raise --model-chunks and --pipeline-model-parallel-size or use 1f1b"
-        )
-    if schedule == "1f1b" and chunks > 1:
-        raise ConfigError(
-            f"{given} with {chunks} chunks: it knows one chunk for each rank; use interleaved or "
-            "adaptive, or drop --model-chunks"
-        )
-    batched = schedule == "megatron" and chunks > 1 and not config.parallel.overlap_p2p_comm
-    if batched and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP:
-        raise ConfigError(
-            f"{given} with {chunks} chunks, pipeline size {pipeline} and "
-            "--no-overlap-p2p-communication: two messages between the same ranks would mix; "
-            "drop the last flag or use a pipeline size of 3 at least"
-        )
-    if schedule != "adaptive" and config.schedule.activation_cap is not None:
-        raise ConfigError(
-            f"--activation-cap {config.schedule.activation_cap:g} has no effect with {given}, "
-            "whose order fixes what is kept: drop it or use --pipeline-schedule adaptive"
-        )
-    if schedule == "interleaved" or (schedule == "megatron" and chunks > 1):
-        _check_microbatch_groups(config)
-
-
-def _check_microbatch_groups(config: TrainerConfig) -> None:
-    """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
-    pipeline = config.parallel.pipeline_model_parallel_size
-    group = config.parallel.microbatch_group_size_per_vp_stage or pipeline
-    if group < pipeline:
-        raise ConfigError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the pipeline "
-            f"size {pipeline}: give {pipeline} at least or drop the flag"
-        )
-    per_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
-    for size in config.batch.batch_sizes():
-        count = size // per_step
-        rest = count % group
-        if count < group or 0 < rest < pipeline:
-            schedule = config.schedule.pipeline_schedule
-            raise ConfigError(
-                f"--pipeline-schedule {schedule} with {count} microbatches (global batch {size}): "
-                f"they must fill groups of {group}, the last of {pipeline} "
-                f"at least; choose a global batch that is a multiple of {group * per_step}, or "
-                "adaptive"
-            )
 
 
 def _check_data_parallel(config: TrainerConfig) -> None:

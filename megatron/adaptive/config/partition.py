@@ -1,7 +1,7 @@
 """Layers per stage: reading and writing ``0-11-8-8``, and even splits.
 
-Stages are in pipeline order: stage ``s`` is chunk ``s // pipeline size`` of pipeline rank
-``s % pipeline size``. A stage may hold no layer.
+Stages are in pipeline order; which rank holds which is the placement's to say. A stage may hold no
+layer.
 """
 
 from __future__ import annotations

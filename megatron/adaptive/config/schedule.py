@@ -3,11 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.adaptive.config.flags import flag
 from megatron.adaptive.config.partition import parse_partition
 
-__all__ = ["ScheduleConfig"]
+__all__ = [
+    "PlacementKind",
+    "RULES",
+    "SPLIT_SCHEDULES",
+    "ScheduleConfig",
+    "V_SCHEDULES",
+    "default_placement",
+]
+
+PlacementKind = Literal["loop", "v"]
+
+RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
+"""What ``--pipeline-schedule`` may be that chooses at run time; the others fix the order."""
+
+V_ONLY = ("v-half", "zb-v")
+V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
+"""What ``--pipeline-schedule`` may be under ``--pipeline-placement v``."""
+
+SPLIT_SCHEDULES = ("v-half", "zb-h1", "zb-v")
+"""Fixed orders that compute weight gradients by themselves."""
+
+ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
+TWO_CHUNKS = V_ONLY
+SEVERAL_CHUNKS = ("breadth-first", "interleaved")
+_FIXED = (*ONE_CHUNK, *TWO_CHUNKS, *SEVERAL_CHUNKS, "gpipe", "file")
+_IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
+
+
+def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
+    """Return how stages lie where ``--pipeline-placement`` does not say it.
+
+    Args:
+        schedule: the value of ``--pipeline-schedule``.
+        num_chunks: model chunks of each pipeline rank.
+    """
+    return "v" if schedule in _IN_A_V and num_chunks == 2 else "loop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +51,35 @@ class ScheduleConfig:
     """Pipeline schedule and traces."""
 
     pipeline_schedule: str = flag(
-        "Order of work: megatron-core's own code, a fixed order on our engine, or a choice made "
-        "at run time from what has arrived.",
+        "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
+        "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
+        "the best after a few steps).",
         default="adaptive",
-        choices=("megatron", "1f1b", "interleaved", "adaptive"),
+        choices=("megatron", *sorted(_FIXED), *RULES),
+    )
+    schedule_file: str | None = flag(
+        "The order of --pipeline-schedule file: JSON, or the CSV of torch.distributed.pipelining.",
+        default=None,
+        unit="FILE",
+    )
+    split_backward: bool | None = flag(
+        "Compute weight gradients as work of their own (True), which fills waits, or within the "
+        "backward (False).",
+        default=None,
+        takes_value=True,
+        derived="True where the model's layers allow it and the schedule gains from it",
+    )
+    weight_pieces: int = flag(
+        "Parts into which a run-time choice may cut each weight gradient.",
+        default=4,
+        minimum=1,
+        unit="PIECES",
+    )
+    record_schedule: str | None = flag(
+        "Write the order of every training step to this file.", default=None, unit="FILE"
+    )
+    replay_schedule: str | None = flag(
+        "Follow the orders that --record-schedule wrote.", default=None, unit="FILE"
     )
     partition: tuple[int, ...] | None = flag(
         "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
@@ -27,9 +88,16 @@ class ScheduleConfig:
         unit="0-11-8-8",
         derived="the same number for each stage",
     )
+    pipeline_placement: str | None = flag(
+        "How stages lie over the ranks when each holds several: every round from the first rank "
+        "to the last, or there and back.",
+        default=None,
+        choices=("loop", "v"),
+        derived="v for adaptive, auto and hinted with two chunks, zb-v and v-half; else loop",
+    )
     activation_cap: float | None = flag(
         "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
-        "for --pipeline-schedule adaptive.",
+        "where the order is chosen at run time.",
         default=None,
         minimum=1,
         unit="MICROBATCHES",
@@ -55,6 +123,11 @@ class ScheduleConfig:
         unit="ITERATIONS",
         derived="no limit",
     )
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether the order is chosen at run time."""
+        return self.pipeline_schedule in RULES
 
     def traces(self, iterations_done: int) -> bool:
         """Whether the next iteration is traced.

@@ -20,7 +20,12 @@ from megatron.adaptive.config.partition import even_split
 from megatron.adaptive.config.precision import PrecisionConfig
 from megatron.adaptive.config.recompute import RecomputeConfig
 from megatron.adaptive.config.run import RunConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule import (
+    SPLIT_SCHEDULES,
+    PlacementKind,
+    ScheduleConfig,
+    default_placement,
+)
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["TrainerConfig", "groups"]
@@ -58,6 +63,30 @@ class TrainerConfig:
         if self.schedule.partition is not None:
             return self.schedule.partition
         return even_split(self.model.num_layers, self.num_stages)
+
+    @property
+    def placement_kind(self) -> PlacementKind:
+        """How stages lie over the pipeline ranks."""
+        given = self.schedule.pipeline_placement
+        if given is None:
+            return default_placement(self.schedule.pipeline_schedule, self.parallel.num_chunks)
+        return "v" if given == "v" else "loop"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are work of their own.
+
+        With one pipeline rank there is nothing to wait for and so nothing to gain.
+        """
+        given = self.schedule.split_backward
+        schedule = self.schedule.pipeline_schedule
+        if given is not None or schedule in SPLIT_SCHEDULES:
+            return given is not False
+        return (
+            schedule in ("adaptive", "auto", "file", "hinted")
+            and self.parallel.pipeline_model_parallel_size > 1
+            and self.model.transformer_impl == "local"
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -202,7 +202,7 @@ class Checkpoints:
             )
         if not self._settings.no_save_rng:
             whole["rng_state"] = state.sharded_rng()
-        return whole
+        return state.without_local_copies(whole)
 
     def _manifest(self, progress: Progress) -> Manifest:
         return Manifest(
@@ -313,7 +313,7 @@ class Checkpoints:
                 f"--load {path} has no {absent[0]} ({len(absent)} such): it is of another model or "
                 "optimizer; give the settings it was trained with"
             )
-        return loaded
+        return state.with_own_storage(loaded)
 
     def _replicas(self) -> int:
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)

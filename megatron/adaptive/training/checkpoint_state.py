@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -34,6 +39,8 @@ __all__ = [
     "sharded_model",
     "sharded_optimizer",
     "sharded_rng",
+    "with_own_storage",
+    "without_local_copies",
 ]
 
 # How megatron-core shall name and cut things. One key per layer loads into every partition, and
@@ -91,6 +98,48 @@ def sharded_model(
         f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
     }
+
+
+def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a state to save in which this rank holds no tensor twice.
+
+    Where first and last stage share a rank, both copies of a tied embedding and of its optimizer
+    state bear the same name. When megatron-core shares the writing out, it chooses a rank for each
+    name, and that rank would write it twice.
+    """
+    kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
+    copies: set[int] = set()
+    for value in nested_values(whole):
+        if isinstance(value, ShardedTensor):
+            place = (value.key, tuple(value.global_offset))
+            first = kept.setdefault(place, value)
+            if first is not value:
+                main, other = sorted((first, value), key=lambda tensor: tensor.replica_id)
+                kept[place] = main
+                copies.add(id(other))
+    if not copies:
+        return whole
+    _, rest = extract_matching_values(whole, lambda value: id(value) in copies)
+    return dict(rest)
+
+
+def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return a loaded state in which every tensor has memory of its own, changed in place.
+
+    Where the reading was shared out, tensors of one name on one rank (see
+    :func:`without_local_copies`) are one tensor, which an optimizer would then update twice.
+    """
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.data_ptr() in seen:
+            return value.clone()
+        seen.add(value.data_ptr())
+        return value
+
+    return dict(dict_list_map_inplace(own, loaded))
 
 
 def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:

@@ -19,6 +19,8 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.pipeline.build import gather_places
+from megatron.adaptive.training.embedding import embedding_ranks
+from megatron.adaptive.training.layout import placement_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,16 @@ class Job:
         return self.environment.rank == 0
 
     @property
-    def is_last(self) -> bool:
-        """Whether this is the last global rank, which holds the loss and writes the log."""
-        return self.environment.rank == self.environment.world_size - 1
+    def is_writer(self) -> bool:
+        """Whether this rank writes the log: the last of those that hold the loss.
+
+        In a loop that is the last rank of all, as in Megatron-LM.
+        """
+        placement = placement_of(self.config)
+        pp_rank, _ = placement.locate(placement.num_stages - 1)
+        # Pipeline positions are the outermost axis of the mesh.
+        per_position = self.environment.world_size // placement.num_ranks
+        return self.environment.rank == (pp_rank + 1) * per_position - 1
 
 
 def start_job(config: TrainerConfig, environment: Environment, accelerator: Accelerator) -> Job:
@@ -71,15 +80,7 @@ def start_job(config: TrainerConfig, environment: Environment, accelerator: Acce
         )
     else:
         dist.init_process_group(accelerator.backend, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size
-        if parallel.pipeline_model_parallel_size > 1
-        else None,
-        context_parallel_size=parallel.context_parallel_size,
-        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-    )
+    set_up_mesh(config)
     seed_everything(config.run.seed)
     # megatron-core asks this machine about NaN handling; faults here are our own errors.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -90,6 +91,21 @@ def start_job(config: TrainerConfig, environment: Environment, accelerator: Acce
         control_group=dist.new_group(backend="gloo", timeout=timeout),
         stop_group=dist.new_group(backend="gloo", timeout=timeout),
         places=gather_places(),
+    )
+
+
+def set_up_mesh(config: TrainerConfig) -> None:
+    """Make megatron-core's process groups as the run's settings say. Collective over all ranks."""
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size
+        if parallel.pipeline_model_parallel_size > 1
+        else None,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        get_embedding_ranks=embedding_ranks(placement_of(config)),
     )
 
 

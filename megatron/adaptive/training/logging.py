@@ -1,8 +1,8 @@
 """What a run says about itself: Megatron-LM's log lines, curves in TensorBoard, a progress bar.
 
 Owns wording, averages and frequency. Measuring is the training loop's; it hands in one
-:class:`IterationReport` for each iteration. Everything is written by one rank, the last one as in
-Megatron-LM, for it holds the loss.
+:class:`IterationReport` for each iteration. Everything is written by one rank, the last of those
+that hold the loss; where stages lie in a loop that is the last of all, as in Megatron-LM.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron.adaptive.training.checkpoint import Checkpoints, Progress
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
 from megatron.adaptive.training.setup import Run, make_loader
-from megatron.adaptive.training.step import Step, params_norm
+from megatron.adaptive.training.step import Step, gather_parameters, params_norm
 from megatron.adaptive.training.stop import StopRequest
 
 
@@ -223,10 +223,7 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.perf_counter()
-        if self._config.parallel.overlap_param_gather:
-            # Otherwise parameters that the next forward would gather are still the old ones.
-            for chunk in self._run.chunks:
-                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+        gather_parameters(self._run)
         path = self._checkpoints.save(self._counters.progress())
         self._saved_at = self._counters.iteration
         self._log.message(

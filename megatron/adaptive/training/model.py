@@ -17,7 +17,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import (
+    Float16Module,
+    float16_to_fp32,
+    fp32_to_float16,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -27,7 +31,15 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.pipeline.deferred_layers import (
+    defer_outer_layers,
+    deferring_spec,
+    why_not_split,
+)
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.training.embedding import start_equal
+from megatron.adaptive.training.layout import PlacedLayout, placement_of
 
 
 class KeyedInit:
@@ -97,6 +109,21 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
+class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
+    """megatron-core's 16-bit wrapper for a chunk that may lie anywhere.
+
+    The original takes the first chunk of the first rank for the first stage and the last chunk of
+    the last rank for the last stage; here the chunk itself says which it is.
+    """
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Run the chunk in 16 bits; what enters and leaves the pipeline is converted."""
+        if self.module.pre_process:
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        output = self.module(*inputs, **kwargs)
+        return float16_to_fp32(output) if self.module.post_process and fp32_output else output
+
+
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
@@ -156,7 +183,9 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
-        settings["pipeline_model_parallel_layout"] = _layout(config.layers_per_stage)
+        settings["pipeline_model_parallel_layout"] = PlacedLayout(
+            placement_of(config), config.layers_per_stage
+        )
     return TransformerConfig(**settings)
 
 
@@ -196,14 +225,6 @@ def _communication(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def _layout(layers_per_stage: tuple[int, ...]) -> list[list[str]]:
-    """Return megatron-core's layer layout: one list per stage, in pipeline order."""
-    stages = [["decoder"] * layers for layers in layers_per_stage]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return stages
-
-
 def build_chunks(
     config: TrainerConfig,
     core: TransformerConfig,
@@ -235,10 +256,10 @@ def build_chunks(
             first=stage == 0,
             last=stage == placement.num_stages - 1,
         )
-        model = model.to(accelerator.device)
-        if core.fp16 or core.bf16:
-            model = Float16Module(core, model)
-        chunks.append(model)
+        chunks.append(model.to(accelerator.device))
+    start_equal(chunks)
+    if core.fp16 or core.bf16:
+        chunks = [HalfPrecisionChunk(core, model) for model in chunks]
     settings = _data_parallel_config(config)
     wrapped: list[torch.nn.Module] = [
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
@@ -258,6 +279,14 @@ def _build_chunk(
 ) -> torch.nn.Module:
     model = config.model
     spec = _layer_spec(config)
+    if config.splits_backward:
+        reason = why_not_split(core, spec)
+        if reason is not None:
+            raise ConfigError(
+                f"backwards cannot be split: {reason}; pass --split-backward False, or choose a "
+                "schedule with whole backwards"
+            )
+        spec = deferring_spec(spec)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
         init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
@@ -270,7 +299,7 @@ def _build_chunk(
         spec = ModuleSpec(
             module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules
         )
-    return GPTModel(
+    chunk = GPTModel(
         config=core,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size,
@@ -288,6 +317,9 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    if config.splits_backward:
+        defer_outer_layers(chunk)
+    return chunk
 
 
 def _layer_spec(config: TrainerConfig) -> ModuleSpec:

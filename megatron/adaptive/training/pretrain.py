@@ -93,7 +93,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         progress = checkpoints.load()
         log = TrainingLog(
             config,
-            is_writer=job.is_last,
+            is_writer=job.is_writer,
             accelerator=job.accelerator,
             total_iterations=run.samples.iterations,
             start_iteration=0 if progress is None else progress.iteration,

@@ -5,30 +5,86 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.build import Wiring, build_executor
+from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.datasets import DataSpec, build_datasets
+from megatron.adaptive.training.embedding import finalize_gradients
 from megatron.adaptive.training.initialize import Job
+from megatron.adaptive.training.layout import placement_of
 from megatron.adaptive.training.loader import MicrobatchLoader
 from megatron.adaptive.training.model import build_chunks, transformer_config
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler
 from megatron.adaptive.training.tokenizer import Tokenizer, build_tokenizer
+
+
+def _forward_backward(
+    config: TrainerConfig,
+    placement: Placement,
+    wiring: Wiring,
+    chunks: Sequence[torch.nn.Module],
+) -> ForwardBackward:
+    settings = config.schedule
+    pieces = 0
+    if config.splits_backward:
+        # A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
+        pieces = settings.weight_pieces if settings.is_rule else 1
+    given = None
+    if settings.schedule_file is not None:
+        given = _given_schedule(config, placement)
+        pieces = given.weight_pieces
+    return ForwardBackward(
+        executor=wiring.executor,
+        placement=placement,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        schedule=settings.pipeline_schedule,
+        activation_cap=settings.activation_cap,
+        group_size=config.parallel.microbatch_group_size_per_vp_stage,
+        weight_pieces=pieces,
+        stores=attach_stores(chunks) if config.splits_backward else None,
+        given=given,
+    )
+
+
+def _given_schedule(config: TrainerConfig, placement: Placement) -> Schedule:
+    """Read the order of ``--schedule-file`` and hold it against the run."""
+    path = config.schedule.schedule_file
+    assert path is not None
+    given = load_schedule(Path(path))
+    its = given.placement
+    if its != placement:
+        raise ConfigError(
+            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
+            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
+            "--model-chunks and --pipeline-placement to match"
+        )
+    if given.weight_pieces and not config.splits_backward:
+        raise ConfigError(
+            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
+            "layers do within the backward: drop --split-backward False, or use "
+            "--transformer-impl local"
+        )
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +139,7 @@ class Run:
 def build_run(job: Job) -> Run:
     """Build model, optimizer, data, executor and trace. Collective over all ranks."""
     config = job.config
-    placement = Placement(
-        num_ranks=config.parallel.pipeline_model_parallel_size,
-        num_chunks=config.parallel.num_chunks,
-    )
+    placement = placement_of(config)
     tokenizer = _tokenizer(config)
     core = transformer_config(config, job.accelerator)
     chunks = build_chunks(config, core, job.accelerator, placement, tokenizer.padded_vocab_size)
@@ -109,14 +162,7 @@ def build_run(job: Job) -> Run:
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=recorder,
         )
-        forward_backward = ForwardBackward(
-            executor=wiring.executor,
-            placement=placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            schedule=config.schedule.pipeline_schedule,
-            activation_cap=config.schedule.activation_cap,
-            group_size=config.parallel.microbatch_group_size_per_vp_stage,
-        )
+        forward_backward = _forward_backward(config, placement, wiring, chunks)
     return Run(
         job=job,
         placement=placement,
@@ -235,7 +281,7 @@ def _connect(
         core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
         core.barrier_with_L1_time = timing.barrier_with_L1_time
     core.grad_scale_func = optimizer.scale_loss
-    core.finalize_model_grads_func = finalize_model_grads
+    core.finalize_model_grads_func = finalize_gradients
     single = len(chunks) == 1
     if parallel.overlap_grad_reduce:
         holds = [chunk.no_sync for chunk in chunks]

@@ -190,8 +190,16 @@ class Step:
         return {LOSS_NAME: float(mean)}
 
 
+def gather_parameters(run: Run) -> None:
+    """Complete the parameters that the next forward would gather. Collective over all ranks."""
+    if run.job.config.parallel.overlap_param_gather:
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
 def params_norm(run: Run) -> float:
     """Return the L2 norm of all parameters of the model. Collective over all ranks."""
+    gather_parameters(run)
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
         for parameter in chunk.parameters():
