@@ -303,6 +303,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
     clock = CpuClock()
     before = time.monotonic_ns()
     mark = clock.mark()
+    clock.wait(mark)
     assert before <= clock.resolve_ns(mark) <= time.monotonic_ns()
 
 
@@ -319,3 +320,15 @@ def test_cuda_clock_places_events_on_the_host_clock() -> None:
     slack_ns = 5_000_000
     assert before - slack_ns <= clock.resolve_ns(first) <= clock.resolve_ns(second)
     assert clock.resolve_ns(second) <= after + slack_ns
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
+    clock = CudaClock()
+    square = torch.ones(4096, 4096, device="cuda")
+    for _ in range(20):
+        square = square @ square / 4096
+    mark = clock.mark()
+    clock.wait(mark)
+    assert mark.query()

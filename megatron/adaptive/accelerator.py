@@ -16,6 +16,7 @@ that a new release of torch or megatron-core tells which of them changed.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -52,6 +53,10 @@ _PEAK_FLOPS = {
     "3090": 71e12,
     "A6000": 155e12,
 }
+
+# Of <malloc.h>; the second is the largest value that glibc takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_HEAP_KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,9 @@ class CpuClock:
         """Return ``mark``."""
         return mark
 
+    def wait(self, mark: int) -> None:
+        """Return at once: the work before ``mark`` is done."""
+
 
 class CudaClock:
     """Marks are events in the current CUDA stream; nothing is synchronized to take one.
@@ -150,13 +158,18 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """Record an event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        # Blocking: who waits for it sleeps, and leaves the processor to threads that receive.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
 
     def resolve_ns(self, mark: torch.cuda.Event) -> int:
         """Return the host time at which the device passed ``mark``; it must have passed it."""
         return self._anchor_ns + int(self._anchor.elapsed_time(mark) * 1e6)
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Sleep until the device has passed ``mark``, without the GIL."""
+        mark.synchronize()
 
 
 def current_device() -> torch.device:
@@ -197,6 +210,18 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     )
 
 
+def _keep_freed_memory() -> None:
+    """Let the C library keep what tensors give back, as a device's allocator does.
+
+    It would hand the top of the heap to the system at nearly every backward and get it back page
+    by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # not every C library has it
+        mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+
+
 def install() -> bool:
     """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
 
@@ -219,6 +244,7 @@ def install() -> bool:
         )
     # Fusions would go through torch.compile, whose first call takes half a minute on a CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _keep_freed_memory()
     _substitute_current_device()
     _substitute_synchronize()
     _substitute_factories()

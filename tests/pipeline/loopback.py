@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.pipeline.agreement import Alone
+from megatron.adaptive.pipeline.agreement import Agreement, Alone
 from megatron.adaptive.pipeline.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -20,8 +20,8 @@ from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Labe
 
 WATCHDOG_S = 30.0
 FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # of the tensors below
-ACTIVATION_BYTES = 100
-F, B = ActionKind.F, ActionKind.B
+ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
@@ -77,6 +77,13 @@ class Counting:
 
     def activation_bytes(self, chunk: int) -> int:
         return ACTIVATION_BYTES
+
+    def retained_bytes(self, chunk: int) -> int:
+        return RETAINED_BYTES
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        assert 0 <= piece < pieces
+        self.calls.append(str(Action(W, chunk, microbatch, piece)))
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -155,3 +162,51 @@ class Ranks:
         if errors:
             raise errors[0]
         return stages, states
+
+
+class Picks:
+    """A policy that is a function of the state."""
+
+    name = "made-up"
+
+    def __init__(self, pick: Callable[[RankState], Action | None]) -> None:
+        self.pick = pick
+
+
+def ready_first(state: RankState) -> Action | None:
+    return next(iter(state.ready()), None)
+
+
+def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
+    """Rank 1 of two, to be fed by hand."""
+    pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
+    return pipeline, pipeline.transports[1].completions
+
+
+def forward_of(step: int, microbatch: int) -> Arrival:
+    return arrival(
+        Label(step, Action(F, 0, microbatch)), 10, torch.tensor([microbatch, 1], dtype=torch.float)
+    )
+
+
+def make_executor(
+    pipeline: Ranks,
+    agreement: Agreement,
+    *,
+    pp_rank: int = 1,
+    clock: CpuClock | None = None,
+    timeout_s: float = WATCHDOG_S,
+    **options: Any,
+) -> Executor:
+    """Another executor for a rank of the pipeline."""
+    alone = pipeline.placement.num_ranks == 1
+    return Executor(
+        placement=pipeline.placement,
+        pp_rank=pp_rank,
+        peer_of=lambda position: 10 + position,
+        transport=None if alone else pipeline.transports[pp_rank],
+        agreement=agreement,
+        clock=clock or CpuClock(),
+        timeout_s=timeout_s,
+        **{"recorder": None, **options},
+    )

@@ -11,7 +11,9 @@ import json
 import os
 import random
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,11 @@ import torch.distributed as dist
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.errors import AdaptiveError
-from megatron.adaptive.pipeline.agreement import (
-    Agreement,
-    Alone,
-    Led,
-    MessageBoard,
-    SharedMemoryBoard,
-)
+from megatron.adaptive.errors import AdaptiveError, PeerLostError
+from megatron.adaptive.pipeline.agreement import Agreement, connect
+from megatron.adaptive.pipeline.board import Links, MemoryLinks, MessageLinks
 from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.pipeline.record import Recording, RecordShape, load_on_all
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
@@ -45,29 +43,13 @@ PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 
 
-class Script(CompletionQueue):
-    """Hands out arrivals in a given order, one whenever the executor cannot go on without."""
-
-    def __init__(self, arrivals: list[Arrival], delay_s: float) -> None:
-        super().__init__()
-        self._arrivals = iter(arrivals)
-        self._delay_s = delay_s
-
-    def poll(self) -> Arrival | None:
-        return None
-
-    def wait(self, deadline_s: float) -> Arrival | None:
-        time.sleep(self._delay_s)
-        return next(self._arrivals)
-
-
 class Deaf:
-    """A transport that drops what is sent."""
+    """A transport that drops what is sent; the program puts what arrives."""
 
     name = "deaf"
 
-    def __init__(self, completions: CompletionQueue) -> None:
-        self.completions = completions
+    def __init__(self) -> None:
+        self.completions = CompletionQueue()
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         pass
@@ -82,12 +64,12 @@ class Deaf:
 class Writing:
     """Stages that compute nothing and write down what is asked of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
         self.actions: list[str] = []
+        self._when_run = when_run
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        self.actions.append(f"F{chunk}-{microbatch}")
-        return torch.zeros(1)
+        return self._run(Action(ActionKind.F, chunk, microbatch))
 
     def release(self, chunk: int, microbatch: int) -> None:
         pass
@@ -95,8 +77,18 @@ class Writing:
     def activation_bytes(self, chunk: int) -> int:
         return 1
 
+    def retained_bytes(self, chunk: int) -> int:
+        return 1
+
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor:
-        self.actions.append(f"B{chunk}-{microbatch}")
+        return self._run(Action(ActionKind.B, chunk, microbatch))
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        self._run(Action(ActionKind.W, chunk, microbatch, piece))
+
+    def _run(self, action: Action) -> torch.Tensor:
+        self.actions.append(str(action))
+        self._when_run(action)
         return torch.zeros(1)
 
 
@@ -109,95 +101,213 @@ def inputs(step: int, seed: int) -> list[Arrival]:
                 continue
             actions += [Action(kind, chunk, number) for number in range(MICROBATCHES)]
     random.Random(seed).shuffle(actions)
+    return [arrival(step, action) for action in actions]
+
+
+def arrival(step: int, action: Action) -> Arrival:
     tensor = torch.zeros(1)
-    return [Arrival(Label(step, action), 0, 4, lambda: tensor) for action in actions]
+    return Arrival(Label(step, action), 0, 4, lambda: tensor)
 
 
-def run_steps(agreement: Agreement, policy: Policy, seed: int, delay_s: float) -> list[str]:
-    """Run two steps with the inputs in the seed's order; returns the actions."""
-    script = Script([*inputs(0, seed), *inputs(1, seed + 100)], delay_s)
-    executor = Executor(
+def describe(rank: int) -> str:
+    return f"rank {rank} (stage 1)"
+
+
+def make_executor(transport: Deaf, agreement: Agreement, timeout_s: float = 20.0) -> Executor:
+    return Executor(
         placement=PLACEMENT,
         pp_rank=PP_RANK,
         peer_of=lambda position: position,
-        transport=Deaf(script),
+        transport=transport,
         agreement=agreement,
         clock=CpuClock(),
         recorder=None,
-        timeout_s=20.0,
+        timeout_s=timeout_s,
     )
-    taken = []
-    for _ in range(2):
-        stages = Writing()
-        state = RankState(placement=PLACEMENT, rank=PP_RANK, num_microbatches=MICROBATCHES)
-        executor.run(stages, policy, state)
-        taken += stages.actions
-    return taken
 
 
-def make_board(kind: str, folder: Path, rank: int, size: int) -> MessageBoard | SharedMemoryBoard:
-    """Connect the members as ``pipeline.build`` does."""
-    if kind == "message":
-        return MessageBoard(dist.new_group(list(range(size)), backend="gloo"))
-    module = extension.require("this test")
-    socket = str(folder / "log")
-    if rank == 0:
-        log = module.DecisionLog.create(size - 1, 16, size)
-        module.send_fd(socket, log.fd, size - 1, WATCHDOG_S)
-    else:
-        fd = module.recv_fd(socket, WATCHDOG_S)
-        log = module.DecisionLog.attach(fd, rank - 1, size)
-        os.close(fd)
-    return SharedMemoryBoard(log, is_leader=rank == 0, describe="rank 0 (stage 1)")
+def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces: int = 0) -> None:
+    state = RankState(
+        placement=PLACEMENT,
+        rank=PP_RANK,
+        num_microbatches=MICROBATCHES,
+        weight_pieces=weight_pieces,
+    )
+    executor.run(stages, policy, state)
 
 
-def agree(board: Any, rank: int) -> dict[str, Any]:
-    """The same inputs in another order on each member, later and later."""
-    led = Led(board, is_leader=rank == 0)
-    together = run_steps(led, Adaptive(), seed=rank, delay_s=0.002 * rank)
-    led.close()
-    return {"together": together, "alone": run_steps(Alone(), Adaptive(), seed=rank, delay_s=0)}
+class Member:
+    """This process within its group."""
+
+    def __init__(self, kind: str, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.ranks = list(range(size))
+        group = dist.new_group(self.ranks, backend="gloo")
+        self.links: Links
+        if kind == "message":
+            self.links = MessageLinks(group, describe)
+        else:
+            self.links = MemoryLinks(extension.require("this test"), group, describe)
+        self.transport = Deaf()
+
+    def agreement(self) -> Agreement:
+        return connect(self.links, self.ranks, self.rank, self.transport.completions, 20.0)
 
 
-def follow(board: Any, rank: int) -> dict[str, Any]:
-    """A static order needs no leader: nothing is published, nobody waits for it."""
-    order = make_schedule("gpipe", PLACEMENT, MICROBATCHES).orders[PP_RANK]
-    led = Led(board, is_leader=rank == 0)
-    taken = run_steps(led, Follow(order, "gpipe"), seed=rank, delay_s=0)
-    led.close()
-    return {"taken": taken, "order": [str(action) for action in order] * 2}
+def agree(member: Member) -> dict[str, Any]:
+    """Each member has inputs in another order; the last one gets them one by one.
 
+    Steps 0 and 1 have whole backwards, 2 and 3 split ones, 4 and 5 a static order.
+    """
+    agreement = member.agreement()
+    arrived_ns: dict[str, int] = {}
+    started_ns: dict[str, int] = {}
+    taken: list[list[str]] = []
+    static = make_schedule("gpipe", PLACEMENT, MICROBATCHES).orders[PP_RANK]
+    policies: list[Policy] = [Adaptive()] * 4 + [Follow(static, "gpipe")] * 2
 
-def many(board: Any, rank: int) -> list[int]:
-    """More values than the board has room for, read by members of different pace."""
-    values = [number * number << 20 | number for number in range(60)]
-    if rank == 0:
-        for value in values:
-            board.publish(value, 20.0)
-        board.close()
-        return values
-    read = []
-    for _ in values:
-        read.append(board.next(20.0))
-        time.sleep(0.001 * (rank - 1))
-    board.close()
-    return read
+    def feed() -> None:
+        for step in range(len(policies)):
+            for one in inputs(step, 10 * member.rank + step):
+                if member.rank == member.size - 1:
+                    time.sleep(0.001)
+                arrived_ns[f"{step}:{one.label.action}"] = time.monotonic_ns()
+                member.transport.completions.put(one)
 
+    def when_run(action: Action) -> None:
+        started_ns[f"{len(taken)}:{action}"] = time.monotonic_ns()
 
-def silent(board: Any, rank: int) -> str | None:
-    """The leader decides nothing: followers end with an error."""
-    if rank == 0:
-        dist.barrier()
-        return None
-    try:
-        board.next(0.2)
-    except AdaptiveError as error:
-        text = f"{type(error).__name__}: {error}"
     dist.barrier()
-    return text
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    executor = make_executor(member.transport, agreement)
+    for step, policy in enumerate(policies):
+        stages = Writing(when_run)
+        run_step(executor, policy, stages, weight_pieces=3 * (step in (2, 3)))
+        taken.append(stages.actions)
+    feeder.join(WATCHDOG_S)
+    words = words_of(agreement)
+    agreement.close()
+    return {
+        "taken": taken,
+        "arrived": arrived_ns,
+        "started": started_ns,
+        "static": [str(action) for action in static],
+        "words": words,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+    }
 
 
-PROGRAMS = {"agree": agree, "follow": follow, "many": many, "silent": silent}
+def words_of(agreement: Any) -> int | None:
+    """Numbers that went through the channel of decisions, where that can be told."""
+    log = getattr(agreement._decisions, "_log", None)
+    return None if log is None else getattr(log, "published", None) or log.position
+
+
+def lacking(member: Member) -> list[str]:
+    """A follower never gets one of its inputs."""
+    agreement = member.agreement()
+    for one in inputs(0, 0):
+        if member.rank == 0 or str(one.label.action) != "F0-1":
+            member.transport.completions.put(one)
+    timeout_s = 0.5 if member.rank == 0 else 1.0
+    executor = make_executor(member.transport, agreement, timeout_s)
+    return error_of(lambda: run_step(executor, Adaptive(), Writing()))
+
+
+def broken(member: Member) -> list[str]:
+    """A channel of the last follower fails while it waits for a decision."""
+    agreement = member.agreement()
+    executor = make_executor(member.transport, agreement)
+    if member.rank == member.size - 1:
+        error = PeerLostError("the connection to rank 9 broke")
+        threading.Timer(0.3, member.transport.completions.put, [error]).start()
+    started = time.monotonic()
+    text = error_of(lambda: run_step(executor, Adaptive(), Writing()))
+    return [*text, "soon" if time.monotonic() - started < 10 else "late"]
+
+
+def many(member: Member) -> dict[str, Any]:
+    """More values than there is room for, read by members of different pace; then silence."""
+    values = [number * number << 20 | number for number in range(600)]
+    followers = member.ranks[1:]
+    if member.rank == 0:
+        writer = member.links.writer("numbers", followers)
+        for value in values:
+            writer.publish(value, 20.0)
+        writer.close()
+        silent = member.links.writer("silence", followers)
+        dist.barrier()
+        return {"read": values, "error": [type(silent).__name__]}
+    reader = member.links.reader("numbers", 0, member.rank - 1)
+    read = []
+    while (value := reader.next(20.0)) is not None:
+        read.append(value)
+        if member.rank == 2 and value % 8 == 0:
+            time.sleep(0.001)
+    reader.close()
+    reader = member.links.reader("silence", 0, member.rank - 1)
+    error = error_of(lambda: reader.next(0.2))
+    dist.barrier()
+    return {"read": read, "error": error}
+
+
+def deaf(member: Member) -> list[str]:
+    """The reader reads nothing: its writer gets an error."""
+    if member.rank == 0:
+        writer = member.links.writer("numbers", [1])
+        text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
+        dist.barrier()
+        return text
+    member.links.reader("numbers", 0, 0)
+    dist.barrier()
+    return []
+
+
+def record(member: Member) -> dict[str, Any]:
+    """Two pipeline ranks record, a third rank of the job only takes part in the gathering."""
+    folder, group = Path(sys.argv[3]), dist.group.WORLD
+    path = folder / "schedule.json"
+    shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
+    pp_rank = member.rank - 1 if member.rank else None
+    errors = [error_of(lambda: load_on_all(path, group))]
+
+    def recording(after_step: int) -> Recording:
+        return Recording(
+            path, shape, pp_rank=pp_rank, is_writer=member.rank == 0, after_step=after_step
+        )
+
+    orders = [(0, 0, 1, 1), (0, 1, 0, 1)]
+    first = recording(0)
+    for step in (1, 2, 3):
+        first.append(step, orders[member.rank - 1])
+        if step != 2:
+            first.write(group)
+    again = recording(2)
+    again.append(4, orders[0])
+    again.write(group)
+    found = load_on_all(path, group)
+    return {
+        "errors": errors,
+        "steps": found.steps,
+        "codes": [[found.codes(step, rank, 2) for rank in range(2)] for step in found.steps],
+        "pending": len(first._pending) + len(again._pending),
+    }
+
+
+def error_of(action: Callable[[], object]) -> list[str]:
+    """Return class and text of the error that ``action()`` raises."""
+    try:
+        action()
+    except AdaptiveError as error:
+        return [type(error).__name__, str(error)]
+    return ["none", ""]
+
+
+PROGRAMS: dict[str, Callable[[Member], Any]] = {
+    program.__name__: program for program in (agree, lacking, broken, many, deaf, record)
+}
 
 
 def main() -> None:
@@ -212,9 +322,10 @@ def main() -> None:
         world_size=int(size),
         timeout=timedelta(seconds=40),
     )
-    result = PROGRAMS[program](make_board(kind, place, int(rank), int(size)), int(rank))
+    result = PROGRAMS[program](Member(kind, int(rank), int(size)))
     (place / f"{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
+    if program != "broken":  # whose followers wait for the end of the leader's process
+        dist.barrier()
     # A receive that timed out breaks gloo's connections: leave without taking them down.
     sys.stdout.flush()
     os._exit(0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,43 +10,28 @@ import torch
 from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.pipeline.agreement import Alone
-from megatron.adaptive.pipeline.executor import Executor
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.trace.event import TraceHeader
-from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from megatron.adaptive.transport.interface import Item, Notice
 
 from .loopback import (
-    BACKWARD_BYTES,
-    FORWARD_BYTES,
-    WATCHDOG_S,
     B,
     Counting,
     F,
+    Picks,
     Ranks,
-    arrival,
+    W,
+    forward_of,
+    last_rank,
+    make_executor,
+    ready_first,
 )
 
 SHAPES = [(1, 1, 3), (1, 2, 2), (2, 1, 1), (2, 1, 5), (2, 2, 4), (3, 1, 4), (4, 1, 6), (4, 2, 8)]
-
-
-class Picks:
-    """A policy that is a function of the state."""
-
-    name = "made-up"
-
-    def __init__(self, pick: Callable[[RankState], Action | None]) -> None:
-        self.pick = pick
-
-
-def ready_first(state: RankState) -> Action | None:
-    return next(iter(state.ready()), None)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), SHAPES)
@@ -128,18 +109,6 @@ def test_an_output_is_released_after_it_was_handed_on() -> None:
         pipeline.state(0, 3, forward_only=True),
     )
     assert sent_at_release == [[0], [0, 1], [0, 1, 2]]
-
-
-def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Rank 1 of two, to be fed by hand."""
-    pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
-    return pipeline, pipeline.transports[1].completions
-
-
-def forward_of(step: int, microbatch: int) -> Arrival:
-    return arrival(
-        Label(step, Action(F, 0, microbatch)), 10, torch.tensor([microbatch, 1], dtype=torch.float)
-    )
 
 
 def run_last(pipeline: Ranks, microbatches: int, policy: Policy | None = None) -> Counting:
@@ -221,18 +190,44 @@ def test_a_lost_peer_ends_the_step() -> None:
     [
         (Action(B, 0, 0), "its own forward F0-0 has not finished"),
         (Action(F, 0, 1), "F0-0 comes before it"),
-        (Action(F, 1, 0), "there is no such action"),
-        (Action(ActionKind.W, 0, 0), "this step has no W"),
+        (Action(F, 1, 0), "there is no such action with 1 chunks and 2 microbatches"),
+        (Action(W, 0, 0), "this step has no W"),
+        # It once was waited for, as if the policy had only been early.
+        (Action(F, 0, 0), "its input from rank 0 (stage 0) is not here"),
     ],
 )
-def test_an_impossible_pick_is_named(action: Action, reason: str) -> None:
+def test_a_pick_that_is_not_ready_is_named(action: Action, reason: str) -> None:
     pipeline, _ = last_rank()
     with pytest.raises(ScheduleError) as info:
         run_last(pipeline, 2, Picks(lambda state: action))
     text = str(info.value)
     assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
-    assert reason in text
+    assert f"which cannot start: {reason}; ready: nothing; 0 of 4 actions finished" in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Action(W, 0, 0), "its own backward B0-0 has not finished"),
+        (Action(W, 0, 0, 1), "W0-0 comes before it"),
+        (Action(W, 0, 0, 2), "there is no such action"),
+    ],
+)
+def test_a_weight_gradient_that_is_not_ready_is_named(action: Action, reason: str) -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    order = [Action(F, 0, 0), action]
+    with pytest.raises(ScheduleError) as info:
+        pipeline.executors[1].run(
+            Counting(pipeline.placement, 1),
+            Picks(lambda state: order[state.num_started]),
+            pipeline.state(1, 1, weight_pieces=2),
+        )
+    text = str(info.value)
+    assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
+    assert f"which cannot start: {reason}" in text
+    assert "; ready: B0-0; 1 of 4 actions finished" in text
 
 
 def test_an_action_that_was_done_is_not_done_again() -> None:
@@ -242,14 +237,143 @@ def test_an_action_that_was_done_is_not_done_again() -> None:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
 
 
-def test_a_pick_whose_input_is_on_its_way_is_waited_for() -> None:
-    # A follower's picks come from another rank, whose inputs arrived earlier.
+class Following(Alone):
+    """What is picked comes from another rank, which knows that all inputs have arrived."""
+
+    decides = False
+
+
+def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
     pipeline, completions = last_rank()
+    executor = make_executor(pipeline, Following())
     order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
-    for microbatch in range(2):
-        completions.put(forward_of(0, microbatch))
-    stages = run_last(pipeline, 2, Picks(lambda state: order[state.num_started]))
+
+    def pick(state: RankState) -> Action:
+        # It arrives while the follower waits for the decision.
+        if state.num_started % 2 == 0:
+            completions.put(forward_of(0, state.num_started // 2))
+        return order[state.num_started]
+
+    stages = Counting(pipeline.placement, 1)
+    executor.run(stages, Picks(pick), pipeline.state(1, 2))
     assert stages.actions == [str(action) for action in order]
+
+
+def test_a_follower_without_decision_names_what_it_lacks() -> None:
+    class Silent(Following):
+        def next_action(self, *_: Any) -> Action | None:
+            raise DeadlineError("no word of rank 4 within 1 s")
+
+    pipeline, completions = last_rank()
+    executor = make_executor(pipeline, Silent())
+    with pytest.raises(DeadlineError) as info:
+        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+    assert str(info.value) == (
+        "no word of rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for input "
+        "of F0-0 from rank 0 (stage 0)"
+    )
+    completions.put(PeerLostError("rank 10 is gone"))
+    with pytest.raises(PeerLostError, match="rank 10 is gone"):
+        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+
+
+def test_inputs_that_only_some_members_have_are_waited_for() -> None:
+    class Half(Alone):
+        """The members of the group: this one and another."""
+
+        def __init__(self) -> None:
+            self.begun: list[tuple[int, bool]] = []
+            self.items: list[str] = []
+
+        def begin(self, step: int, *, is_static: bool) -> None:
+            self.begun.append((step, is_static))
+
+        def is_everywhere(self, item: Item) -> bool:
+            self.items.append(f"{type(item).__name__} {item.label.step}:{item.label.action}")
+            return isinstance(item, Notice)
+
+        def missing(self) -> str:
+            return "not on rank 5 yet: the input of F0-1"
+
+    pipeline, completions = last_rank()
+    agreement = Half()
+    executor = make_executor(pipeline, agreement, timeout_s=0.05)
+    stages = Counting(pipeline.placement, 1)
+
+    def notice_of(step: int, microbatch: int) -> Notice:
+        return Notice(forward_of(step, microbatch).label, 5)
+
+    for item in (forward_of(0, 0), notice_of(1, 0), notice_of(0, 0), forward_of(1, 0)):
+        completions.put(item)
+    for _ in range(2):
+        executor.run(stages, Picks(ready_first), pipeline.state(1, 1))
+    assert agreement.begun == [(0, False), (1, False)]
+    order = ["Arrival 0:F0-0", "Notice 0:F0-0", "Notice 1:F0-0", "Arrival 1:F0-0"]
+    assert agreement.items == order
+    # Word about a step that has ended is dropped.
+    for item in (notice_of(0, 0), forward_of(2, 0), notice_of(2, 0), forward_of(2, 1)):
+        completions.put(item)
+    with pytest.raises(DeadlineError) as info:
+        executor.run(stages, Picks(ready_first), pipeline.state(1, 2))
+    assert "in step 2 for input of F0-1 from rank 0 (stage 0) (not on rank 5 yet: " in str(
+        info.value
+    )
+    assert stages.actions[-2:] == ["F0-0", "B0-0"]
+
+
+class Slow(CpuClock):
+    """A device that finishes an action only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.finished = 0
+        self.waits = 0
+
+    def mark(self) -> int:
+        self.launched += 1
+        return self.launched
+
+    def wait(self, mark: int) -> None:
+        self.waits += 1
+        self.finished = max(self.finished, mark)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
+    # Marks are taken before and after each action.
+    clock = Slow()
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
+    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0, launch_ahead=ahead)
+    unfinished = []
+
+    def pick(state: RankState) -> Action | None:
+        unfinished.append((clock.launched - clock.finished) // 2)
+        return ready_first(state)
+
+    executor.run(Counting(pipeline.placement, 0), Picks(pick), pipeline.state(0, 3))
+    assert unfinished == [min(ahead, number) for number in range(12)]
+
+
+def test_a_static_order_waits_for_no_device() -> None:
+    clock = Slow()
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
+    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0)
+    policy = make_policies("1f1b", pipeline.placement, 3)[0]
+    executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
+    assert clock.waits == 0
+
+
+def test_the_order_of_the_last_step_is_told_as_codes() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2, kind="v")
+    pipeline = Ranks(placement)
+    for pieces in (0, 2):
+        policies = make_policies("adaptive", placement, 4)
+        stages, _ = pipeline.step(policies, 4, weight_pieces=pieces)
+        for stage, executor in zip(stages, pipeline.executors, strict=True):
+            kinds = [f"{kind}{chunk}" for kind in (F, B, W) for chunk in range(2)]
+            seen = [kinds.index(call.split("-")[0]) for call in stage.actions]
+            assert executor.last_codes == tuple(seen)
+            assert len(seen) == 2 * 4 * (2 + pieces)
 
 
 def test_a_rank_alone_that_cannot_go_on_says_so() -> None:
@@ -282,127 +406,3 @@ def test_an_error_of_a_stage_passes_through() -> None:
         pipeline.executors[1].run(
             Broken(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 1)
         )
-
-
-def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    return Recorder(
-        folder,
-        TraceHeader.create(
-            run="test",
-            rank=rank,
-            world_size=placement.num_ranks,
-            pp_rank=rank,
-            num_ranks=placement.num_ranks,
-            num_chunks=placement.num_chunks,
-            num_microbatches=microbatches,
-            schedule="1f1b",
-        ),
-    )
-
-
-def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
-    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1
-    placement = Placement(num_ranks=2, num_chunks=1)
-    recorders = [recorder_of(tmp_path, rank, placement, 2) for rank in range(2)]
-    pipeline = Ranks(placement, recorders)
-    for iteration in (4, 5):
-        for recorder in recorders:
-            recorder.begin_iteration(iteration, 2)
-        pipeline.step(make_policies("1f1b", placement, 2), 2)
-        times = [executor.finish_step() for executor in pipeline.executors]
-        for recorder in recorders:
-            recorder.end_iteration()
-    for recorder in recorders:
-        recorder.close()
-    run = read_run(tmp_path)
-    first, second = run.replica()
-    assert first is not None
-    assert second is not None
-    for iteration in (4, 5):
-        seen = [
-            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
-            for span in first.spans[iteration]
-        ]
-        assert seen == [
-            ("F", 0, FORWARD_BYTES, 100),
-            ("F", 1, FORWARD_BYTES, 200),
-            ("B", 0, BACKWARD_BYTES, 200),
-            ("B", 1, BACKWARD_BYTES, 100),
-        ]
-        seen = [
-            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
-            for span in second.spans[iteration]
-        ]
-        assert seen == [
-            ("F", 0, FORWARD_BYTES, 100),
-            ("B", 0, BACKWARD_BYTES, 100),
-            ("F", 1, FORWARD_BYTES, 100),
-            ("B", 1, BACKWARD_BYTES, 100),
-        ]
-    for trace, time in zip((first, second), times, strict=True):
-        spans = trace.spans[5]
-        assert all(span.start_ns <= span.end_ns for span in spans)
-        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
-        assert all(b.wait_ns <= b.start_ns - a.end_ns for a, b in itertools.pairwise(spans))
-        busy_ns = sum(span.end_ns - span.start_ns for span in spans)
-        assert time.busy_s == pytest.approx(busy_ns / 1e9)
-        assert time.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
-
-
-def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
-    pipeline, completions = last_rank()
-    recorder = recorder_of(tmp_path, 1, pipeline.placement, 2)
-    executor = Executor(
-        placement=pipeline.placement,
-        pp_rank=1,
-        peer_of=lambda position: 10 + position,
-        transport=pipeline.transports[1],
-        agreement=Alone(),
-        clock=CpuClock(),
-        recorder=recorder,
-        timeout_s=WATCHDOG_S,
-    )
-    follow = make_policies("1f1b", pipeline.placement, 2)[1]
-
-    def pick(state: RankState) -> Action | None:
-        action = follow.pick(state)
-        if action is None and state.num_started == 2:
-            # Nothing is on its way yet: whatever comes now is waited for.
-            threading.Timer(0.2, completions.put, [forward_of(0, 1)]).start()
-        return action
-
-    completions.put(forward_of(0, 0))
-    recorder.begin_iteration(1, 2)
-    executor.run(Counting(pipeline.placement, 1), Picks(pick), pipeline.state(1, 2))
-    executor.finish_step()
-    recorder.end_iteration()
-    recorder.close()
-    trace = read_run(tmp_path).replica()[1]
-    assert trace is not None
-    waits = {f"{span.action}{span.microbatch}": span.wait_ns for span in trace.spans[1]}
-    assert waits["F1"] > 100_000_000 > waits["F0"]
-
-
-def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
-    placement = Placement(num_ranks=1, num_chunks=3)
-    recorder = recorder_of(tmp_path, 0, placement, 2)
-    pipeline = Ranks(placement, [recorder])
-    recorder.begin_iteration(1, 2)
-    stages, _ = pipeline.step(make_policies("interleaved", placement, 2), 2)
-    pipeline.executors[0].finish_step()
-    recorder.end_iteration()
-    recorder.close()
-    assert stages[0].last_gradients == [[0.0, 2.0], [1.0, 2.0]]
-    trace = read_run(tmp_path).replica()[0]
-    assert trace is not None
-    assert len(trace.spans[1]) == 12
-    assert all(span.bytes == 0 for span in trace.spans[1])
-
-
-def test_a_step_without_trace_still_tells_its_times() -> None:
-    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    pipeline.step(make_policies("1f1b", pipeline.placement, 3), 3)
-    times = pipeline.executors[0].finish_step()
-    assert 0 < times.busy_s <= times.span_s
-    # Spans are handed over once.
-    assert pipeline.executors[0].finish_step().busy_s == 0

@@ -112,6 +112,19 @@ def test_a_failed_channel_is_told_in_its_turn() -> None:
         queue.wait(time.monotonic() + WATCHDOG_S)
 
 
+def test_queue_tells_its_listener_what_can_be_taken() -> None:
+    queue = CompletionQueue()
+    queue.put(arrival(0))
+    heard: list[object] = []
+    queue.listen(lambda item: heard.append((item, queue.poll(), threading.get_ident())))
+    queue.poll()
+    later = arrival(1)
+    thread = threading.Thread(target=queue.put, args=(later,))
+    thread.start()
+    thread.join(WATCHDOG_S)
+    assert heard == [(later, later, thread.ident)]
+
+
 def test_arrival_hands_over_its_payload() -> None:
     tensor = torch.arange(6, dtype=torch.float16)
     item = arrival(0, tensor)

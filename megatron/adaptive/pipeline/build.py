@@ -6,10 +6,7 @@ all ranks together, in one order.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +15,8 @@ from megatron.core import parallel_state
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.pipeline.agreement import (
-    Agreement,
-    Alone,
-    Led,
-    MessageBoard,
-    SharedMemoryBoard,
-)
+from megatron.adaptive.pipeline.agreement import Agreement, Alone, connect
+from megatron.adaptive.pipeline.board import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.pipeline.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
@@ -32,8 +24,6 @@ from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.nccl import NcclTransport
-
-_SETUP_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,7 @@ def build_executor(
         {"payload_shape": payload_shape, "dtype": payload_dtype},
         {"describe": describe, "timeout_s": timeout_s},
     )
-    agreement = _build_agreement(places, describe)
+    agreement = _build_agreement(places, describe, transport, timeout_s)
     executor = Executor(
         placement=placement,
         pp_rank=pp_rank,
@@ -195,43 +185,23 @@ def _nccl_channels(
     return outgoing, incoming
 
 
-def _build_agreement(places: list[dict[str, Any]], describe: Any) -> Agreement:
+def _build_agreement(
+    places: list[dict[str, Any]],
+    describe: Describe,
+    transport: Transport | None,
+    timeout_s: float,
+) -> Agreement:
+    """Connect this rank with its tensor- and context-parallel group. Collective over all ranks."""
+    if transport is None:
+        return Alone()
     members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
     group = _new_gloo_group(members)
     if len(members) == 1 or group is None:
         return Alone()
-    leads = members[0] == dist.get_rank()
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable: list[Any] = [None] * len(members)
     dist.all_gather_object(usable, module is not None and on_one_host, group=group)
-    if not all(usable):
-        return Led(MessageBoard(group), is_leader=leads)
-    log = _shared_log(module, group, members, leads)
-    board = SharedMemoryBoard(log, is_leader=leads, describe=describe(members[0]))
-    return Led(board, is_leader=leads)
-
-
-def _shared_log(module: Any, group: dist.ProcessGroup, members: list[int], leads: bool) -> Any:
-    """Make the leader's decision log and hand its memory to the followers."""
-    message: list[Any] = [None]
-    folder = None
-    if leads:
-        folder = tempfile.TemporaryDirectory(prefix="megatron-adaptive-")
-        message = [str(Path(folder.name) / "log")]
-    dist.broadcast_object_list(message, src=members[0], group=group)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    try:
-        if leads:
-            followers = len(members) - 1
-            writer = module.DecisionLog.create(followers, 256, local)
-            module.send_fd(message[0], writer.fd, followers, _SETUP_TIMEOUT_S)
-            return writer
-        fd = module.recv_fd(message[0], _SETUP_TIMEOUT_S)
-        try:
-            return module.DecisionLog.attach(fd, members.index(dist.get_rank()) - 1, local)
-        finally:
-            os.close(fd)
-    finally:
-        if folder is not None:
-            folder.cleanup()
+    links: Links
+    links = MemoryLinks(module, group, describe) if all(usable) else MessageLinks(group, describe)
+    return connect(links, members, dist.get_rank(), transport.completions, timeout_s)

@@ -6,6 +6,9 @@ A static schedule and a run-time rule go through the same loop::
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
+A device runs behind the process that launches work on it. A run-time rule is therefore asked late,
+when all but the last few launched actions are done: it then knows what has arrived meanwhile.
+
 The engine owns the state of the step, the tensors between stages and the clock; it knows neither
 megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
 one tensor-parallel group keep together is an ``Agreement``.
@@ -25,10 +28,12 @@ from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportErro
 from megatron.adaptive.pipeline.agreement import Agreement
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, Label, Transport
+from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
+
+_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
 
 
 class Stages(Protocol):
@@ -52,10 +57,13 @@ class Stages(Protocol):
     def activation_bytes(self, chunk: int) -> int:
         """Bytes that one microbatch's forward of the chunk keeps for its backward."""
 
+    def retained_bytes(self, chunk: int) -> int:
+        """Bytes of them that a split backward leaves for the weight gradient."""
+
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the backward of a chunk.
+        """Run the backward of a chunk: the whole one, or by inputs only if backwards are split.
 
         Args:
             chunk: local chunk.
@@ -66,6 +74,16 @@ class Stages(Protocol):
             The gradient for the stage before, ``None`` on the first stage.
         """
 
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients that a split backward left.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            piece: which part, ascending from 0.
+            pieces: number of parts.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -74,10 +92,12 @@ class StepTimes:
     Attributes:
         busy_s: seconds within actions.
         span_s: seconds from its first action's start to its last one's end.
+        actions: what ran, in order, with its nanoseconds.
     """
 
     busy_s: float
     span_s: float
+    actions: tuple[tuple[Action, int], ...] = ()
 
 
 class Executor:
@@ -92,6 +112,8 @@ class Executor:
         clock: takes the times of the trace.
         recorder: where spans go, ``None`` for no trace.
         timeout_s: limit of every wait for an input.
+        launch_ahead: actions that a run-time rule may have unfinished on the device when it is
+            asked for the next one; 0 leaves the device idle while it decides.
     """
 
     def __init__(
@@ -105,22 +127,38 @@ class Executor:
         clock: CpuClock | CudaClock,
         recorder: Recorder | None,
         timeout_s: float,
+        launch_ahead: int = 1,
     ) -> None:
-        self._placement = placement
         self._pp_rank = pp_rank
+        self._num_chunks = placement.num_chunks
+        chunks = range(placement.num_chunks)
+        self._targets = {
+            ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
+            ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
+        }
         self._peer_of = peer_of
         self._transport = transport
         self._agreement = agreement
         self._clock = clock
         self._recorder = recorder
         self._timeout_s = timeout_s
+        self._launch_ahead = launch_ahead
         self._step = -1
-        self._early: list[Arrival] = []
+        self._early: list[Item] = []
+        self._codes: list[int] = []
         self._inputs: dict[Action, torch.Tensor] = {}
         self._received_bytes: dict[Action, int] = {}
         self._wait_ns = 0
         self._held_bytes = 0
         self._spans: list[tuple[Action, object, object, int, int, int]] = []
+
+    @property
+    def last_codes(self) -> tuple[int, ...]:
+        """The actions of the last step in the order they were started, as ``codes_of`` says them.
+
+        Microbatches and pieces ascend within a chunk, so that codes say everything.
+        """
+        return tuple(self._codes)
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Run one step: every action of ``state`` once, in the order ``policy`` picks.
@@ -138,26 +176,30 @@ class Executor:
         self._step += 1
         self._inputs.clear()
         self._spans.clear()
+        self._codes.clear()
         self._wait_ns = 0
         self._held_bytes = 0
+        is_static = isinstance(policy, Follow)
+        self._agreement.begin(self._step, is_static=is_static)
         early, self._early = self._early, []
-        for arrival in early:
-            self._accept(arrival, state)
+        for item in early:
+            self._accept(item, state)
         while not state.done:
+            if not is_static:
+                self._let_device_catch_up()
             self._drain(state)
-            asked_ns = time.monotonic_ns()
-            action = self._agreement.next_action(policy, state, self._timeout_s)
-            self._wait_ns += time.monotonic_ns() - asked_ns  # a follower waits in there
+            action = self._next_action(policy, state)
             if action is None:
                 self._await_arrival(state)
                 continue
             while not state.is_ready(action):
-                if not state.is_possible(action):
+                if self._agreement.decides or not state.is_possible(action):
                     raise ScheduleError(
                         f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
-                        f"pipeline, which {state.why_not(action)}; {state.describe()}"
+                        f"pipeline, which cannot start: {state.why_not(action)}; "
+                        f"{state.describe()}"
                     )
-                self._await_arrival(state)
+                self._await_arrival(state)  # the leader knows that it has arrived
             self._perform(action, stages, state)
 
     def finish_step(self) -> StepTimes:
@@ -169,10 +211,12 @@ class Executor:
         resolve: Callable[[Any], int] = self._clock.resolve_ns
         busy_ns = 0
         start_ns = end_ns = 0
+        actions = []
         for action, start, end, wait_ns, nbytes, held in self._spans:
             begin_ns, end_ns = resolve(start), resolve(end)
             start_ns = start_ns or begin_ns
             busy_ns += end_ns - begin_ns
+            actions.append((action, end_ns - begin_ns))
             if self._recorder is not None:
                 self._recorder.record(
                     action.kind.value,
@@ -185,13 +229,37 @@ class Executor:
                     in_flight_bytes=held,
                 )
         self._spans.clear()
-        return StepTimes(busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9)
+        return StepTimes(
+            busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9, actions=tuple(actions)
+        )
+
+    def _let_device_catch_up(self) -> None:
+        """Wait until no more than ``launch_ahead`` of the launched actions are unfinished."""
+        if len(self._spans) > self._launch_ahead:
+            wait: Callable[[Any], None] = self._clock.wait
+            wait(self._spans[-1 - self._launch_ahead][2])
+
+    def _next_action(self, policy: Policy, state: RankState) -> Action | None:
+        asked_ns = time.monotonic_ns()
+        try:
+            return self._agreement.next_action(policy, state, self._timeout_s)
+        except TransportError as error:
+            self._drain(state)  # a channel that failed says more than the group's silence
+            if isinstance(error, DeadlineError):
+                raise DeadlineError(
+                    f"{error}; rank {self._pp_rank} of the pipeline, in step {self._step}, itself "
+                    f"waits for {state.missing()}"
+                ) from error
+            raise
+        finally:
+            self._wait_ns += time.monotonic_ns() - asked_ns  # a follower waits in there
 
     def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
         wait_ns, self._wait_ns = self._wait_ns, 0
         nbytes = self._received_bytes.pop(action, 0)
         start = self._clock.mark()
         state.start(action)
+        self._codes.append(_NUMBER[action.kind] * self._num_chunks + action.chunk)
         received = self._inputs.pop(action, None)
         chunk, microbatch = action.chunk, action.microbatch
         if action.kind is ActionKind.F:
@@ -202,24 +270,32 @@ class Executor:
             state.finish(action)
             nbytes += self._hand_forward(action, output, state)
             stages.release(chunk, microbatch)
-        else:
+        elif action.kind is ActionKind.B:
             held = self._held_bytes
             gradient = stages.backward(chunk, microbatch, received)
             self._held_bytes -= stages.activation_bytes(chunk)
+            if state.weight_pieces:
+                self._held_bytes += stages.retained_bytes(chunk)
             state.finish(action)
             nbytes += self._hand_backward(action, gradient, state)
+        else:
+            held = self._held_bytes
+            stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
+            if action.piece == state.weight_pieces - 1:
+                self._held_bytes -= stages.retained_bytes(chunk)
+            state.finish(action)
         self._spans.append((action, start, self._clock.mark(), wait_ns, nbytes, held))
 
     def _hand_forward(self, action: Action, output: torch.Tensor, state: RankState) -> int:
-        target = self._placement.next_of(self._pp_rank, action.chunk)
+        target = self._targets[ActionKind.F][action.chunk]
         if target is None:
             return 0  # the loss: its backward starts from here
-        return self._hand(target, ActionKind.F, action.microbatch, output, state)
+        return self._hand(target, action, output, state)
 
     def _hand_backward(
         self, action: Action, gradient: torch.Tensor | None, state: RankState
     ) -> int:
-        target = self._placement.previous_of(self._pp_rank, action.chunk)
+        target = self._targets[ActionKind.B][action.chunk]
         if target is None:
             return 0
         if gradient is None:
@@ -227,22 +303,17 @@ class Executor:
                 f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
                 "before it; does its input require one?"
             )
-        return self._hand(target, ActionKind.B, action.microbatch, gradient, state)
+        return self._hand(target, action, gradient, state)
 
     def _hand(
-        self,
-        target: tuple[int, int],
-        kind: ActionKind,
-        microbatch: int,
-        tensor: torch.Tensor,
-        state: RankState,
+        self, target: tuple[int, int], of: Action, tensor: torch.Tensor, state: RankState
     ) -> int:
-        """Give ``tensor`` to the stage at ``target``; returns the bytes that leave this rank."""
+        """Give the result of ``of`` to the stage at ``target``; returns bytes that leave here."""
         rank, chunk = target
-        action = Action(kind, chunk, microbatch)
+        action = Action(of.kind, chunk, of.microbatch)
         if rank == self._pp_rank:
             self._inputs[action] = tensor.detach()
-            state.arrive(kind, chunk, microbatch)
+            state.arrive(action.kind, chunk, action.microbatch)
             return 0
         assert self._transport is not None
         self._transport.send(self._peer_of(rank), Label(self._step, action), tensor)
@@ -251,8 +322,8 @@ class Executor:
     def _drain(self, state: RankState) -> None:
         if self._transport is None:
             return
-        while (arrival := self._transport.completions.poll()) is not None:
-            self._accept(arrival, state)
+        while (item := self._transport.completions.poll()) is not None:
+            self._accept(item, state)
 
     def _await_arrival(self, state: RankState) -> None:
         if self._transport is None:
@@ -260,27 +331,33 @@ class Executor:
                 f"no action can start and no other rank could change that: {state.describe()}"
             )
         start = time.monotonic_ns()
-        arrival = self._transport.completions.wait(start / 1e9 + self._timeout_s)
+        item = self._transport.completions.wait(start / 1e9 + self._timeout_s)
         self._wait_ns += time.monotonic_ns() - start
-        if arrival is None:
+        if item is None:
+            elsewhere = self._agreement.missing()
             raise DeadlineError(
                 f"rank {self._pp_rank} of the pipeline waited {self._timeout_s:g} s in step "
-                f"{self._step} for {state.missing()}; look at those ranks, or raise "
-                "--pipeline-timeout-s"
+                f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
+                "those ranks, or raise --pipeline-timeout-s"
             )
-        self._accept(arrival, state)
+        self._accept(item, state)
 
-    def _accept(self, arrival: Arrival, state: RankState) -> None:
-        step, action = arrival.label.step, arrival.label.action
+    def _accept(self, item: Item, state: RankState) -> None:
+        step, action = item.label.step, item.label.action
         if step > self._step:
             # Evaluation has no barrier between steps: the first stage may be steps ahead.
-            self._early.append(arrival)
+            self._early.append(item)
             return
-        if step != self._step:
-            raise TransportError(
-                f"rank {arrival.peer} sent {action} of step {step} to rank {self._pp_rank} of the "
-                f"pipeline, which is in step {self._step}; the ranks ran different numbers of steps"
-            )
-        self._inputs[action] = arrival.take()
-        self._received_bytes[action] = arrival.nbytes
-        state.arrive(action.kind, action.chunk, action.microbatch)
+        if isinstance(item, Arrival):
+            if step != self._step:
+                raise TransportError(
+                    f"rank {item.peer} sent {action} of step {step} to rank {self._pp_rank} of the "
+                    f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
+                    "steps"
+                )
+            self._inputs[action] = item.take()
+            self._received_bytes[action] = item.nbytes
+        elif step != self._step:
+            return  # word about a step that ended: nobody waits for it
+        if self._agreement.is_everywhere(item):
+            state.arrive(action.kind, action.chunk, action.microbatch)

@@ -15,16 +15,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.pipeline.record import Replay
 from megatron.adaptive.pipeline.stages import (
     ActivationMeter,
     MegatronStages,
     default_process_groups,
 )
+from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
 from megatron.adaptive.schedule import interleaved
+from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 
 
@@ -40,6 +44,10 @@ class ForwardBackward:
             the shape of the pipeline where ``None``.
         group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
             pipeline where ``None``.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        stores: where the chunks' layers leave their weight gradients, for split backwards.
+        given: the schedule to follow where ``schedule`` is ``file``.
+        replay: recorded orders to take in training steps; the caller says which step begins.
     """
 
     def __init__(
@@ -51,6 +59,10 @@ class ForwardBackward:
         schedule: str,
         activation_cap: float | None = None,
         group_size: int | None = None,
+        weight_pieces: int = 0,
+        stores: Sequence[WeightGradientStore] | None = None,
+        given: Schedule | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self._executor = executor
         self._placement = placement
@@ -58,6 +70,10 @@ class ForwardBackward:
         self._schedule = schedule
         self._cap = activation_cap
         self._group_size = group_size
+        self._weight_pieces = weight_pieces
+        self._stores = stores
+        self._given = given
+        self._replay = replay
         self._meter = ActivationMeter()
         self._policies: dict[tuple[int, bool], Policy] = {}
 
@@ -115,6 +131,8 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            split=self._weight_pieces > 0 and not forward_only,
+            stores=self._stores,
         )
         timers = stages.config.timers
         if timers is not None:
@@ -141,7 +159,29 @@ class ForwardBackward:
             timers("forward-backward").stop()
         return stages.reduced_losses
 
+    def use(self, candidate: Candidate) -> None:
+        """Take another schedule or rule from the next step on; all ranks must do so alike.
+
+        Raises:
+            ConfigError: it needs another placement, or stores that this object was not made with.
+        """
+        if candidate.placement != self._placement or (candidate.weight_pieces and not self._stores):
+            raise ConfigError(
+                f"{candidate} cannot run on chunks that lie in a {self._placement.kind} with "
+                f"{'split' if self._stores else 'whole'} backwards; build the model for it"
+            )
+        self._schedule = candidate.name
+        self._cap = candidate.cap
+        self._weight_pieces = candidate.weight_pieces
+        self._policies.clear()
+
+    def activation_bytes(self) -> int:
+        """Bytes that one microbatch keeps over all chunks of this rank, 0 before the first."""
+        return sum(self._meter.bytes_of(chunk) for chunk in range(self._placement.num_chunks))
+
     def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
+        if self._replay is not None and not forward_only:
+            return self._replay.policy(num_microbatches)
         key = (num_microbatches, forward_only)
         if key not in self._policies:
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
@@ -153,17 +193,41 @@ class ForwardBackward:
                 self._placement, num_microbatches, group_size=self._group_size
             )
             return Follow(schedule.orders[self._pp_rank], schedule.name)
+        if self._given is not None and not forward_only:
+            return self._follow_given(num_microbatches)
         name = "forward-only" if forward_only else self._schedule
-        return make_policies(name, self._placement, num_microbatches)[self._pp_rank]
+        if name == "auto":
+            name = "adaptive"  # until something was measured
+        policies = make_policies(
+            name,
+            self._placement,
+            num_microbatches,
+            cap=self._cap_for(num_microbatches),
+            weight_pieces=self._weight_pieces,
+        )
+        return policies[self._pp_rank]
+
+    def _follow_given(self, num_microbatches: int) -> Policy:
+        given = self._given
+        assert given is not None
+        if given.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"schedule {given.name} is one of {given.num_microbatches} microbatches and this "
+                f"step has {num_microbatches}; set --global-batch-size to match it"
+            )
+        return Follow(given.orders[self._pp_rank], given.name)
+
+    def _cap_for(self, num_microbatches: int) -> float:
+        if self._cap is not None:
+            return self._cap
+        return default_cap(self._placement, num_microbatches)
 
     def _state(self, num_microbatches: int, forward_only: bool) -> RankState:
-        cap = self._cap
-        if cap is None:
-            cap = default_cap(self._placement, num_microbatches)
         return RankState(
             placement=self._placement,
             rank=self._pp_rank,
             num_microbatches=num_microbatches,
-            cap=None if forward_only else cap,
+            cap=None if forward_only else self._cap_for(num_microbatches),
             forward_only=forward_only,
+            weight_pieces=self._weight_pieces,
         )

@@ -2,7 +2,9 @@
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
 It keeps, per chunk and microbatch, what megatron-core's own loops keep in lists, and switches the
-gradient synchronization of data parallelism on for the last microbatch of each chunk.
+gradient synchronization of data parallelism on for the last microbatch of each chunk. Where
+backwards are split, weight gradients go through the chunk's
+:class:`~megatron.adaptive.pipeline.weight_gradient.WeightGradientStore`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
 from megatron.adaptive.schedule.placement import Placement
 
 
@@ -79,7 +82,9 @@ class GradientSync:
     """Holds data-parallel gradient reduction back until a chunk's last microbatch.
 
     Of one rank's chunks the last backward comes in descending order under every schedule (a
-    chunk's backward needs that of the next chunk), so replicas enqueue their reductions alike.
+    chunk's backward needs that of the next chunk), so replicas enqueue their reductions alike. The
+    last weight gradient of a split backward comes in whatever order the rank picks: a chunk's
+    reduction then waits for those of all later chunks.
 
     Args:
         config: megatron-core's configuration of the chunks.
@@ -91,6 +96,8 @@ class GradientSync:
         self._hold = _as_list(config.no_sync_func, len(chunks))
         self._start = _as_list(config.grad_sync_func, len(chunks))
         self._held: list[contextlib.AbstractContextManager[Any] | None] = [None] * len(chunks)
+        self._complete: set[int] = set()
+        self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
         """Accumulate gradients locally from here on."""
@@ -112,10 +119,38 @@ class GradientSync:
             self._let_go(chunk)
             start(self._chunks[chunk].parameters())
 
+    def after_last_weights(self, chunk: int) -> None:
+        """The chunk's gradients are complete, its backwards having been split.
+
+        Starts the reduction of every chunk whose turn has come, in descending order, that of a
+        chunk with ``no_sync`` alone included: no backward is left to start it.
+
+        Raises:
+            ConfigError: gradients were held back that nothing can reduce.
+        """
+        self._complete.add(chunk)
+        while self._next_start in self._complete:
+            self._reduce(self._next_start)
+            self._next_start -= 1
+
     def release(self) -> None:
         """Leave nothing held back, whatever happened in the step."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
+
+    def _reduce(self, chunk: int) -> None:
+        held, start = self._held[chunk], self._start[chunk]
+        self._let_go(chunk)
+        if start is not None:
+            start(self._chunks[chunk].parameters())
+        elif held is not None:
+            start = getattr(self._chunks[chunk], "start_grad_sync", None)
+            if start is None:
+                raise ConfigError(
+                    f"chunk {chunk} is a {type(self._chunks[chunk]).__name__} with a no_sync_func, "
+                    "but without start_grad_sync; set grad_sync_func to split its backward"
+                )
+            start()
 
     def _let_go(self, chunk: int) -> None:
         context, self._held[chunk] = self._held[chunk], None
@@ -152,6 +187,11 @@ class MegatronStages:
         forward_only: evaluation: nothing is kept for a backward.
         collect_non_loss_data: as in megatron-core.
         first_val_step: as in megatron-core.
+        split: backwards leave weight gradients to :meth:`weights`. Nothing changes in evaluation.
+        stores: one per chunk, attached to its layers; needed only to split.
+
+    Raises:
+        ConfigError: backwards are to be split and there is not one store per chunk.
     """
 
     def __init__(
@@ -168,6 +208,8 @@ class MegatronStages:
         forward_only: bool,
         collect_non_loss_data: bool,
         first_val_step: bool | None,
+        split: bool = False,
+        stores: Sequence[WeightGradientStore] | None = None,
     ) -> None:
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
@@ -187,9 +229,13 @@ class MegatronStages:
         self._is_last = [stage == placement.num_stages - 1 for stage in stages]
         self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._stores = _stores(stores, len(chunks)) if split and not forward_only else None
         self._sync = GradientSync(self.config, chunks)
         if not forward_only:
             self._sync.hold()
+        for store in self._stores or ():
+            store.clear()
+            store.active = True
 
     def activation_bytes(self, chunk: int) -> int:
         """See :class:`~megatron.adaptive.pipeline.executor.Stages`."""
@@ -238,19 +284,68 @@ class MegatronStages:
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """See :class:`~megatron.adaptive.pipeline.executor.Stages`."""
+        received = self._inputs.pop((chunk, microbatch))
+        output = self._outputs.pop((chunk, microbatch))
+        if self._stores is not None:
+            with self._stores[chunk].collect(microbatch):
+                return backward_step(received, output, gradient, self._model_type, self.config)
         last = microbatch == self._num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
-        received = self._inputs.pop((chunk, microbatch))
-        output = self._outputs.pop((chunk, microbatch))
         answer = backward_step(received, output, gradient, self._model_type, self.config)
         if last:
             self._sync.after_last_backward(chunk)
         return answer
 
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients of a backward that was split.
+
+        After the last part of the last microbatch the chunk's gradients are reduced over
+        data-parallel ranks as soon as those of all later chunks are.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            piece: which part, ascending from 0.
+            pieces: number of parts of about equal work, some of which may be empty.
+
+        Raises:
+            ScheduleError: another part is next, or backwards are not split.
+        """
+        if self._stores is None:
+            raise ScheduleError(
+                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
+                "step whose backwards are whole; make its stages with split=True"
+            )
+        self._stores[chunk].run(microbatch, piece, pieces)
+        if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
+            self._sync.after_last_weights(chunk)
+
+    def retained_bytes(self, chunk: int) -> int:
+        """Bytes that one microbatch keeps between backward and weight gradients.
+
+        Measured at the first backward that was split; 0 before it and in steps that do not split.
+        """
+        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+
     def finish(self) -> None:
         """End the step, normally or after an error."""
         self._sync.release()
+        for store in self._stores or ():
+            store.active = False
+            store.clear()
+
+
+def _stores(
+    stores: Sequence[WeightGradientStore] | None, num_chunks: int
+) -> Sequence[WeightGradientStore]:
+    given = 0 if stores is None else len(stores)
+    if stores is None or given != num_chunks:
+        raise ConfigError(
+            f"{given} stores were given to split the backwards of {num_chunks} chunks; give one "
+            "per chunk, see attach_stores"
+        )
+    return stores
 
 
 _NOTHING = contextlib.nullcontext()

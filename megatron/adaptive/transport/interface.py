@@ -129,6 +129,23 @@ class Arrival:
         return self._take()
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Word of another member of the tensor-parallel group that a message has arrived there.
+
+    Attributes:
+        label: what has arrived.
+        peer: global rank of the member.
+    """
+
+    label: Label
+    peer: int
+
+
+Item = Arrival | Notice
+"""What an executor takes out of a :class:`CompletionQueue`."""
+
+
 class CompletionQueue:
     """Arrivals and failures of all channels of a process, in the order they happened.
 
@@ -136,14 +153,25 @@ class CompletionQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
+        self._listener: Callable[[Item | Exception], None] | None = None
 
-    def put(self, item: Arrival | Exception) -> None:
+    def listen(self, listener: Callable[[Item | Exception], None]) -> None:
+        """Call ``listener`` with each item that is put from now on, right after it can be taken.
+
+        It runs in the thread that puts, so that others hear of the item even while the thread that
+        takes is busy. One listener; it must raise nothing.
+        """
+        self._listener = listener
+
+    def put(self, item: Item | Exception) -> None:
         """Add an arrival, or the error that ended a channel."""
         self._queue.put(item)
+        if self._listener is not None:
+            self._listener(item)
 
-    def poll(self) -> Arrival | None:
-        """Return the oldest arrival, ``None`` if there is none now.
+    def poll(self) -> Item | None:
+        """Return the oldest item, ``None`` if there is none now.
 
         Raises:
             TransportError: a channel failed.
@@ -154,8 +182,8 @@ class CompletionQueue:
             return None
         return self._open(item)
 
-    def wait(self, deadline_s: float) -> Arrival | None:
-        """Return the oldest arrival, waiting for one until ``deadline_s`` of ``time.monotonic``.
+    def wait(self, deadline_s: float) -> Item | None:
+        """Return the oldest item, waiting for one until ``deadline_s`` of ``time.monotonic``.
 
         Returns:
             ``None`` when the deadline passed.
@@ -170,7 +198,7 @@ class CompletionQueue:
         return self._open(item)
 
     @staticmethod
-    def _open(item: Arrival | Exception) -> Arrival:
+    def _open(item: Item | Exception) -> Item:
         if isinstance(item, Exception):
             raise item
         return item

@@ -1,0 +1,407 @@
+"""The orders that a run took, in one file, and a policy that takes them again.
+
+A run-time rule looks at what has arrived, so that two runs seldom take the same order. A record
+makes an order repeatable: to look for a fault, to compare, to profile. Numbers do not depend on it:
+each stage takes its forwards, its backwards and its weight gradients in ascending order of the
+microbatches, whatever it takes in between. That is why one replica's orders are enough, though
+under a run-time rule every data-parallel replica has its own: replayed by all of them, they give
+the same losses and gradients bit by bit.
+
+Only training steps are recorded; an evaluation has one order. The file is JSON; ``orders`` are
+codes as of ``schedule.policy.codes_of``, each listed once, and a step names one per rank::
+
+    {"format": "megatron-adaptive schedule", "version": 1,
+     "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0},
+     "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
+     "steps": {"1": [0, 1], "2": [0, 1]}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.trace.files import replaced
+
+__all__ = ["RecordShape", "Recording", "Replay", "ScheduleRecord"]
+
+_FORMAT = "megatron-adaptive schedule"
+_VERSION = 1
+_KINDS = tuple(ActionKind)
+
+Codes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordShape:
+    """What two runs must share for one to take the other's orders.
+
+    Microbatches are not among it: they may grow from step to step, and an order tells their number.
+
+    Attributes:
+        ranks: pipeline-parallel ranks.
+        chunks: chunks per rank.
+        placement: kind of placement.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+    """
+
+    ranks: int
+    chunks: int
+    placement: str
+    weight_pieces: int
+
+    @staticmethod
+    def of(placement: Placement, weight_pieces: int) -> RecordShape:
+        """Return the shape of a run."""
+        return RecordShape(
+            ranks=placement.num_ranks,
+            chunks=placement.num_chunks,
+            placement=placement.kind,
+            weight_pieces=weight_pieces,
+        )
+
+
+_REMEDIES = {
+    "ranks": "--pipeline-model-parallel-size",
+    "chunks": "--num-virtual-stages-per-pipeline-rank",
+    "placement": "--pipeline-placement",
+    "weight_pieces": "--pipeline-schedule and the pieces of weight gradients",
+}
+
+
+class ScheduleRecord:
+    """The orders of all ranks of a pipeline, by step.
+
+    Args:
+        shape: of the pipeline.
+        source: where it comes from, for messages.
+    """
+
+    def __init__(self, shape: RecordShape, source: str = "the record") -> None:
+        self.shape = shape
+        self._source = source
+        self._orders: dict[Codes, int] = {}
+        self._by_number: list[Codes] = []
+        self._steps: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps, ascending."""
+        return tuple(sorted(self._steps))
+
+    def add(self, step: int, orders: Sequence[Sequence[int]]) -> None:
+        """Keep a step's orders, one per rank; in the place of earlier ones of that step."""
+        self._steps[step] = tuple(self._number(tuple(order)) for order in orders)
+
+    def drop_after(self, step: int) -> None:
+        """Forget all steps after ``step``."""
+        self._steps = {number: found for number, found in self._steps.items() if number <= step}
+
+    def save(self, path: str | Path) -> None:
+        """Write the record, whole or not at all.
+
+        Raises:
+            TraceError: it cannot be written there.
+        """
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "shape": asdict(self.shape),
+            "orders": self._by_number,
+            "steps": {str(step): self._steps[step] for step in self.steps},
+        }
+        with replaced(path) as temporary:
+            temporary.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
+
+    @staticmethod
+    def load(path: str | Path) -> ScheduleRecord:
+        """Read a record.
+
+        Raises:
+            ConfigError: there is none, it is damaged or of a newer version.
+        """
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the schedule {path}: {error.strerror}; name a file that "
+                "--record-schedule wrote"
+            ) from error
+        except ValueError as error:
+            raise _damaged(path, f"it is no JSON ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise _damaged(path, f'its "format" is not "{_FORMAT}"')
+        if content.get("version") != _VERSION:
+            raise ConfigError(
+                f"{path} has version {content.get('version')!r} of the format, this program reads "
+                f"{_VERSION}; record the schedule anew"
+            )
+        try:
+            return _parse(content, str(path))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise _damaged(path, reason) from error
+
+    def require_shape(self, shape: RecordShape) -> None:
+        """Refuse a run of another shape.
+
+        Raises:
+            ConfigError: names each field that differs, with both values.
+        """
+        ours, theirs = asdict(shape), asdict(self.shape)
+        differing = [name for name in ours if ours[name] != theirs[name]]
+        if differing:
+            pairs = ", ".join(
+                f"{name} {theirs[name]} there, {ours[name]} here" for name in differing
+            )
+            flags = ", ".join(_REMEDIES[name] for name in differing)
+            raise ConfigError(
+                f"{self._source} is of a pipeline of another shape: {pairs}; give {flags} of the "
+                "recorded run"
+            )
+
+    def require_steps(self, first: int, last: int) -> None:
+        """Refuse to replay steps that are not there.
+
+        Raises:
+            ConfigError: names the steps that are there and those that are missing.
+        """
+        missing = [step for step in range(first, last + 1) if step not in self._steps]
+        if missing:
+            raise ConfigError(
+                f"{self._source} holds {_ranges(self.steps)}, but steps {first} to {last} are to "
+                f"be replayed, and {_ranges(missing)} are missing; train other iterations, or "
+                "record more"
+            )
+
+    def codes(self, step: int, rank: int, num_microbatches: int) -> Codes:
+        """Return the order that a rank took in a step.
+
+        Raises:
+            ConfigError: the step is not there, or had another number of microbatches.
+        """
+        if step not in self._steps:
+            raise ConfigError(
+                f"step {step} is not in {self._source}, which holds {_ranges(self.steps)}; train "
+                "other iterations, or record more"
+            )
+        codes = self._by_number[self._steps[step][rank]]
+        recorded = codes.count(0)
+        if recorded != num_microbatches:
+            raise ConfigError(
+                f"step {step} of {self._source} has {recorded} microbatches, this run's has "
+                f"{num_microbatches}; give the batch sizes and the data-parallel size of the "
+                "recorded run"
+            )
+        return codes
+
+    def _number(self, order: Codes) -> int:
+        number = self._orders.setdefault(order, len(self._by_number))
+        if number == len(self._by_number):
+            self._by_number.append(order)
+        return number
+
+
+class Recording:
+    """Writes down what this rank does, and now and then the whole pipeline's file.
+
+    Args:
+        path: the file.
+        shape: of the pipeline.
+        pp_rank: position of this rank in the pipeline, ``None`` outside the first data-parallel
+            replica and the first tensor- and context-parallel rank: such a rank keeps nothing.
+        is_writer: whether this is the first rank of the group of :meth:`write`.
+        after_step: last step of an earlier start of the job, whose file is continued.
+
+    Raises:
+        ConfigError: the file to be continued is damaged or of another shape.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        shape: RecordShape,
+        *,
+        pp_rank: int | None,
+        is_writer: bool,
+        after_step: int = 0,
+    ) -> None:
+        self._path = Path(path)
+        self._shape = shape
+        self._pp_rank = pp_rank
+        self._pending: dict[int, Codes] = {}
+        self._record = ScheduleRecord(shape)
+        if is_writer and after_step and self._path.exists():
+            self._record = ScheduleRecord.load(path)
+            self._record.require_shape(shape)
+            self._record.drop_after(after_step)
+
+    def append(self, step: int, codes: Iterable[int]) -> None:
+        """Keep the order of a training step, as ``Executor.last_codes`` tells it."""
+        if self._pp_rank is not None:
+            self._pending[step] = tuple(codes)
+
+    def write(self, group: Any) -> None:
+        """Gather what is new and write the file. Collective over ``group``.
+
+        Args:
+            group: a gloo group that holds the recording ranks and maybe others, such as all ranks.
+
+        Raises:
+            TraceError: the first rank cannot write the file.
+        """
+        import torch.distributed as dist  # reading a record needs no torch
+
+        first = dist.get_process_group_ranks(group)[0]
+        is_first = dist.get_rank() == first
+        gathered: list[Any] | None = [None] * group.size() if is_first else None
+        mine = None if self._pp_rank is None else (self._pp_rank, self._pending)
+        dist.gather_object(mine, gathered, dst=first, group=group)
+        self._pending = {}
+        if gathered is not None:
+            self._merge(dict(one for one in gathered if one is not None))
+            self._record.save(self._path)
+
+    def _merge(self, by_rank: Mapping[int, Mapping[int, Codes]]) -> None:
+        assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
+        for step in by_rank[0]:
+            self._record.add(step, [by_rank[rank][step] for rank in range(self._shape.ranks)])
+
+
+class Replay:
+    """Takes the orders of a record on one rank.
+
+    Args:
+        record: of a pipeline of this shape.
+        shape: of this run.
+        pp_rank: position of this rank in the pipeline.
+
+    Raises:
+        ConfigError: the record is of another shape.
+    """
+
+    def __init__(self, record: ScheduleRecord, shape: RecordShape, pp_rank: int) -> None:
+        record.require_shape(shape)
+        self._record = record
+        self._pp_rank = pp_rank
+        self._step = 0
+        self._policies: dict[Codes, Follow] = {}
+
+    def begin(self, step: int) -> None:
+        """Say which training step comes next."""
+        self._step = step
+
+    def policy(self, num_microbatches: int) -> Follow:
+        """Return the policy of the step that was begun: a static order, for the agreement too.
+
+        Raises:
+            ConfigError: the record lacks the step, or had other microbatches in it.
+        """
+        codes = self._record.codes(self._step, self._pp_rank, num_microbatches)
+        if codes not in self._policies:
+            self._policies[codes] = Follow(_actions(codes, self._record.shape), "replay")
+        return self._policies[codes]
+
+
+def load_on_all(path: str | Path, group: Any) -> ScheduleRecord:
+    """Read a record on the first rank of ``group`` and hand it to the others. Collective.
+
+    Raises:
+        ConfigError: as :meth:`ScheduleRecord.load`, on every rank.
+    """
+    import torch.distributed as dist
+
+    first = dist.get_process_group_ranks(group)[0]
+    message: list[Any] = [None]
+    if dist.get_rank() == first:
+        try:
+            message = [ScheduleRecord.load(path)]
+        except ConfigError as error:
+            message = [error]
+    dist.broadcast_object_list(message, src=first, group=group)
+    if isinstance(message[0], ConfigError):
+        raise message[0]
+    record: ScheduleRecord = message[0]
+    return record
+
+
+def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
+    """Return the record in a file's content; raises plain errors where it is damaged."""
+    names = [field.name for field in fields(RecordShape)]
+    record = ScheduleRecord(RecordShape(**{name: content["shape"][name] for name in names}), source)
+    shape = record.shape
+    for name in ("ranks", "chunks", "weight_pieces"):
+        if not _is_count(getattr(shape, name)):
+            raise ValueError(f'"{name}" is {getattr(shape, name)!r}')
+    orders = [tuple(order) for order in content["orders"]]
+    sizes = [_microbatches(order, shape) for order in orders]
+    for step, numbers in content["steps"].items():
+        known = all(_is_count(number) and number < len(orders) for number in numbers)
+        if len(numbers) != shape.ranks or not known:
+            raise ValueError(f"step {step} does not name an order for each of {shape.ranks} ranks")
+        if len({sizes[number] for number in numbers}) > 1:
+            raise ValueError(f"the ranks of step {step} have different numbers of microbatches")
+        record.add(int(step), [orders[number] for number in numbers])
+    return record
+
+
+def _microbatches(order: Codes, shape: RecordShape) -> int:
+    """Return the microbatches of an order that has every action once."""
+    if not all(_is_count(code) for code in order):
+        raise ValueError("an order holds something else than codes")
+    counts = Counter(order)
+    expected = {
+        kind * shape.chunks + chunk: counts[0] * pieces
+        for kind, pieces in enumerate((1, 1, shape.weight_pieces))
+        for chunk in range(shape.chunks)
+        if pieces
+    }
+    if not order or counts != expected:
+        raise ValueError("an order does not hold each action once")
+    return counts[0]
+
+
+def _actions(codes: Codes, shape: RecordShape) -> tuple[Action, ...]:
+    done = [0] * (3 * shape.chunks)
+    actions = []
+    for code in codes:
+        kind, chunk = divmod(code, shape.chunks)
+        pieces = shape.weight_pieces if _KINDS[kind] is ActionKind.W else 1
+        microbatch, piece = divmod(done[code], pieces)
+        done[code] += 1
+        actions.append(Action(_KINDS[kind], chunk, microbatch, piece))
+    return tuple(actions)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _damaged(path: str | Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is no record of a schedule or is damaged: {reason}; name a file that "
+        "--record-schedule wrote"
+    )
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Say ascending numbers as ``steps 1 to 4 and 7``."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    if not runs:
+        return "no steps"
+    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs[:4]]
+    more = f" and {len(runs) - 4} more ranges" if len(runs) > 4 else ""
+    return f"steps {', '.join(shown)}{more}"
