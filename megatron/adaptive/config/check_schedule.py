@@ -146,6 +146,11 @@ def _check_files(config: TrainerConfig) -> None:
                 f"{name} {path} with --pipeline-schedule megatron, whose order megatron-core keeps "
                 "to itself: use a schedule of this project"
             )
+        if path is not None and schedule == "auto":
+            raise ConfigError(
+                f"{name} {path} with --pipeline-schedule auto, which changes the order's shape "
+                "after a few steps: name the schedule that it chose"
+            )
 
 
 def _check_microbatch_groups(config: TrainerConfig) -> None:

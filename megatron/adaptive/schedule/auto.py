@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
+from megatron.adaptive.schedule.compare import (
+    DEFAULT_PIECES,
+    Candidate,
+    Outcome,
+    evaluate,
+    make_candidate,
+)
 from megatron.adaptive.schedule.memory import default_cap, least_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.profile import Profile
@@ -28,7 +34,6 @@ __all__ = ["Choice", "candidates", "choose"]
 
 STATIC = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 RULES = ("adaptive", "hinted")
-PIECES = (1, 2, 4)
 DRAWS = 6
 GAIN = 0.005
 """What a rule must gain over the best fixed order: simulated and measured steps differ by more."""
@@ -59,6 +64,7 @@ def candidates(
     placements: Sequence[PlacementKind],
     most: float,
     splittable: bool,
+    pieces: int = DEFAULT_PIECES,
 ) -> list[Candidate]:
     """List what could run on a pipeline.
 
@@ -69,17 +75,19 @@ def candidates(
         placements: how the stages may lie.
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
+        pieces: most parts of a weight gradient.
     """
+    cuts = sorted({0, 1, 2, pieces}) if splittable else [0]
     found = list(_static(num_ranks, num_chunks, num_microbatches, placements, splittable))
     for kind in placements:
         placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
         usual = default_cap(placement, num_microbatches)
         caps = {usual, usual / 1.5, min(most, float(num_microbatches))}
         for cap in sorted(c for c in caps if least_cap((1.0,)) <= c <= with_rounding(most)):
-            for pieces in (0, *PIECES) if splittable else (0,):
+            for cut in cuts:
                 for name in RULES:
                     found.append(
-                        Candidate(name=name, placement=placement, weight_pieces=pieces, cap=cap)
+                        Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
                     )
     return found
 
@@ -111,6 +119,7 @@ def choose(
     placements: Sequence[PlacementKind],
     most: float,
     splittable: bool,
+    pieces: int = DEFAULT_PIECES,
     compiled: bool = True,
 ) -> Choice:
     """Simulate the candidates and take the fastest.
@@ -122,6 +131,7 @@ def choose(
         placements: how they may lie.
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
+        pieces: most parts of a weight gradient.
         compiled: see ``simulate``.
 
     Raises:
@@ -137,6 +147,7 @@ def choose(
         placements=placements,
         most=most,
         splittable=splittable,
+        pieces=pieces,
     ):
         outcome = evaluate(candidate, num_microbatches, profile, seeds, compiled=compiled)
         if outcome.peak_units <= with_rounding(most):

@@ -101,6 +101,15 @@ class Placement:
         stage = self.stage_of(rank, chunk) - 1
         return None if stage < 0 else self.locate(stage)
 
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of ranks that exchange messages, lower rank first, sorted."""
+        pairs = set()
+        for stage in range(self.num_stages - 1):
+            one, other = self.locate(stage)[0], self.locate(stage + 1)[0]
+            if one != other:
+                pairs.add((min(one, other), max(one, other)))
+        return tuple(sorted(pairs))
+
     def enabled_by(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The action that ``action`` on ``rank`` produces the input of, with its rank.
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.training.auto import make_tuner
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
-from megatron.adaptive.training.setup import Run, make_loader
+from megatron.adaptive.training.setup import Run, make_loader, make_recording
 from megatron.adaptive.training.step import Step, gather_parameters, params_norm
 from megatron.adaptive.training.stop import StopRequest
 
@@ -79,6 +80,8 @@ class Trainer:
             )
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._step = Step(run)
+        self._tuner = make_tuner(run)
+        self._recording = make_recording(run, self._counters.iteration)
         self._saved_at = self._counters.iteration if progress is not None else -1
         self._iterations_here = 0
 
@@ -109,6 +112,8 @@ class Trainer:
         finally:
             if loader is not None:
                 loader.close()
+        if self._recording is not None:
+            self._recording.write(run.job.control_group)
         self._stop.finish()
         if config.checkpoint.save is not None and self._saved_at != counters.iteration:
             self._save()
@@ -146,6 +151,12 @@ class Trainer:
             run.scheduler.step(increment=batch)
         else:
             counters.skipped_iterations += 1
+        if self._recording is not None and run.wiring is not None:
+            self._recording.append(iteration, run.wiring.executor.last_codes)
+        if self._tuner is not None and self._step.times is not None:
+            choice = self._tuner.after_step(self._step.times, num_microbatches)
+            if choice is not None:
+                self._log.message(f"  {choice}")
         counters.iteration = iteration
         counters.consumed_train_samples += batch
         self._iterations_here += 1
@@ -223,6 +234,8 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.perf_counter()
+        if self._recording is not None:
+            self._recording.write(self._run.job.control_group)
         gather_parameters(self._run)
         path = self._checkpoints.save(self._counters.progress())
         self._saved_at = self._counters.iteration

@@ -20,6 +20,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.build import Wiring, build_executor
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+from megatron.adaptive.pipeline.record import Recording, RecordShape, Replay, load_on_all
 from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Schedule
@@ -42,12 +43,10 @@ def _forward_backward(
     placement: Placement,
     wiring: Wiring,
     chunks: Sequence[torch.nn.Module],
+    replay: Replay | None,
 ) -> ForwardBackward:
     settings = config.schedule
-    pieces = 0
-    if config.splits_backward:
-        # A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
-        pieces = settings.weight_pieces if settings.is_rule else 1
+    pieces = _weight_pieces(config)
     given = None
     if settings.schedule_file is not None:
         given = _given_schedule(config, placement)
@@ -62,6 +61,52 @@ def _forward_backward(
         weight_pieces=pieces,
         stores=attach_stores(chunks) if config.splits_backward else None,
         given=given,
+        replay=replay,
+    )
+
+
+def _weight_pieces(config: TrainerConfig) -> int:
+    """Parts of each weight gradient, 0 for whole backwards.
+
+    A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
+    """
+    if not config.splits_backward:
+        return 0
+    return config.schedule.weight_pieces if config.schedule.is_rule else 1
+
+
+def _replay(job: Job, placement: Placement) -> Replay | None:
+    """Read the orders of ``--replay-schedule``. Collective over all ranks."""
+    path = job.config.schedule.replay_schedule
+    if path is None:
+        return None
+    shape = RecordShape.of(placement, _weight_pieces(job.config))
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return Replay(load_on_all(path, job.control_group), shape, pp_rank)
+
+
+def make_recording(run: Run, after_step: int) -> Recording | None:
+    """Make what writes the orders to ``--record-schedule``, ``None`` without that flag.
+
+    Args:
+        run: the built run.
+        after_step: last step of an earlier start of the job, 0 at its first.
+    """
+    job = run.job
+    path = job.config.schedule.record_schedule
+    if path is None:
+        return None
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    recorded = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    return Recording(
+        path,
+        RecordShape.of(run.placement, _weight_pieces(job.config)),
+        pp_rank=pp_rank if recorded else None,
+        is_writer=job.is_first,
+        after_step=after_step,
     )
 
 
@@ -120,6 +165,7 @@ class Run:
         forward_backward: runs one step; ours or megatron-core's own.
         wiring: the executor and its channels, ``None`` under megatron-core's own schedule.
         recorder: the trace, ``None`` without one.
+        replay: takes recorded orders, ``None`` unless asked for.
         padded_vocab_size: rows of the embedding.
     """
 
@@ -133,6 +179,7 @@ class Run:
     forward_backward: Callable[..., list[Any]]
     wiring: Wiring | None
     recorder: Recorder | None
+    replay: Replay | None
     padded_vocab_size: int
 
 
@@ -148,6 +195,7 @@ def build_run(job: Job) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect(config, core, chunks, optimizer)
     recorder = _recorder(job, placement)
+    replay = None
     wiring = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
@@ -157,12 +205,13 @@ def build_run(job: Job) -> Run:
             placement=placement,
             accelerator=job.accelerator,
             places=job.places,
-            payload_shape=_payload_shape(config),
+            payload_shape=payload_shape(config),
             payload_dtype=core.pipeline_dtype,
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=recorder,
         )
-        forward_backward = _forward_backward(config, placement, wiring, chunks)
+        replay = _replay(job, placement)
+        forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
     return Run(
         job=job,
         placement=placement,
@@ -174,6 +223,7 @@ def build_run(job: Job) -> Run:
         forward_backward=forward_backward,
         wiring=wiring,
         recorder=recorder,
+        replay=replay,
         padded_vocab_size=tokenizer.padded_vocab_size,
     )
 
@@ -207,7 +257,7 @@ def _tokenizer(config: TrainerConfig) -> Tokenizer:
     )
 
 
-def _payload_shape(config: TrainerConfig) -> tuple[int, ...]:
+def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
     """Return ``[s, b, h]`` of the tensors between stages, all alike in GPT training."""
     length = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:

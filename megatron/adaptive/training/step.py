@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
+from megatron.adaptive.pipeline.executor import StepTimes
 from megatron.adaptive.training.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
 from megatron.adaptive.training.setup import Run
 
@@ -53,6 +54,7 @@ class Step:
             ),
         )
         self._eval_steps = 0
+        self.times: StepTimes | None = None  # of the last training step, on our executor
 
     def train(self, microbatches: Any, num_microbatches: int, iteration: int) -> StepResult:
         """Run forward and backward passes and update the parameters.
@@ -72,6 +74,8 @@ class Step:
                 chunk.train()
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             run.optimizer.zero_grad()
+            if run.replay is not None:
+                run.replay.begin(iteration)
             reduced = self._forward_backward(
                 microbatches, num_microbatches, step=iteration, forward_only=False
             )
@@ -161,7 +165,7 @@ class Step:
         run = self._run
         if run.wiring is None:
             return None
-        times = run.wiring.executor.finish_step()
+        self.times = times = run.wiring.executor.finish_step()
         if run.recorder is not None:
             run.recorder.end_iteration()
         if iteration % self._config.logging.log_interval:
