@@ -21,9 +21,9 @@ from megatron.adaptive.schedule.registry import make_schedule
 
 from .launch import run_cases
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(340)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-LIMIT_S = 300.0  # of all cases of one world size; on two idle processors a quarter of it
+LIMIT_S = 600.0  # of all cases of one world size; on two idle processors a quarter of it
 STEPS = 5
 SHORT_STEPS = 3  # of what is beyond shapes and schedules; validation comes after them
 REL = 1e-5
@@ -404,4 +404,5 @@ def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> N
     orders = outcome(case)["orders"]
     for first in range(0, case.world_size, case.tp):
         assert all(order == orders[first] for order in orders[first : first + case.tp])
-        assert len(set(orders[first])) == 2 * case.chunks * 8 // case.dp
+        kinds = 3 if case.pp > 1 else 2  # with one pipeline rank backwards stay whole
+        assert len(set(orders[first])) == kinds * case.chunks * 8 // case.dp

@@ -1,8 +1,8 @@
-"""Loss, data feed and the keys of dropout."""
+"""Loss, data feed, and dropout that follows the microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ accelerator.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
+from megatron.adaptive.training.dropout import DropoutKeys  # noqa: E402
 from megatron.adaptive.training.forward import (  # noqa: E402
     LOSS_NAME,
     ChunkFeed,
-    DropoutKeys,
     GptForward,
     masked_mean_loss,
 )
@@ -52,46 +52,13 @@ def test_loss_of_nothing_is_zero() -> None:
 
 def test_feed_counts_microbatches() -> None:
     batches = [{"tokens": torch.tensor([[number]])} for number in range(3)]
-    feed = ChunkFeed(batches, count=3, stage=1, step=7)
+    feed = ChunkFeed(batches, count=3, step=7)
     assert [(index, int(batch["tokens"])) for index, batch in feed if batch] == [
         (0, 0),
         (1, 1),
         (2, 2),
     ]
-    assert list(ChunkFeed(None, count=2, stage=1, step=7)) == [(0, None), (1, None)]
-
-
-Draws = tuple[float, float]
-
-
-@pytest.fixture
-def draw() -> Callable[..., Draws]:
-    """Random numbers for replicated and for split tensors under a key."""
-
-    def run(seed: int = 5, step: int = 3, microbatch: int = 2, stage: int = 1) -> Draws:
-        keys = DropoutKeys(seed, enabled=True)
-        keys.apply(step=step, microbatch=microbatch, stage=stage)
-        replicated = float(torch.rand(()))
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return replicated, float(torch.rand(()))
-
-    return run
-
-
-def test_random_numbers_depend_on_the_key_alone(draw: Callable[..., Draws]) -> None:
-    first = draw()
-    others = [draw(seed=6), draw(step=4), draw(microbatch=3), draw(stage=2)]
-    torch.rand(100)
-    assert draw() == first
-    numbers = [number for pair in (first, *others) for number in pair]
-    assert len(set(numbers)) == len(numbers)
-
-
-def test_without_dropout_the_generators_are_left_alone() -> None:
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    DropoutKeys(5, enabled=False).apply(step=1, microbatch=1, stage=1)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert list(ChunkFeed(None, count=2, step=7)) == [(0, None), (1, None)]
 
 
 class Noisy(torch.nn.Module):
@@ -115,7 +82,7 @@ def test_forward_takes_the_next_microbatch() -> None:
         "position_ids": torch.tensor([[0, 1]]),
         "loss_mask": torch.tensor([[1.0, 0.0]]),
     }
-    output, loss_function = forward(ChunkFeed([batch], count=1, stage=0, step=1), Noisy())
+    output, loss_function = forward(ChunkFeed([batch], count=1, step=1), Noisy())
     assert output.tolist() == [[10, 21]]
     loss, _ = loss_function(output)
     assert float(loss) == 10.0
@@ -124,8 +91,8 @@ def test_forward_takes_the_next_microbatch() -> None:
 def test_forward_without_data_has_no_loss() -> None:
     forward = GptForward(accelerator.detect(0, backend="gloo"), DropoutKeys(5, enabled=True))
 
-    def run(stage: int, *, training: bool = True) -> list[float]:
-        feed = ChunkFeed(None, count=2, stage=stage, step=1)
+    def run(step: int, *, training: bool = True) -> list[float]:
+        feed = ChunkFeed(None, count=2, step=step)
         model = Noisy().train(training)
         pairs = [forward(feed, model) for _ in range(2)]
         assert all(function is None for _, function in pairs)

@@ -1,0 +1,222 @@
+"""The emulated pipeline: equal draws for all, stages that sleep the right part, its bookkeeping."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from benchmarks.emulated.competitors import COMPETITORS
+from benchmarks.emulated.goals import Goal, goals
+from benchmarks.emulated.modules import EmulatedChunk
+from benchmarks.emulated.ours import DelayedQueue
+from benchmarks.emulated.overhead import overhead
+from benchmarks.emulated.report import make_rows
+from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, draw
+from benchmarks.emulated.simulated import Runtime, simulated, simulated_makespan_s
+from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, Span, WorkError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.transport.interface import Arrival, Label
+
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+TIMES = Times(forward_s=1e-4, backward_s=2e-4, weight_s=3e-4)
+ONE = Placement(num_ranks=4, num_chunks=1)
+LOOP = Placement(num_ranks=4, num_chunks=2)
+V = Placement(num_ranks=4, num_chunks=2, kind="v")
+
+
+def drawn(scenario: str, repetition: int = 0, num_ranks: int = 4, microbatches: int = 6) -> Draws:
+    return draw(
+        SCENARIOS[scenario],
+        num_ranks=num_ranks,
+        num_microbatches=microbatches,
+        times=TIMES,
+        seed=3,
+        repetition=repetition,
+    )
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_equal_arguments_give_equal_draws(scenario: str) -> None:
+    assert drawn(scenario) == drawn(scenario)
+    is_random = SCENARIOS[scenario].jitter_sigma or SCENARIOS[scenario].length_sigma
+    if is_random:
+        assert drawn(scenario) != drawn(scenario, repetition=1)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
+    draws = drawn(scenario)
+    for kind in ActionKind:
+        for rank, factor in enumerate(draws.rank_factors):
+            for microbatch in range(6):
+                halves = [
+                    draws.halves_s[kind][half][microbatch] for half in (2 * rank, 2 * rank + 1)
+                ]
+                whole = draws.duration_s(ONE, kind, rank, microbatch)
+                assert whole == pytest.approx(sum(halves) * factor)
+
+
+def test_draws_belong_to_stages_and_speed_to_ranks() -> None:
+    draws = drawn("straggler")
+    slow = 2
+    assert draws.rank_factors == (1.0, 1.0, 1.3, 1.0)
+    for placement in (ONE, LOOP, V):
+        for stage in range(placement.num_stages):
+            expected = TIMES.forward_s * (8 // placement.num_stages)
+            expected *= 1.3 if placement.locate(stage)[0] == slow else 1.0
+            assert draws.duration_s(placement, F, stage, 0) == pytest.approx(expected)
+
+
+def test_a_long_microbatch_is_long_everywhere() -> None:
+    draws = drawn("lengths")
+    lengths = [seconds / TIMES.forward_s for seconds in draws.halves_s[F][0]]
+    assert len(set(lengths)) == 6
+    for kind in ActionKind:
+        for half in draws.halves_s[kind]:
+            assert [seconds / TIMES.mean_s(kind) for seconds in half] == pytest.approx(lengths)
+
+
+def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
+    draws = drawn("slow link")
+    assert draws.delay_s(1, 2) == draws.delay_s(2, 1) == 2 * TIMES.forward_s
+    assert draws.delay_s(0, 1) == draws.delay_s(1, 1) == 0.0
+
+
+def chunk_of(stage: int) -> tuple[EmulatedChunk, RankWork, torch.Tensor, torch.Tensor]:
+    """A chunk of a loop of 4 ranks, its work, and input and output of microbatch 1."""
+    draws = drawn("quiet", microbatches=2)
+    work = RankWork(LOOP, stage % 4, draws, Sleeper(), delayed_by_transport=True)
+    chunk = EmulatedChunk(stage, LOOP.num_stages)
+    chunk.work = work
+    received = message(1, stage * (stage + 1) / 2).requires_grad_(stage > 0)
+    return chunk, work, received, chunk(received)
+
+
+def message(microbatch: int, total: float) -> torch.Tensor:
+    tensor = torch.zeros(1, WIDTH, dtype=DTYPE)
+    tensor[0, 0], tensor[0, 1] = microbatch, total
+    return tensor
+
+
+def kinds(work: RankWork) -> list[ActionKind]:
+    return [span.kind for span in work.spans]
+
+
+@pytest.mark.parametrize("stage", [3, 7])
+def test_a_split_backward_sleeps_b_for_inputs_and_w_for_weights(stage: int) -> None:
+    chunk, work, received, output = chunk_of(stage)
+    if chunk.is_last:
+        outputs, gradients = [chunk.loss(output)], None
+    else:
+        outputs, gradients = [output], [message(1, 36 - (stage + 1) * (stage + 2) / 2)]
+    (gradient,), groups = stage_backward_input(outputs, gradients, [received], chunk.parameters())
+    assert kinds(work) == [F, B]
+    assert gradient is not None
+    assert gradient[0, :2].tolist() == [1, 36 - stage * (stage + 1) / 2]
+    stage_backward_weight(chunk.parameters(), groups)
+    assert kinds(work) == [F, B, W]
+    chunk.check_gradient(1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_whole_backward_sleeps_both_and_sends_at_the_end(stage: int) -> None:
+    chunk, work, received, output = chunk_of(stage)
+    output.backward(message(1, 36 - (stage + 1) * (stage + 2) / 2))
+    assert kinds(work) == [F, W, B]
+    if stage:
+        assert received.grad is not None
+        assert received.grad[0, 2] >= work.spans[-1].end_s
+    chunk.check_gradient(1)
+
+
+def test_another_microbatchs_tensor_or_a_skipped_stage_is_an_error() -> None:
+    chunk, work, _, output = chunk_of(3)
+    with pytest.raises(WorkError, match="F of stage 3, microbatch 0 got microbatch 1"):
+        work.forward(3, message(1, 6), 0)
+    with pytest.raises(WorkError, match="a sum of 5, due was 6"):
+        chunk(message(0, 5))
+    with pytest.raises(WorkError, match="B of stage 3, microbatch 1 got microbatch 0"):
+        output.backward(message(0, 26))
+
+
+def test_a_step_is_complete_when_each_action_ran_once() -> None:
+    work = RankWork(ONE, 1, drawn("quiet", microbatches=1), Sleeper(), delayed_by_transport=True)
+    work.forward(1, message(0, 1), 0)
+    work.backward(1, message(0, 7), 0, whole=False)
+    work.weights(1, 0, 0.5)
+    with pytest.raises(WorkError, match="W of stage 1, microbatch 0 ran 0.5x"):
+        work.check_complete()
+    work.weights(1, 0, 0.5)
+    work.check_complete()
+    assert work.peak == 1.0
+    work.weights(1, 0)
+    with pytest.raises(WorkError, match="ran 2x"):
+        work.check_complete()
+
+
+def test_a_delayed_message_lets_others_pass() -> None:
+    now = time.monotonic()
+    queue = DelayedQueue({0: 0.05, 1: 0.0})
+    for peer in (0, 1):
+        payload = torch.tensor([0.0, 0.0, now])
+        queue.put(Arrival(Label(0, Action(F, 0, peer)), peer, 0, lambda payload=payload: payload))
+    first, second = queue.poll(), queue.poll()
+    assert isinstance(first, Arrival)
+    assert first.peer == 1
+    assert second is None
+    late = queue.wait(now + 10)
+    assert isinstance(late, Arrival)
+    assert late.peer == 0
+    assert time.monotonic() >= now + 0.05
+
+
+def test_overhead_tells_a_busy_runtime_from_a_message() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    draws = drawn("quiet", num_ranks=2, microbatches=2)
+    forward_s, backward_s = 2 * TIMES.forward_s, 2 * TIMES.backward_s
+    arrived = forward_s + 0.01
+    answered = arrived + forward_s + backward_s
+    first = [
+        Span(F, 0, 0, 1.0, 0.0, forward_s),
+        # 2 ms after it could have started, and 1 ms too long.
+        Span(F, 0, 1, 1.0, forward_s + 0.002, 2 * forward_s + 0.003),
+        Span(B, 0, 0, 1.0, answered + 0.004, answered + 0.004 + backward_s),
+    ]
+    second = [
+        Span(F, 1, 0, 1.0, arrived, arrived + forward_s),
+        Span(B, 1, 0, 1.0, arrived + forward_s, answered),
+    ]
+    added = overhead(placement, draws, [first, second], split=True)
+    assert added.after_f_s == pytest.approx((0.002 + 0.0) / 2)
+    assert added.message_s == pytest.approx(0.004)
+    assert added.late_s == pytest.approx(0.001 / 5)
+
+
+def test_simulated_1f1b_is_its_closed_form() -> None:
+    draws = drawn("quiet")
+    closed_form_s = (6 + 4 - 1) * TIMES.rank_s
+    assert simulated(COMPETITORS["1f1b"], draws).makespan_s == pytest.approx(closed_form_s)
+    runtime = Runtime(action_s=dict.fromkeys(ActionKind, 1e-5), message_s=1e-5)
+    assert simulated_makespan_s(COMPETITORS["1f1b"], draws, runtime) > closed_form_s
+
+
+def test_rows_compare_within_a_repetition_and_missing_goals_are_not_met() -> None:
+    common = {"num_ranks": 4, "num_microbatches": 6, "scenario": "quiet", "peak": 4.0}
+    common |= dict.fromkeys(("late_s", "after_f_s", "after_b_s", "after_w_s", "message_s"), 0.0)
+    records = [
+        {**common, "competitor": name, "repetition": repetition, "makespan_s": makespan_s}
+        for name, times in (("megatron 1f1b", (2.0, 4.0, 3.0)), ("1f1b", (1.0, 4.0, 6.0)))
+        for repetition, makespan_s in enumerate(times)
+    ]
+    rows = {row.competitor: row for row in make_rows(records, times=TIMES, seed=3)}
+    assert rows["1f1b"].speedup == 1.0
+    assert rows["1f1b"].quartiles == (0.5, 2.0)
+    assert rows["megatron 1f1b"].simulated_ratio is None
+    found = goals(records, list(rows.values()))
+    assert not any(goal.met for goal in found if goal.value is None)
+    assert found[0].value is None
+    assert Goal(text="", limit=1.0, value=1.0).met

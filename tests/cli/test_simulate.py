@@ -1,0 +1,110 @@
+"""``python -m megatron.adaptive simulate``: the table, the chart, profiles, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.simulate import main
+
+SMALL = "--stages 4 --microbatches 8"
+
+
+def simulate(words: str) -> int:
+    return run_cli(main, words.split())
+
+
+def test_the_table_shows_every_schedule_against_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate(f"{SMALL} --schedules 1f1b,interleaved,zb-v,adaptive") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 draw each")
+    rows = {line.split()[0]: line for line in lines[3:]}
+    assert list(rows) == ["1f1b", "interleaved", "zb-v", "adaptive"]
+    # (8 + 3) * 3 = 33 against 8 * 3 + 3 / 2 = 25.5.
+    assert "33" in rows["1f1b"]
+    assert "1.000x" in rows["1f1b"]
+    assert "25.5" in rows["zb-v"]
+    assert "1.294x" in rows["zb-v"]
+
+
+def test_it_runs_as_a_subcommand() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.adaptive", "simulate", *SMALL.split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "adaptive (v, 2 chunks" in done.stdout
+
+
+def test_jitter_is_the_same_for_all_and_for_a_second_call(tmp_path: Path) -> None:
+    words = f"{SMALL} --jitter 0.3 --draws 3 --schedules zb-v,adaptive --json"
+    assert simulate(f"{words} {tmp_path / 'one.json'}") == 0
+    assert simulate(f"{words} {tmp_path / 'two.json'}") == 0
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert one == json.loads((tmp_path / "two.json").read_text())
+    assert [len(row["makespans_s"]) for row in one] == [3, 3]
+    assert one[1]["placement"] == "v"
+    assert one[1]["weight_pieces"] == 4
+
+
+def test_chart_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "steps.png"
+    assert simulate(f"{SMALL} --schedules 1f1b,zb-v --timeline 40 --chart {chart}") == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "rank 3 |" in out
+    assert f"chart: {chart}" in out
+
+
+def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    profile = {
+        "version": 1,
+        "forward_s": [0.1] * 8,
+        "backward_s": [0.1] * 8,
+        "weight_s": [0.1] * 8,
+        "rank_factors": [1, 1, 2, 1],
+        "links": [{"from": 0, "to": 1, "latency_s": 0.05}],
+    }
+    path.write_text(json.dumps(profile))
+    assert simulate(f"{SMALL} --schedules 1f1b --profile {path}") == 0
+    # The slow rank alone works 8 * 3 * 0.2 * 2 seconds.
+    step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
+    assert step_s > 9.6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--stages 0 --microbatches 8", "--stages 0: give at least 1"),
+        (f"{SMALL} --schedules best", "unknown policy 'best': choose one of 1f1b, adaptive"),
+        (f"{SMALL} --schedules adaptive --cap 0.5", "the least cap is 1"),
+        (f"{SMALL} --schedules adaptive --cap nan", "the least cap is 1"),
+        (f"{SMALL} --jitter -1", "action_sigma is -1.0"),
+        (f"{SMALL} --latency nan", "latency_s is nan"),
+        (f"{SMALL} --forward inf", "forward time of stage 0 is inf"),
+        (f"{SMALL} --slow-rank 4:2", "a rank from 0 to 3"),
+        (f"{SMALL} --slow-rank fast", "give RANK:FACTOR"),
+        (f"{SMALL} --profile missing.json", "profile missing.json cannot be read"),
+        (f"{SMALL} --speed 3", "--speed"),
+        ("--microbatches 8", "--stages"),
+        ("--stages 4 --microbatches 3 --schedules interleaved", "raise the global batch size"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
