@@ -5,10 +5,16 @@ A run-time rule needs room to be better than a good list: with the memory of 1F1
 where memory is tight a list is the hint, and the rule is:
 
 1. the first action of the hint that was not done yet, if it is ready;
-2. else the next forward or backward of the hint that is ready and after which the remaining hint
+2. else a weight gradient of the hint that is ready: in pieces it is short, and nobody waits for
+   what it delays;
+3. else the next forward or backward of the hint that is ready and after which the remaining hint
    still fits the cap: a backward always, a forward if the highest point of what it overtakes, with
-   the forward's activations on top, stays below the cap;
-3. else a weight gradient.
+   the forward's activations on top, stays below the cap.
+
+Weight gradients come before overtaking because a message that is a little late, as every message
+is, must not upset the order: on 8 ranks with 32 microbatches, memory for 8, and messages of a tenth
+of an action, ``hinted`` is 0.5% slower than ZB-V this way with pieces of a quarter, 1.7% with whole
+weight gradients.
 
 The hint is the best static schedule that the cap allows: ZB-V or V-Half in a V with two chunks,
 ZB-H1 or interleaved 1F1B in a loop. Where none fits, it is what ``adaptive`` does under that cap on

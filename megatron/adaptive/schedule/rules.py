@@ -132,7 +132,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
         head += 1
     held = s[IN_FLIGHT]
     peak = held
-    filler = -1
+    other = -1
     for at in range(head, min(len(hint), head + LOOKAHEAD)):
         code = hint[at] % lanes
         index = hint[at] // lanes
@@ -144,10 +144,10 @@ def hinted(s: State, hint: Sequence[int]) -> int:
         if index == lane_of(s, code) and is_ready(s, kind, chunk):
             if at == head:
                 return code
-            if kind == B or (kind == F and max(peak, held) + units <= s[CAP]):
+            if kind == W:
                 return code
-            if kind == W and filler < 0:
-                filler = code
+            if other < 0 and (kind == B or (kind == F and max(peak, held) + units <= s[CAP])):
+                other = code
         if kind == F:
             held += units
             peak = max(peak, held)
@@ -157,7 +157,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
                 held += s[HEAD + KEPT * chunks + chunk]
         elif (index + 1) % s[PIECES] == 0:
             held -= s[HEAD + KEPT * chunks + chunk]
-    return filler
+    return other
 
 
 def lane_of(s: State, code: int) -> int:
