@@ -158,20 +158,27 @@ def test_a_step_is_complete_when_each_action_ran_once() -> None:
         work.check_complete()
 
 
+def put(queue: DelayedQueue, peer: int, sent_s: float) -> None:
+    payload = torch.tensor([0.0, 0.0, sent_s], dtype=DTYPE)
+    queue.put(Arrival(Label(0, Action(F, 0, peer)), peer, 0, lambda: payload))
+
+
 def test_a_delayed_message_lets_others_pass() -> None:
-    now = time.monotonic()
-    queue = DelayedQueue({0: 0.05, 1: 0.0})
-    for peer in (0, 1):
-        payload = torch.tensor([0.0, 0.0, now])
-        queue.put(Arrival(Label(0, Action(F, 0, peer)), peer, 0, lambda payload=payload: payload))
-    first, second = queue.poll(), queue.poll()
-    assert isinstance(first, Arrival)
-    assert first.peer == 1
-    assert second is None
-    late = queue.wait(now + 10)
-    assert isinstance(late, Arrival)
-    assert late.peer == 0
-    assert time.monotonic() >= now + 0.05
+    queue = DelayedQueue({0: 1e6, 1: 0.0})
+    put(queue, 0, time.monotonic())
+    put(queue, 1, time.monotonic())
+    found = queue.poll()
+    assert isinstance(found, Arrival)
+    assert found.peer == 1
+    assert queue.wait(time.monotonic() + 0.01) is None
+
+
+def test_a_delayed_message_comes_when_its_time_has_passed() -> None:
+    queue = DelayedQueue({0: 0.02})
+    sent_s = time.monotonic()
+    put(queue, 0, sent_s)
+    assert isinstance(queue.wait(sent_s + 60), Arrival)
+    assert time.monotonic() >= sent_s + 0.02
 
 
 def test_overhead_tells_a_busy_runtime_from_a_message() -> None:

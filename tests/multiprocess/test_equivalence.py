@@ -160,6 +160,8 @@ OPTIONS = (
         dp=2,
         extra="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    Case("1f1b", pp=4, model=DROPOUT),
+    Case("adaptive", pp=2, chunks=2, model=DROPOUT, extra=RECOMPUTE),
     Case("megatron", pp=2, model=MODERN),
     Case("adaptive", pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, pp=2, model=MODERN),
@@ -219,7 +221,7 @@ HALF = (
     Case("adaptive", tp=2, pp=2, extra="--bf16"),
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
 )
-# Jobs of one shape whose losses must not differ in a single bit.
+# Jobs of one shape whose losses and norms must not differ in a single bit.
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
@@ -235,15 +237,47 @@ SAME_LOSSES = (
 )
 
 
+# A norm is rounded differently when other ranks hold the layers.
+UNCLIPPED = "--clip-grad 0"
+
+
+def every_cut() -> Iterator[tuple[Case, Case]]:
+    """Jobs with dropout as one stage, and the same cut into stages.
+
+    Untied, for one matrix adds up its gradients in another order than two copies of it.
+    """
+    flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
+    whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
+    for case in (
+        dataclasses.replace(DROPPING, extra=RECOMPUTE),
+        dataclasses.replace(DROPPING, pp=2),
+        dataclasses.replace(DROPPING, pp=2, extra=f"--partition 3-5 {RECOMPUTE}"),
+        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=V),
+        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{LOOP} --partition 0-5-3-0"),
+        dataclasses.replace(whole, pp=2, chunks=2, extra=""),
+        dataclasses.replace(DROPPING, pp=4),
+        dataclasses.replace(DROPPING, pp=4, schedule="zb-h1", extra="--partition 0-5-3-0"),
+        dataclasses.replace(
+            DROPPING, pp=4, chunks=2, extra=f"{V} --recompute-granularity selective"
+        ),
+    ):
+        yield whole, dataclasses.replace(case, extra=f"{flags} {case.extra}".strip())
+    for shape in ({"dp": 2}, {"tp": 2}):
+        case = dataclasses.replace(whole, **shape)
+        yield case, dataclasses.replace(case, schedule="adaptive", pp=2)
+
+
 def every_placement() -> tuple[Case, ...]:
     """One job with dropout: as a loop, as a V, the same again, and as V, loop and V in turn.
 
-    Without clipping, for a norm is rounded differently when other ranks hold the layers.
+    The loop in between has another partition.
     """
-    vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} --clip-grad 0", until=STEPS)
-    loop = dataclasses.replace(vee, extra=f"{LOOP} --clip-grad 0")
+    vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
+    loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
     begun = dataclasses.replace(vee, until=2)
-    moved = dataclasses.replace(loop, until=4, after=begun)
+    moved = dataclasses.replace(
+        loop, extra=f"{loop.extra} --partition 3-1-0-4", until=4, after=begun
+    )
     back = dataclasses.replace(vee, after=moved)
     return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
@@ -373,6 +407,15 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     assert losses == pytest.approx(reference, rel=0.1)
 
 
+@pytest.mark.parametrize("cases", tuple(every_cut()), ids=lambda cases: str(cases[1]))
+def test_dropout_does_not_depend_on_the_cut(cases: tuple[Case, Case], outcome: Outcome) -> None:
+    whole, cut = cases
+    for seen in ("losses", "evaluated"):
+        expected = losses_of(whole, outcome(whole), seen)
+        assert losses_of(cut, outcome(cut), seen) == expected
+    assert norms_of(outcome(cut)) == pytest.approx(norms_of(outcome(whole)), rel=REL, abs=0)
+
+
 @pytest.mark.parametrize("cases", [every_placement()], ids=["loop-v"])
 def test_stages_compute_the_same_wherever_they_are(
     cases: tuple[Case, ...], outcome: Outcome
@@ -382,7 +425,7 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # A run that stops as a V, goes on as a loop and then as a V again.
+    # A run that stops as a V, goes on as a loop of other stages and then as a V again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 

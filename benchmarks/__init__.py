@@ -1,0 +1,1 @@
+"""Measurements; each file of this folder says how to run it."""

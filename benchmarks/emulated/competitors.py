@@ -1,0 +1,116 @@
+"""Who takes part: a schedule or policy, the runtime that runs it, and the memory it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.registry import make_policies
+
+Engine = Literal["megatron", "torch", "ours"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Competitor:
+    """One row of the table.
+
+    Attributes:
+        name: heading of the row.
+        engine: ``megatron`` for megatron-core's own runtime, ``torch`` for that of
+            ``torch.distributed.pipelining``, ``ours`` for the executor of this package.
+        schedule: name of the schedule in its engine.
+        num_chunks: chunks per rank, 1 or 2.
+        kind: placement of the stages.
+        weight_pieces: actions that a backward by weights is cut into; 0 for whole backwards.
+        cap: most activations of a rank, in microbatches of a whole rank per pipeline rank; ``None``
+            for the schedule's own. Only our policies look at it.
+        is_policy: whether the order is decided at run time.
+    """
+
+    name: str
+    engine: Engine
+    schedule: str
+    num_chunks: int = 1
+    kind: PlacementKind = "loop"
+    weight_pieces: int = 0
+    cap: float | None = None
+    is_policy: bool = False
+
+    def placement(self, num_ranks: int) -> Placement:
+        """Where the stages are on that many ranks."""
+        return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
+
+    def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:
+        """The cap in microbatches of a whole rank, ``None`` for a fixed order."""
+        if not self.is_policy:
+            return None
+        if self.cap is None:
+            return default_cap(self.placement(num_ranks), num_microbatches)
+        return self.cap * num_ranks
+
+    def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
+        """What our executor and simulator run, one per rank."""
+        return make_policies(
+            self.schedule,
+            self.placement(num_ranks),
+            num_microbatches,
+            cap=self.cap_for(num_ranks, num_microbatches),
+            weight_pieces=self.weight_pieces,
+        )
+
+
+def _ours(name: str, schedule: str, **options: Any) -> Competitor:
+    return Competitor(name=name, engine="ours", schedule=schedule, **options)
+
+
+_LOOP: dict[str, Any] = {"num_chunks": 2}
+_V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
+_RULE: dict[str, Any] = {"is_policy": True}
+# A rule may cut a weight gradient; each cut costs an emulated rank a sleep more.
+_V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
+
+COMPETITORS: dict[str, Competitor] = {
+    competitor.name: competitor
+    for competitor in (
+        Competitor(name="megatron 1f1b", engine="megatron", schedule="1f1b"),
+        Competitor(name="megatron interleaved", engine="megatron", schedule="interleaved", **_LOOP),
+        Competitor(name="torch 1f1b", engine="torch", schedule="1f1b"),
+        Competitor(name="torch interleaved", engine="torch", schedule="interleaved", **_LOOP),
+        Competitor(
+            name="torch interleaved zb",
+            engine="torch",
+            schedule="interleaved-zb",
+            weight_pieces=1,
+            **_LOOP,
+        ),
+        Competitor(name="torch zb-v", engine="torch", schedule="zb-v", **_V),
+        _ours("1f1b", "1f1b"),
+        _ours("interleaved", "interleaved", **_LOOP),
+        _ours("breadth-first", "breadth-first", **_LOOP),
+        _ours("zb-h1", "zb-h1", weight_pieces=1),
+        _ours("zb-v", "zb-v", **_V),
+        _ours("v-half", "v-half", **_V),
+        _ours("varuna", "varuna"),
+        _ours("dfc, loop", "dfc", **_LOOP, **_RULE),
+        _ours("bfc, loop", "bfc", **_LOOP, **_RULE),
+        _ours("adaptive, 1 chunk", "adaptive", **_RULE),
+        _ours("adaptive, loop", "adaptive", **_LOOP, **_RULE),
+        _ours("adaptive, loop, split", "adaptive", weight_pieces=1, **_LOOP, **_RULE),
+        _ours("adaptive, V", "adaptive", **_V_RULE),
+        _ours("adaptive, V, memory p", "adaptive", cap=1.0, **_V_RULE),
+        _ours("hinted, V", "hinted", **_V_RULE),
+        _ours("hinted, V, memory p", "hinted", cap=1.0, **_V_RULE),
+    )
+}
+
+BASELINE = "megatron 1f1b"
+"""What the others' speed is told in."""
+
+QUICK = (
+    *(BASELINE, "megatron interleaved", "torch zb-v", "1f1b", "interleaved", "zb-v"),
+    *("adaptive, loop", "adaptive, V", "adaptive, V, memory p", "hinted, V, memory p"),
+)
+"""Those that the short form of the benchmark is about."""

@@ -1,0 +1,217 @@
+"""Our side: the executor of this package over its gloo transport, with emulated stages."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.pipeline.agreement import Alone
+from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.gloo import GlooTransport
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item
+
+from .competitors import Competitor
+from .scenarios import Draws
+from .work import DTYPE, WIDTH, RankWork
+
+_TIMEOUT_S = 60.0
+
+
+class EmulatedStages:
+    """Chunks that sleep, see ``Stages`` of the executor.
+
+    Args:
+        work: what they do in this step.
+        placement: where stages live.
+        rank: this rank.
+        split: whether the backward by weights comes as actions of its own.
+    """
+
+    def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
+        self._work = work
+        self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        self._split = split
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleep F."""
+        return self._work.forward(self._stages[chunk], received, microbatch)
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """Nothing is kept."""
+
+    def activation_bytes(self, chunk: int) -> int:
+        """Any number will do."""
+        return 1
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Sleep B, and W with it unless that is split off."""
+        stage = self._stages[chunk]
+        result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
+        return result if stage else None
+
+    def retained_bytes(self, chunk: int) -> int:
+        """All of them."""
+        return 1
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Sleep one of ``pieces`` equal parts of W."""
+        self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
+
+
+class Channels:
+    """Executor and transport of one placement; shared by all competitors that have it.
+
+    Collective: all ranks make theirs at the same point.
+
+    Args:
+        placement: where stages live.
+        rank: this rank.
+    """
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._rank = rank
+        group = dist.new_group(list(range(placement.num_ranks)), backend="gloo")
+        self._transport = GlooTransport(
+            group,
+            peers=_neighbours(placement, rank),
+            device=torch.device("cpu"),
+            payload_shape=(WIDTH,),
+            dtype=DTYPE,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._plain = self._transport.completions
+        self.executor = Executor(
+            placement=placement,
+            pp_rank=rank,
+            peer_of=lambda position: position,
+            transport=self._transport,
+            agreement=Alone(),
+            clock=CpuClock(),
+            recorder=None,
+            timeout_s=_TIMEOUT_S,
+        )
+
+    def delay(self, draws: Draws) -> None:
+        """Make messages as late as a step asks for; to be called while none is under way."""
+        delays = {peer: draws.delay_s(peer, self._rank) for peer in range(draws.num_ranks)}
+        slow = any(delays.values())
+        self._transport.completions = DelayedQueue(delays) if slow else self._plain
+
+    def close(self) -> None:
+        """Close the transport; collective."""
+        self._transport.close()
+
+
+class DelayedQueue(CompletionQueue):
+    """Hands over each message a while after it was sent; others are not held up by it.
+
+    Args:
+        delays_s: seconds, by global rank of the sender.
+    """
+
+    def __init__(self, delays_s: dict[int, float]) -> None:
+        super().__init__()
+        self._delays_s = delays_s
+        self._held: list[tuple[float, int, Item | Exception]] = []
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def put(self, item: Item | Exception) -> None:
+        """See :class:`CompletionQueue`."""
+        due_s = time.monotonic()
+        if isinstance(item, Arrival):
+            payload = item.take()
+            item = Arrival(item.label, item.peer, item.nbytes, lambda: payload)
+            due_s = payload[2].item() + self._delays_s[item.peer]
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._held, (due_s, self._count, item))
+            self._changed.notify()
+
+    def poll(self) -> Item | None:
+        """See :class:`CompletionQueue`."""
+        return self.wait(0.0)
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """See :class:`CompletionQueue`."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                next_s = deadline_s
+                if self._held:
+                    if self._held[0][0] <= now:
+                        return self._open(heapq.heappop(self._held)[2])
+                    next_s = min(next_s, self._held[0][0])
+                if deadline_s <= now:
+                    return None
+                self._changed.wait(next_s - now)
+
+
+class OurRunner:
+    """Runs one of our schedules or policies.
+
+    Args:
+        competitor: which.
+        channels: executor of its placement.
+        rank: this rank.
+        num_ranks: ranks of the pipeline.
+    """
+
+    delays_in_transport = True
+
+    def __init__(
+        self, competitor: Competitor, channels: Channels, rank: int, num_ranks: int
+    ) -> None:
+        self.placement = competitor.placement(num_ranks)
+        self._competitor = competitor
+        self._channels = channels
+        self._rank = rank
+        self._policies: dict[int, Policy] = {}
+        self._step: tuple[EmulatedStages, Policy, RankState] | None = None
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        """Get ready for a step; not timed."""
+        competitor, count = self._competitor, draws.num_microbatches
+        ranks = self.placement.num_ranks
+        if count not in self._policies:
+            self._policies[count] = competitor.policies(ranks, count)[self._rank]
+        state = RankState(
+            placement=self.placement,
+            rank=self._rank,
+            num_microbatches=count,
+            cap=competitor.cap_for(ranks, count),
+            weight_pieces=competitor.weight_pieces,
+        )
+        split = competitor.weight_pieces > 0
+        stages = EmulatedStages(work, self.placement, self._rank, split=split)
+        self._channels.delay(draws)
+        self._step = stages, self._policies[count], state
+
+    def run(self) -> None:
+        """Run the step."""
+        assert self._step is not None
+        self._channels.executor.run(*self._step)
+
+    def finish(self) -> None:
+        """Clean up after the step; not timed."""
+        self._channels.executor.finish_step()
+
+
+def _neighbours(placement: Placement, rank: int) -> list[int]:
+    places = [
+        place
+        for chunk in range(placement.num_chunks)
+        for place in (placement.next_of(rank, chunk), placement.previous_of(rank, chunk))
+        if place is not None and place[0] != rank
+    ]
+    return sorted({peer for peer, _ in places})

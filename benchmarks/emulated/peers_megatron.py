@@ -1,0 +1,130 @@
+"""megatron-core's own schedules, unchanged, on emulated stages.
+
+Its point-to-point settings are those that are safe on gloo: outputs are kept until they are sent,
+and with several chunks messages are not batched but overlap with compute, as in its own launcher.
+
+Its sends are waited for, and gloo ends a send when the peer has asked for the message: a rank may
+wait for a peer's action without needing its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from .competitors import Competitor
+from .modules import EmulatedChunk
+from .scenarios import Draws
+from .work import DTYPE, WIDTH, RankWork
+
+
+class _Chunk(EmulatedChunk):
+    """What megatron-core asks of a model chunk."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, stage: int, num_stages: int, config: TransformerConfig) -> None:
+        super().__init__(stage, num_stages)
+        self.config = config
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        """Take the output of the stage before."""
+        self.received = tensors[0]
+
+
+class MegatronRunner:
+    """Runs megatron-core's 1F1B or interleaved 1F1B. Collective to make.
+
+    Args:
+        competitor: which.
+        rank: this rank.
+        num_ranks: ranks of the pipeline.
+    """
+
+    delays_in_transport = False
+
+    def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
+        self.placement = competitor.placement(num_ranks)
+        several = competitor.num_chunks > 1
+        config = TransformerConfig(
+            num_layers=self.placement.num_stages,
+            hidden_size=WIDTH,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=num_ranks,
+            virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
+            pipeline_dtype=DTYPE,
+            overlap_p2p_comm=several,
+            batch_p2p_comm=not several,
+            overlap_p2p_comm_warmup_flush=competitor.schedule == "interleaved-flush",
+            deallocate_pipeline_outputs=False,
+            calculate_per_token_loss=True,  # leaves the loss as it is
+        )
+        self._groups = _process_groups(num_ranks, rank)
+        self._communicator = P2PCommunicator(self._groups.pp, config)
+        self._chunks = [
+            _Chunk(self.placement.stage_of(rank, chunk), self.placement.num_stages, config)
+            for chunk in range(competitor.num_chunks)
+        ]
+        self._function: Any = (
+            schedules.forward_backward_pipelining_with_interleaving
+            if several
+            else schedules.forward_backward_pipelining_without_interleaving
+        )
+        self._count = 0
+        self._iterators: list[Iterator[torch.Tensor]] = []
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        """Get ready for a step; not timed."""
+        self._count = draws.num_microbatches
+        like = torch.empty(1, 1, WIDTH, dtype=DTYPE)
+        data = [RankWork.fresh(microbatch, like) for microbatch in range(self._count)]
+        self._iterators = [iter(data) for _ in self._chunks]
+        for chunk in self._chunks:
+            chunk.work = work
+            chunk.weight.grad = None
+
+    def run(self) -> None:
+        """Run the step."""
+        self._function(
+            forward_step_func=_forward_step,
+            data_iterator=self._iterators,
+            model=list(self._chunks),
+            num_microbatches=self._count,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=self._communicator,
+            pg_collection=self._groups,
+        )
+
+    def finish(self) -> None:
+        """Check the gradients of the weights; not timed."""
+        for chunk in self._chunks:
+            chunk.check_gradient(self._count)
+
+
+def _forward_step(iterator: Iterator[torch.Tensor], chunk: _Chunk) -> tuple[torch.Tensor, Any]:
+    received = next(iterator) if chunk.is_first else chunk.received
+    assert received is not None
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        return chunk.loss(output), torch.ones((), dtype=torch.int), {}
+
+    return chunk(received), loss
+
+
+def _process_groups(num_ranks: int, rank: int) -> ProcessGroupCollection:
+    groups: Any = ProcessGroupCollection()
+    groups.pp = dist.new_group(list(range(num_ranks)), backend="gloo")
+    alone = [dist.new_group([member], backend="gloo") for member in range(num_ranks)][rank]
+    groups.tp = groups.cp = groups.dp_cp = alone
+    groups.embd = groups.pos_embd = None
+    return groups

@@ -1,0 +1,123 @@
+"""The simulator's answer to a measured step: same draws, same order of work."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.simulate import SimResult, Workload, simulate
+
+from .competitors import Competitor
+from .scenarios import Draws
+
+_PS_PER_S = 10**12
+_TRIES = 5
+# Sigma of the logarithm of what the runtime adds: some wake-ups take several times the mean.
+_ACTION_SIGMA, _MESSAGE_SIGMA = 0.5, 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """What the executor adds to the draws.
+
+    Attributes:
+        action_s: seconds that each action takes longer, by kind.
+        message_s: seconds from the end of an action to that of its message, beyond ``action_s``.
+    """
+
+    action_s: Mapping[ActionKind, float] = field(
+        default_factory=lambda: dict.fromkeys(ActionKind, 0.0)
+    )
+    message_s: float = 0.0
+
+    @classmethod
+    def measured(cls, records: Sequence[Mapping[str, Any]]) -> Runtime:
+        """Take the means of records of our executor, see ``overhead.Overhead``."""
+        if not records:
+            return cls()
+
+        def mean(name: str) -> float:
+            # A step where no action of a kind was ready in time says nothing: 0.
+            values = [record[name] for record in records if record[name]]
+            return statistics.fmean(values) if values else 0.0
+
+        late_s = mean("late_s")
+        action_s = {kind: late_s + mean(f"after_{kind.lower()}_s") for kind in ActionKind}
+        sending_s = (action_s[ActionKind.F] + action_s[ActionKind.B]) / 2 - late_s
+        return cls(action_s=action_s, message_s=max(0.0, mean("message_s") - sending_s))
+
+
+def simulated(
+    competitor: Competitor, draws: Draws, runtime: Runtime | None = None, *, seed: int = 0
+) -> SimResult:
+    """Simulate a step of one of our competitors.
+
+    Args:
+        competitor: which.
+        draws: durations of the step.
+        runtime: what the executor adds to the draws, nothing where ``None``.
+        seed: of the spread of what it adds.
+    """
+    placement = competitor.placement(draws.num_ranks)
+    pieces = competitor.weight_pieces
+    return simulate(
+        placement,
+        draws.num_microbatches,
+        competitor.policies(draws.num_ranks, draws.num_microbatches),
+        _workload(placement, pieces, draws, runtime or Runtime(), seed),
+        cap=competitor.cap_for(draws.num_ranks, draws.num_microbatches),
+        weight_pieces=pieces,
+        compiled=True,
+    )
+
+
+def simulated_makespan_s(competitor: Competitor, draws: Draws, runtime: Runtime) -> float:
+    """Median of a few simulations that differ in when exactly messages arrive.
+
+    Where all draws are equal, a policy decides by microseconds, and one run says little.
+    """
+    return statistics.median(
+        simulated(competitor, draws, runtime, seed=seed).makespan_s for seed in range(_TRIES)
+    )
+
+
+def _workload(
+    placement: Placement, pieces: int, draws: Draws, runtime: Runtime, seed: int
+) -> Workload:
+    rng = np.random.default_rng(seed)
+
+    def spread(sigma: float, shape: tuple[int, ...]) -> Any:
+        return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
+
+    table = draws.table_s(placement)
+    # The time of a weight gradient is shared by its pieces; without pieces it is part of B.
+    times = {ActionKind.F: 1, ActionKind.B: 1, ActionKind.W: pieces}
+    durations = np.array([table[kind] for kind in ActionKind])
+    for row, kind in enumerate(ActionKind):
+        added_s = times[kind] * runtime.action_s[kind]
+        durations[row] += added_s * spread(_ACTION_SIGMA, durations[row].shape)
+    delays = np.zeros((2, placement.num_stages, draws.num_microbatches))
+    for row, step in ((0, 1), (1, -1)):
+        for stage in range(placement.num_stages):
+            if not 0 <= stage + step < placement.num_stages:
+                continue
+            here, there = placement.locate(stage)[0], placement.locate(stage + step)[0]
+            if here != there:
+                message_s = runtime.message_s * spread(_MESSAGE_SIGMA, (draws.num_microbatches,))
+                delays[row, stage] = draws.delay_s(here, there) + message_s
+    return Workload(
+        durations_ps=_ps(durations),
+        delays_ps=_ps(delays),
+        occupancy_ps=np.zeros((draws.num_ranks, draws.num_ranks), dtype=np.int64),
+        window_ps=np.zeros((draws.num_ranks, 3), dtype=np.int64),
+    )
+
+
+def _ps(seconds: Any) -> Any:
+    return np.rint(seconds * _PS_PER_S).astype(np.int64)

@@ -1,0 +1,257 @@
+"""What one rank's stages do in one step: sleep as drawn, and check what they are handed.
+
+Every runtime ends up here, so that the work of all is the same. What travels is ``[16] float64``:
+
+::
+
+    [0] microbatch   [1] sum over the stages passed of (stage + 1)   [2] when it was sent
+
+Forward and backward each carry such a sum, so a stage that was skipped, doubled or given another
+microbatch's tensor is an error, not a fast step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.placement import Placement
+
+from .scenarios import Draws
+
+WIDTH = 16
+DTYPE = torch.float64
+_PR_SET_TIMERSLACK = 29
+
+
+class WorkError(Exception):
+    """A runtime did something other than each action once with its own input."""
+
+
+def sharpen_timers() -> bool:
+    """Let sleeps of this thread, and of those it starts, end within microseconds of their time.
+
+    Ranks hardly compute, so where the system allows it they go before whatever else the machine
+    does: otherwise one that wakes up may wait milliseconds for another program's slice to end.
+
+    Returns:
+        Whether they do.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        return False
+    return True
+
+
+class Sleeper:
+    """Sleeps to a moment: wakes up a little before, by as much as sleeps were late, and spins."""
+
+    def __init__(self) -> None:
+        self._late_s = 100e-6
+
+    def until(self, moment_s: float) -> None:
+        """Return at ``moment_s`` of ``time.monotonic``, at once if that has passed."""
+        left_s = moment_s - time.monotonic()
+        if left_s > self._late_s:
+            wake_s = moment_s - self._late_s
+            time.sleep(left_s - self._late_s)
+            late_s = time.monotonic() - wake_s
+            # Follows what most sleeps do, not the one that lost its core for a while.
+            self._late_s += 5e-6 if late_s > self._late_s else -1e-6
+        while time.monotonic() < moment_s:
+            pass
+
+
+class Span(NamedTuple):
+    """An action that ran, or a part of it, with its times on ``time.monotonic``."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    fraction: float
+    start_s: float
+    end_s: float
+
+
+class RankWork:
+    """The stages of one rank during one step; a new step needs a new one.
+
+    Args:
+        placement: where stages live.
+        rank: this rank.
+        draws: durations of the step.
+        sleeper: sleeps for this rank.
+        delayed_by_transport: messages of a slow link come late by themselves. Otherwise a stage
+            waits, before it starts, until its input would have come; for a runtime that has
+            already chosen this action and waits for nothing else, the two are the same.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        draws: Draws,
+        sleeper: Sleeper,
+        *,
+        delayed_by_transport: bool,
+    ) -> None:
+        self.spans: list[Span] = []
+        self.peak = 0.0
+        self._sleeper = sleeper
+        self._num_stages = placement.num_stages
+        self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        self._microbatches = draws.num_microbatches
+        self._unit = 1 / placement.num_chunks
+        self._held = 0.0
+        self._seconds: Mapping[ActionKind, Sequence[Sequence[float]]] = draws.table_s(placement)
+        self._delays: dict[tuple[ActionKind, int], float] = {}
+        for stage in [] if delayed_by_transport else self._stages:
+            for kind, sender in ((ActionKind.F, stage - 1), (ActionKind.B, stage + 1)):
+                if 0 <= sender < placement.num_stages:
+                    delay_s = draws.delay_s(placement.locate(sender)[0], rank)
+                    self._delays[kind, stage] = delay_s
+
+    def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
+        """Run a forward.
+
+        Args:
+            stage: a stage of this rank.
+            received: output of the stage before; on the first stage its data or ``None``.
+            microbatch: which it is.
+
+        Returns:
+            A tensor for the next stage, of the shape of ``received``.
+
+        Raises:
+            WorkError: the input is not what this forward needs.
+        """
+        start = time.monotonic()
+        if received is None:
+            received = self.fresh(microbatch, torch.empty(WIDTH, dtype=DTYPE))
+        else:
+            start = self._take(ActionKind.F, stage, microbatch, received, start)
+        output = self._added(received, stage)
+        self._held += self._unit
+        self.peak = max(self.peak, self._held)
+        self._spend(ActionKind.F, stage, microbatch, start)
+        return self._stamped(output)
+
+    def backward(
+        self, stage: int, gradient: torch.Tensor | None, microbatch: int, *, whole: bool
+    ) -> torch.Tensor:
+        """Run a backward by inputs, with ``whole`` also that by weights.
+
+        Args:
+            stage: a stage of this rank.
+            gradient: gradient of the stage's output, ``None`` on the last stage.
+            microbatch: which it is.
+            whole: whether this is the backward by weights too, which then comes first.
+
+        Returns:
+            A gradient for the stage before, also on the first stage.
+
+        Raises:
+            WorkError: the gradient is not what this backward needs.
+        """
+        if gradient is None:
+            gradient = self.fresh(microbatch, torch.empty(WIDTH, dtype=DTYPE))
+        self.take_gradient(stage, microbatch, gradient)
+        if whole:
+            self.weights(stage, microbatch)
+        return self.input_gradient(stage, microbatch, gradient)
+
+    def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
+        """Check the gradient of an output; wait until it would be here.
+
+        Raises:
+            WorkError: it is not that of this stage and microbatch.
+        """
+        self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
+
+    def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Run the backward by inputs of a gradient that was taken; returns the input's."""
+        start = time.monotonic()
+        output = self._added(gradient, stage)
+        self._spend(ActionKind.B, stage, microbatch, start)
+        return self._stamped(output)
+
+    def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
+        """Run ``fraction`` of a backward by weights."""
+        self._spend(ActionKind.W, stage, microbatch, time.monotonic(), fraction)
+        self._held -= self._unit * fraction
+
+    @staticmethod
+    def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
+        """What the first stage's forward and the last stage's backward start from."""
+        tensor = torch.zeros_like(like)
+        tensor.view(-1)[0] = microbatch
+        return tensor
+
+    def check_complete(self) -> None:
+        """Check that each action ran once, and its pieces add up to a whole.
+
+        Raises:
+            WorkError: one did not.
+        """
+        spent: dict[tuple[ActionKind, int, int], float] = {}
+        for kind, stage, microbatch, fraction, _, _ in self.spans:
+            key = (kind, stage, microbatch)
+            spent[key] = spent.get(key, 0.0) + fraction
+        expected = {
+            (kind, stage, microbatch)
+            for kind in ActionKind
+            for stage in self._stages
+            for microbatch in range(self._microbatches)
+        }
+        if set(spent) != expected:
+            raise WorkError(f"actions missing or too many: {sorted(set(spent) ^ expected)[:8]}")
+        for (kind, stage, microbatch), share in spent.items():
+            if abs(share - 1) > 1e-9:
+                raise WorkError(f"{kind} of stage {stage}, microbatch {microbatch} ran {share:g}x")
+
+    def _take(
+        self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
+    ) -> float:
+        """Check an input, wait until it would be here; returns when the action starts."""
+        number, total, sent_s = received.detach().view(-1)[:3].tolist()
+        # What earlier stages added, of a backward's gradient what later ones did.
+        due = stage * (stage + 1) / 2
+        if kind is ActionKind.B:
+            due = self._num_stages * (self._num_stages + 1) / 2 - due - (stage + 1)
+        if (number, total) != (microbatch, due):
+            raise WorkError(
+                f"{kind} of stage {stage}, microbatch {microbatch} got microbatch {number:g} with"
+                f" a sum of {total:g}, due was {due:g}"
+            )
+        delay_s = self._delays.get((kind, stage), 0.0)
+        if not delay_s:
+            return start_s
+        self._sleeper.until(sent_s + delay_s)
+        return time.monotonic()
+
+    def _spend(
+        self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
+    ) -> None:
+        """Sleep as long as the action takes from ``start_s``."""
+        self._sleeper.until(start_s + self._seconds[kind][stage][microbatch] * fraction)
+        end_s = time.monotonic()
+        self.spans.append(Span(kind, stage, microbatch, fraction, start_s, end_s))
+
+    @staticmethod
+    def _added(received: torch.Tensor, stage: int) -> torch.Tensor:
+        output = received.detach().clone()
+        output.view(-1).numpy()[1] += stage + 1
+        return output
+
+    @staticmethod
+    def _stamped(output: torch.Tensor) -> torch.Tensor:
+        output.view(-1).numpy()[2] = time.monotonic()
+        return output
