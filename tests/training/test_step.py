@@ -81,10 +81,17 @@ def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     assert 0 <= second.bubble_fraction < 1
 
 
-def test_the_engine_gives_what_megatron_core_gives(start: Start) -> None:
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    "flags", ["", RECOMPUTE, "--split-backward False"], ids=["", "recompute", "whole"]
+)
+@pytest.mark.parametrize("dropout", ["", "--attention-dropout 0.2 --hidden-dropout 0.2"])
+def test_the_engine_gives_what_megatron_core_gives(start: Start, dropout: str, flags: str) -> None:
     results = []
-    for schedule in ("adaptive", "megatron"):
-        run = start(f"--pipeline-schedule {schedule}")
+    for schedule in (f"adaptive {flags}", "megatron"):
+        run = start(f"--pipeline-schedule {schedule} {dropout}")
         assert (run.wiring is None) == (schedule == "megatron")
         results.append([(r.losses, r.grad_norm) for r in train(run, 3)])
     assert results[0] == results[1]

@@ -1,0 +1,153 @@
+"""A user's program gives the same numbers with the plugin's two lines as without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.trace.read import read_run
+
+from ..multiprocess.launch import torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("user_pretrain.py")
+REL = 1e-6
+SPLIT = {"split_backward": True}
+TWO_RANKS: list[dict[str, Any]] = [
+    {
+        # A microbatch of evaluation is smaller: tensors between stages change their shape.
+        "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
+        "runs": {
+            "adaptive": {},
+            "hinted": {"schedule": "hinted", "activation_cap": 2},
+            "1f1b": {"schedule": "1f1b"},
+            "gpipe": {"schedule": "gpipe"},
+        },
+        "refused": {
+            "experts": {"config": {"num_moe_experts": 4}},
+            "shapes": {"arguments": {"adjust_tensor_shapes_fn": "a function"}},
+            "groups": {"arguments": {"pg_collection": "other groups"}},
+            "messages": {"arguments": {"p2p_communicator": "another pipeline's"}},
+            "interleaved": {"install": {"schedule": "interleaved"}},
+            "split": {"install": {"schedule": "zb-h1", **SPLIT}},
+        },
+    },
+    {
+        "shape": {"pp": 2, "chunks": 2, "deallocate": False},
+        "runs": {
+            "adaptive": {},
+            "interleaved": {"schedule": "interleaved"},
+            "by hand": {"schedule": "megatron"},
+        },
+        "refused": {"1f1b": {"install": {"schedule": "1f1b"}}},
+    },
+    {
+        "shape": {"pp": 2, "chunks": 1, "deferring": True},
+        "runs": {
+            "adaptive": SPLIT,
+            "zb-h1": {"schedule": "zb-h1", **SPLIT},
+            "traced": {"schedule": "zb-h1", **SPLIT, "trace_dir": "traces"},
+        },
+    },
+]
+FOUR_RANKS: list[dict[str, Any]] = [
+    {"shape": {"tp": 2, "pp": 2}, "runs": {"adaptive": {}}},
+    {"shape": {"tp": 2, "pp": 2, "chunks": 2, "deallocate": False}, "runs": {"adaptive": {}}},
+    {
+        "shape": {"pp": 2, "chunks": 2, "deallocate": False, "overlap": True, "per_token": True},
+        "runs": {"adaptive": {}},
+    },
+]
+
+
+def run(cases: list[dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run each case on megatron-core's own loop and then with the plugin, in one job."""
+    given, taken = folder / "cases.json", folder / "results.json"
+    plain: dict[str, Any] = {"plain": None}
+    given.write_text(json.dumps([{**case, "runs": plain | case["runs"]} for case in cases]))
+    torchrun(
+        PROGRAM,
+        [str(given), str(taken)],
+        world_size=world_size,
+        log=folder / "output.txt",
+        limit_s=120.0,
+    )
+    results: list[dict[str, Any]] = json.loads(taken.read_text())
+    return results
+
+
+def check_numbers(results: list[dict[str, Any]]) -> None:
+    for number, result in enumerate(results):
+        plain = result["runs"].pop("plain")
+        assert len(plain[-1]["trained"]["losses"]) == 3
+        assert len(plain[-1]["evaluated"]["collected"]) == 4
+        for name, ranks in result["runs"].items():
+            for rank, (ours, theirs) in enumerate(zip(ranks, plain, strict=True)):
+                where = f"case {number}, {name}, rank {rank}"
+                assert numbers_of(ours) == pytest.approx(numbers_of(theirs), rel=REL), where
+                assert ours["weights"] > 1, where
+
+
+def numbers_of(seen: Any) -> list[float]:
+    """Return all numbers that a rank saw, in order."""
+    if isinstance(seen, dict):
+        return numbers_of(list(seen.values()))
+    if isinstance(seen, list):
+        return [number for one in seen for number in numbers_of(one)]
+    return [seen]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    results = run(TWO_RANKS, 2, tmp_path)
+    refused = [result["refused"] for result in results]
+    check_numbers(results)
+
+    assert refused[0] == {
+        "experts": "num_moe_experts=4 of the model: experts trade tokens with replicas whose order "
+        "of work may differ; turn it off or use schedule megatron",
+        "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
+        "tensor of its own shape here; leave it out or use schedule megatron",
+        "groups": "pg_collection was given with a pipeline group that is not parallel_state's: "
+        "the engine connects the ranks of that one; leave it out or use schedule megatron",
+        "messages": "p2p_communicator was given with a pipeline group that is not "
+        "parallel_state's: the engine connects the ranks of that one; leave it out or use "
+        "schedule megatron",
+        "interleaved": "schedule interleaved with 1 model chunk on a rank, where it needs "
+        "several: use 1f1b or adaptive",
+        "split": "backwards cannot be split: decoder.layers.0.self_attention.linear_proj of "
+        "chunk 0 is a RowParallelLinear, which computes its weight gradient in its backward; "
+        "build the model from deferring_spec of megatron.adaptive.pipeline.deferred_layers, or "
+        "drop split_backward",
+    }
+    assert refused[1]["1f1b"] == (
+        "schedule 1f1b with 2 model chunks on a rank, where it needs 1: use interleaved or adaptive"
+    )
+    # Nobody closed the last run's trace: the interpreter's end did.
+    traced = read_run(tmp_path / "traces")
+    assert sorted(traced.ranks) == [0, 1]
+    for rank in traced.ranks.values():
+        # Evaluation is not traced; the actions are three kinds of each microbatch.
+        assert {at: len(spans) for at, spans in rank.spans.items()} == dict.fromkeys(
+            [1, 2, 3, 4], 3 * 4
+        )
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    check_numbers(run(FOUR_RANKS, 4, tmp_path))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(
+    tmp_path: Path, rank: int
+) -> None:
+    case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": rank}
+    with pytest.raises(AssertionError) as caught:
+        run([case], 2, tmp_path)
+    said = str(caught.value)
+    assert "RuntimeError: the user's own error" in said
+    assert "ended with status 1" in said
+    assert "SIGABRT" not in said

@@ -1,0 +1,100 @@
+"""Started by ``torchrun``: the user's program, with and without the plugin's two lines.
+
+Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
+
+    {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
+     "refused": {name: {"install": {...}, "config": {...}, "arguments": {...}}},
+     "fails_on": rank that fails in the last run, or null}
+
+``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
+its line. The last run of all ends with the interpreter, its plugin still installed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.adaptive
+
+megatron.adaptive.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import user_training as user  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+
+STEPS = 3
+
+
+def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None) -> Any:
+    """Train and evaluate; leaves plugin and process groups as they are at the end."""
+    megatron.adaptive.uninstall()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if settings is not None:
+        megatron.adaptive.install(**settings)
+        megatron.adaptive.install(**settings)  # twice is once
+    job = user.setup(shape)
+    before = user.train(job, STEPS)
+    if fails_on == dist.get_rank():
+        raise RuntimeError("the user's own error")
+    return {
+        "trained": before,
+        "evaluated": user.evaluate(job, 2),
+        "trained on": user.train(job, 1),
+        "weights": user.weights_norm(job),
+    }
+
+
+def refused(shape: user.Shape, case: dict[str, Any]) -> str:
+    """Return what the first step says."""
+    megatron.adaptive.uninstall()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    megatron.adaptive.install(**case.get("install", {}))
+    job = user.setup(shape)
+    for name, value in case.get("config", {}).items():
+        setattr(job.config, name, value)
+    try:
+        user.get_forward_backward_func()(
+            forward_step_func=user.forward_step,
+            data_iterator=user.iterators(job, 1),
+            model=job.chunks,
+            num_microbatches=case.get("num_microbatches", 2),
+            seq_length=user.SEQ_LENGTH,
+            micro_batch_size=1,
+            **case.get("arguments", {}),
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    # A rank that hangs says where and ends, even if nobody is left to end it.
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = []
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        shape = user.Shape(**case["shape"])
+        lines = {name: refused(shape, one) for name, one in case.get("refused", {}).items()}
+        seen: dict[str, Any] = {}
+        for name, settings in case["runs"].items():
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, run(shape, settings, case.get("fails_on")))
+            seen[name] = everyone
+        results.append({"runs": seen, "refused": lines})
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

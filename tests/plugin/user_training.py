@@ -1,0 +1,262 @@
+"""A training program in the shape of Megatron-LM's, which knows nothing of this package.
+
+Like ``megatron.training.training`` it takes ``get_forward_backward_func`` from megatron-core at its
+own import, asks it for a function before training and again before each evaluation, and calls that
+with Megatron-LM's arguments. Models are megatron-core's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SEQ_LENGTH = 16
+VOCAB_SIZE = 64
+MICRO_BATCH_SIZE = 2
+NUM_MICROBATCHES = 4
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a model is cut and what its configuration says.
+
+    Attributes:
+        tp, pp, chunks: the cut; what is left of the processes are data-parallel replicas.
+        per_token: losses are averaged over the tokens of the whole batch.
+        overlap: gradients are reduced while the backward still runs.
+        deallocate: outputs are freed once they are sent, as Megatron-LM has it.
+        timers: megatron-core's timers run.
+        deferring: layers can put their weight gradients off.
+        eval_micro_batch_size: samples of a microbatch in evaluation.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    per_token: bool = False
+    overlap: bool = False
+    deallocate: bool = True
+    timers: bool = False
+    deferring: bool = False
+    eval_micro_batch_size: int = MICRO_BATCH_SIZE
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A model ready to train, with what its steps need."""
+
+    shape: Shape
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+    iterations: int = 0
+
+
+def setup(shape: Shape) -> Job:
+    """Make process groups, model and optimizer, the same ones every time."""
+    parallel_state.initialize_model_parallel(
+        shape.tp,
+        shape.pp,
+        shape.chunks if shape.chunks > 1 else None,
+    )
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config = configuration(shape)
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=shape.overlap)
+    chunks = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model_chunks(shape, config))
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), chunks
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = Timers(2, "minmax") if shape.timers else None
+    if shape.overlap:
+        holds = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = holds[0] if len(holds) == 1 else holds
+    config.finalize_model_grads_func = finalize_model_grads
+    return Job(shape=shape, config=config, chunks=chunks, optimizer=optimizer)
+
+
+def configuration(shape: Shape) -> TransformerConfig:
+    """Return the model's configuration."""
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.chunks if shape.chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=shape.per_token,
+        deallocate_pipeline_outputs=shape.deallocate,
+        # Without these, two messages of a pair are mixed up on gloo where a rank has two chunks.
+        overlap_p2p_comm=shape.chunks > 1,
+        batch_p2p_comm=shape.chunks == 1,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
+    """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
+    spec = get_gpt_layer_local_spec()
+    if shape.deferring:
+        from megatron.adaptive.pipeline.deferred_layers import deferring_spec
+
+        spec = deferring_spec(spec)
+    chunks = []
+    for vp_stage in range(shape.chunks):
+        several = shape.chunks > 1
+        first = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=not several, vp_stage=vp_stage
+        )
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=not several, vp_stage=vp_stage)
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=SEQ_LENGTH,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=True,
+            vp_stage=vp_stage if several else None,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(chunk)
+    return chunks
+
+
+def batches(micro_batch_size: int) -> Iterator[Batch]:
+    """Give microbatches for ever, other ones on each replica."""
+    generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
+    while True:
+        size = (micro_batch_size, SEQ_LENGTH + 1)
+        tokens = torch.randint(VOCAB_SIZE, size, generator=generator)
+        mask = torch.ones(micro_batch_size, SEQ_LENGTH)
+        mask[0, : int(torch.randint(1, 9, (1,), generator=generator))] = 0.0
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
+
+
+def iterators(job: Job, micro_batch_size: int) -> Any:
+    """Return one iterator, or one per chunk where a rank has several."""
+    if job.shape.chunks == 1:
+        return batches(micro_batch_size)
+    return [batches(micro_batch_size) for _ in job.chunks]
+
+
+def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+    """Return loss, tokens and what is reported of both, or the mean output by itself."""
+    if non_loss_data:
+        return output.detach().mean().item()
+    total = torch.sum(output.float().view(-1) * mask.view(-1))
+    tokens = mask.sum().to(torch.int)
+    report = torch.cat([total.detach().clone().view(1), tokens.float().view(1)])
+    return total, tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
+    """Run a microbatch through a chunk."""
+    batch = next(data_iterator)
+    tokens = batch["tokens"]
+    positions = torch.arange(SEQ_LENGTH).expand_as(tokens)
+    hidden = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    output = model(tokens, positions, hidden, labels=batch["labels"])
+    return output, partial(loss_func, batch["mask"])
+
+
+def train(job: Job, steps: int) -> dict[str, list[float]]:
+    """Take ``steps`` steps; returns losses (on the last stage) and norms of gradients."""
+    for chunk in job.chunks:
+        chunk.train()
+    data = iterators(job, MICRO_BATCH_SIZE)
+    forward_backward_func = get_forward_backward_func()
+    losses, norms = [], []
+    for _ in range(steps):
+        for chunk in job.chunks:
+            chunk.zero_grad_buffer()
+        job.optimizer.zero_grad()
+        reduced = forward_backward_func(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=job.chunks,
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            decoder_seq_length=None,
+            forward_only=False,
+            adjust_tensor_shapes_fn=None,
+            force_all_reduce=False,
+        )
+        updated, norm, _ = job.optimizer.step()
+        assert updated
+        job.iterations += 1
+        norms.append(float(norm))
+        losses += mean_loss(reduced)
+    return {"losses": losses, "norms": norms}
+
+
+def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
+    """Run forwards alone; returns losses and what ``collect_non_loss_data`` collects."""
+    for chunk in job.chunks:
+        chunk.eval()
+    arguments = {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators(job, job.shape.eval_micro_batch_size),
+        "model": job.chunks,
+        "num_microbatches": NUM_MICROBATCHES,
+        "seq_length": SEQ_LENGTH,
+        "micro_batch_size": job.shape.eval_micro_batch_size,
+        "forward_only": True,
+    }
+    forward_backward_func = get_forward_backward_func()
+    timers, job.config.timers = job.config.timers, None
+    with torch.no_grad():
+        losses = [
+            loss for _ in range(steps) for loss in mean_loss(forward_backward_func(**arguments))
+        ]
+        collected = forward_backward_func(**arguments, collect_non_loss_data=True)
+    job.config.timers = timers
+    return {"losses": losses, "collected": collected}
+
+
+def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Average what the microbatches reported, on ranks of the last stage; nothing elsewhere."""
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        assert reduced == []
+        return []
+    total = torch.vstack([one["lm loss"] for one in reduced]).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return [float(total[0] / total[1])]
+
+
+def weights_norm(job: Job) -> float:
+    """Return the norm of this rank's weights."""
+    weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
+    return float(sum(weight.detach().double().pow(2).sum() for weight in weights)) ** 0.5
