@@ -4,12 +4,19 @@ Among the actions whose input is here and which fit the cap:
 
 1. after a forward a backward, after a backward a forward, where both are possible;
 2. backwards: the deepest chunk first;
-3. forwards: the lowest group of ``num_ranks`` microbatches first, in it the shallowest chunk.
+3. forwards: in a loop the lowest group of ``num_ranks`` microbatches first, in it the shallowest
+   chunk; in a V the deepest chunk first;
+4. where backwards are split: a weight gradient, or a piece of one, when there is nothing else.
 
 Microbatches ascend within a stage in any case (``RankState``). Nothing possible: wait.
 
-Why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and 8 equal
-ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from none to
+In a V with two chunks and split backwards, 8 equal ranks and 32 microbatches take the least time
+that is possible, the work of a rank and the ramp, as ZB-V does, and stay within 3% of it under
+jitter of sigma 0.3, where ZB-V loses 7%. Taking forwards in groups there costs 9% more once a
+message takes as long as a forward.
+
+In a loop, why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and
+8 equal ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from none to
 one stage forward, and the default cap, time divided by that of the best static schedule:
 
 ====================================================  ==============  ===============

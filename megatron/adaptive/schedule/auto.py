@@ -4,13 +4,14 @@ Owns the candidates and the choice, from times that were measured in the first s
 telling all ranks is the business of the pipeline's ``calibrate``.
 
 A rule is only taken where it is faster than the best fixed order that memory allows by more than
-what a simulation can tell; else that order is.
+what a simulation can tell; else that order is. Another placement is taken where its best is clearly
+faster than the best under the present one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.compare import (
@@ -49,11 +50,16 @@ class Choice:
         best: the candidate to run.
         outcomes: everything that was simulated, fastest first.
         reason: one line for the log.
+        gain: share of a step that moving to another placement saves, 0 where ``best`` needs none.
+        stay: the choice for a pipeline that cannot move, where ``best`` lies elsewhere; ``None``
+            also where memory does not allow to stay.
     """
 
     best: Candidate
     outcomes: tuple[Outcome, ...]
     reason: str
+    gain: float = 0.0
+    stay: Choice | None = None
 
 
 def candidates(
@@ -116,8 +122,7 @@ def choose(
     *,
     present: Placement,
     num_microbatches: int,
-    placements: Sequence[PlacementKind],
-    most: float,
+    most: Mapping[PlacementKind, float],
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
     compiled: bool = True,
@@ -128,8 +133,8 @@ def choose(
         profile: measured times and their spread, per stage.
         present: how the stages lie now.
         num_microbatches: microbatches per step.
-        placements: how they may lie.
-        most: most activations that memory allows, in whole-rank microbatches.
+        most: how they may lie, and the most activations that memory allows then, in whole-rank
+            microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
         compiled: see ``simulate``.
@@ -137,36 +142,74 @@ def choose(
     Raises:
         ScheduleError: memory does not allow any candidate.
     """
-    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
-    seeds = range(DRAWS if spread else 1)
     outcomes = []
-    for candidate in candidates(
-        num_ranks=present.num_ranks,
-        num_chunks=present.num_chunks,
-        num_microbatches=num_microbatches,
-        placements=placements,
-        most=most,
-        splittable=splittable,
-        pieces=pieces,
-    ):
-        outcome = evaluate(candidate, num_microbatches, profile, seeds, compiled=compiled)
-        if outcome.peak_units <= with_rounding(most):
-            outcomes.append(outcome)
+    for kind, limit in most.items():
+        offered = candidates(
+            num_ranks=present.num_ranks,
+            num_chunks=present.num_chunks,
+            num_microbatches=num_microbatches,
+            placements=(kind,),
+            most=limit,
+            splittable=splittable,
+            pieces=pieces,
+        )
+        outcomes += _simulated(offered, num_microbatches, profile, limit, compiled=compiled)
     if not outcomes:
         raise ScheduleError(
-            f"memory for {most:g} microbatches: no schedule of {present.num_ranks} ranks with"
-            f" {present.num_chunks} chunks fits; lower --micro-batch-size or recompute activations"
+            f"memory for {max(most.values()):g} microbatches: no schedule of {present.num_ranks}"
+            f" ranks with {present.num_chunks} chunks fits; lower --micro-batch-size or recompute"
+            " activations"
         )
     outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
-    best = _prefer_fixed([o for o in outcomes if o.candidate.placement.kind == present.kind])
-    elsewhere = _prefer_fixed([o for o in outcomes if o.candidate.placement.kind != present.kind])
-    if best is None or (
-        elsewhere is not None and elsewhere.mean_s < best.mean_s * (1 - PLACEMENT_GAIN)
-    ):
-        best = elsewhere
-    assert best is not None
+    near = [o for o in outcomes if o.candidate.placement.kind == present.kind]
+    far = [o for o in outcomes if o.candidate.placement.kind != present.kind]
+    here, elsewhere = _prefer_fixed(near), _prefer_fixed(far)
+    if here is not None:
+        choice = _choice(here, near, profile, most)
+        if elsewhere is None or elsewhere.mean_s >= here.mean_s * (1 - PLACEMENT_GAIN):
+            return replace(choice, outcomes=tuple(outcomes))
+    assert elsewhere is not None
+    moved = _choice(elsewhere, far, profile, most)
+    if here is None:
+        return moved
+    return replace(
+        moved,
+        outcomes=tuple(outcomes),
+        reason=f"{moved.reason}; in a {present.kind} at best {here.mean_s * 1e3:.4g} ms",
+        gain=1 - elsewhere.mean_s / here.mean_s,
+        stay=choice,
+    )
+
+
+def _simulated(
+    offered: Sequence[Candidate],
+    num_microbatches: int,
+    profile: Profile,
+    most: float,
+    *,
+    compiled: bool,
+) -> list[Outcome]:
+    """Simulate candidates; returns those that fit memory."""
+    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
+    seeds = range(DRAWS if spread else 1)
+    found = (
+        evaluate(candidate, num_microbatches, profile, seeds, compiled=compiled)
+        for candidate in offered
+    )
+    return [outcome for outcome in found if outcome.peak_units <= with_rounding(most)]
+
+
+def _choice(
+    best: Outcome,
+    outcomes: Sequence[Outcome],
+    profile: Profile,
+    most: Mapping[PlacementKind, float],
+) -> Choice:
+    limit = most[best.candidate.placement.kind]
     return Choice(
-        best=best.candidate, outcomes=tuple(outcomes), reason=_reason(best, outcomes, profile, most)
+        best=best.candidate,
+        outcomes=tuple(outcomes),
+        reason=_reason(best, outcomes, profile, limit),
     )
 
 
