@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,12 @@ from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.workload import Link, StageTimes
 from megatron.adaptive.transport.interface import Arrival, Label, Transport
 
-__all__ = ["Sample", "measure_link", "profile_of", "spread_of"]
+__all__ = ["Sample", "measure_link", "most_of", "profile_of", "rank_factors", "spread_of"]
 
 _ROUNDS = 8
 _BURST = 4
 _LEAST_NS = 1
+_KEPT_FREE = 0.1  # of what memory is free
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
@@ -38,12 +39,16 @@ class Sample:
         pp_rank: its position in the pipeline.
         durations_ns: per (kind, chunk), the durations of all its microbatches; the pieces of one
             weight gradient count as one.
-        most: activations that its memory allows, in whole-rank microbatches.
+        free_bytes: memory that activations may take.
+        kept_bytes: what one microbatch keeps in each chunk.
+        held_bytes: weights, gradients and optimizer state of each chunk.
         links: to the neighbours that it measured, by their position in the pipeline.
     """
 
     pp_rank: int
-    most: float = math.inf
+    free_bytes: int = 0
+    kept_bytes: tuple[int, ...] = ()
+    held_bytes: tuple[int, ...] = ()
     durations_ns: dict[tuple[ActionKind, int], list[int]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
 
@@ -60,12 +65,19 @@ class Sample:
             self.durations_ns.setdefault((W, chunk), []).append(duration_ns)
 
 
-def profile_of(samples: Sequence[Sample], placement: Placement) -> Profile:
+def profile_of(
+    samples: Sequence[Sample], placement: Placement, layers: Sequence[int] | None = None
+) -> Profile:
     """Put the ranks' samples together; replicas of a stage count alike.
 
     Args:
         samples: at least one of every rank of the pipeline.
         placement: where stages live.
+        layers: transformer layers of each stage; with them the profile also tells what other
+            placements would take, for the slowness of a rank is told apart from that of a stage.
+
+    Returns:
+        The profile; links that were not measured are as slow as the slowest that was.
     """
     times: dict[ActionKind, tuple[float, ...]] = {}
     for kind in (F, B, W):
@@ -87,10 +99,92 @@ def profile_of(samples: Sequence[Sample], placement: Placement) -> Profile:
         for neighbour, link in sample.links.items()
     }
     links.update({(to, source): link for (source, to), link in list(links.items())})
+    factors = None
+    if layers is not None:
+        factors = rank_factors(times, placement, layers)
+        ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+        for kind, values in times.items():
+            pairs = zip(values, ranks, strict=True)
+            times[kind] = tuple(value / factors[rank] for value, rank in pairs)
     return Profile(
         times=StageTimes(forward_s=times[F], backward_s=times[B], weight_s=times[W]),
+        link=Link(
+            latency_s=max((link.latency_s for link in links.values()), default=0.0),
+            occupancy_s=max((link.occupancy_s for link in links.values()), default=0.0),
+        ),
         links=links,
+        rank_factors=factors,
         action_sigma=spread_of(samples),
+    )
+
+
+def rank_factors(
+    times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[int]
+) -> tuple[float, ...]:
+    """Estimate how much slower each rank is than the typical one, from transformer layers alone.
+
+    A rank's stages in the middle of the pipeline hold nothing but layers, so that their time per
+    layer tells its speed. In a V the first rank has the first and the last stage: there it is the
+    backward of the first stage that tells, if split, for the embedding has no gradient of inputs;
+    else its forward, as the look-up takes little.
+
+    Args:
+        times: measured seconds of each stage, by kind.
+        placement: where the stages lay.
+        layers: transformer layers of each stage.
+
+    Returns:
+        A factor per rank, 1 where nothing can be told.
+    """
+    middle = [stage for stage in range(1, placement.num_stages - 1) if layers[stage]]
+
+    def paces(kinds: Sequence[ActionKind], stages: Iterable[int]) -> list[float]:
+        found = [sum(times[kind][stage] for kind in kinds) / layers[stage] for stage in stages]
+        return [pace for pace in found if pace > 0]
+
+    first_kinds = (B,) if any(times[W]) else (F,)
+    factors = []
+    for rank in range(placement.num_ranks):
+        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        kinds: Sequence[ActionKind] = (F, B, W)
+        own = paces(kinds, [stage for stage in stages if stage in middle])
+        if not own and 0 in stages and layers[0]:
+            kinds = first_kinds
+            own = paces(kinds, [0])
+        typical = paces(kinds, middle)
+        known = own and typical
+        factors.append(statistics.fmean(own) / statistics.median(typical) if known else 1.0)
+    return tuple(factors)
+
+
+def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) -> float:
+    """Activations that memory allows under a placement, in whole-rank microbatches.
+
+    Args:
+        samples: at least one of every rank, under ``present``.
+        present: where stages live.
+        wanted: where they would live.
+
+    Returns:
+        That of the rank with the least room; below 1, even negative, where stages do not fit.
+    """
+    free = [math.inf] * present.num_ranks
+    kept, held = [0] * present.num_stages, [0] * present.num_stages
+    for sample in samples:
+        free[sample.pp_rank] = min(free[sample.pp_rank], sample.free_bytes)
+        for chunk in range(present.num_chunks):
+            stage = present.stage_of(sample.pp_rank, chunk)
+            kept[stage] = max(kept[stage], sample.kept_bytes[chunk])
+            held[stage] = max(held[stage], sample.held_bytes[chunk])
+
+    def total(sizes: Sequence[int], placement: Placement, rank: int) -> int:
+        chunks = range(placement.num_chunks)
+        return sum(sizes[placement.stage_of(rank, chunk)] for chunk in chunks)
+
+    return min(
+        (free[rank] * (1 - _KEPT_FREE) + total(held, present, rank) - total(held, wanted, rank))
+        / max(1, total(kept, wanted, rank))
+        for rank in range(present.num_ranks)
     )
 
 

@@ -175,9 +175,9 @@ class ForwardBackward:
         self._weight_pieces = candidate.weight_pieces
         self._policies.clear()
 
-    def activation_bytes(self) -> int:
-        """Bytes that one microbatch keeps over all chunks of this rank, 0 before the first."""
-        return sum(self._meter.bytes_of(chunk) for chunk in range(self._placement.num_chunks))
+    def activation_bytes(self) -> tuple[int, ...]:
+        """Bytes that one microbatch keeps in each chunk of this rank, 0 before the first."""
+        return tuple(self._meter.bytes_of(chunk) for chunk in range(self._placement.num_chunks))
 
     def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         if self._replay is not None and not forward_only:

@@ -2,11 +2,13 @@
 
 Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
-so that the switch is not seen in them.
+so that the switch is not seen in them. With two chunks per rank the choice may lie in another
+placement: then the loop moves the stages first (``relocate.py``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -15,19 +17,42 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.pipeline.calibrate import Sample, measure_link, profile_of
+from megatron.adaptive.pipeline.calibrate import (
+    Sample,
+    measure_link,
+    most_of,
+    profile_of,
+)
 from megatron.adaptive.pipeline.executor import StepTimes
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
 from megatron.adaptive.schedule.auto import Choice, choose
+from megatron.adaptive.schedule.compare import Candidate
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
+from megatron.adaptive.training.relocate import can_move
 from megatron.adaptive.training.setup import Run, payload_shape
 
-__all__ = ["Tuner", "make_tuner"]
+__all__ = ["Decision", "Tuner", "decide", "make_tuner", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
-_MEMORY_KEPT_FREE = 0.1
 _NO_STEP = -1
+_OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all ranks do from here on.
+
+    Attributes:
+        text: what was chosen and why, for the log.
+        stay: what to run under the present placement, ``None`` to leave it as it is.
+        move: what to run after moving the stages, ``None`` to stay.
+    """
+
+    text: str
+    stay: Candidate | None = None
+    move: Candidate | None = None
 
 
 def make_tuner(run: Run) -> Tuner | None:
@@ -49,15 +74,17 @@ class Tuner:
         self._steps = 0
         self._sample = Sample(pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
-    def after_step(self, times: StepTimes, num_microbatches: int) -> str | None:
-        """Take note of a training step; after the last measured one, switch. Collective then.
+    def after_step(self, times: StepTimes, num_microbatches: int) -> Decision | None:
+        """Take note of a training step; after the last measured one, decide. Collective then.
+
+        What needs no move is in use when this returns.
 
         Args:
             times: of the step.
             num_microbatches: of the step.
 
         Returns:
-            What was chosen and why, on all ranks, after that step; ``None`` after others.
+            The decision, on all ranks, after that step; ``None`` after others.
 
         Raises:
             TransportError: a neighbour is gone or silent.
@@ -68,7 +95,7 @@ class Tuner:
         self._sample.add(times.actions)
         if self._steps < LAST:
             return None
-        self._sample.most = self._most()
+        self._note_memory()
         self._sample.links = self._links()
         samples: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(samples, self._sample, group=self._run.job.control_group)
@@ -76,43 +103,56 @@ class Tuner:
         if dist.get_rank() == 0:
             answer = [self._choose(samples, num_microbatches)]
         dist.broadcast_object_list(answer, src=0, group=self._run.job.control_group)
-        best, reason = answer[0]
-        if best is not None:
-            assert isinstance(self._run.forward_backward, ForwardBackward)
-            self._run.forward_backward.use(best)
-        text: str = reason
-        return text
+        decision: Decision = answer[0]
+        if decision.stay is not None and decision.move is None:
+            use(self._run, decision.stay)
+        return decision
 
-    def _choose(self, samples: list[Sample], num_microbatches: int) -> tuple[Any, str]:
-        run = self._run
-        cap = run.job.config.schedule.activation_cap
-        most = min(sample.most for sample in samples)
+    def _choose(self, samples: list[Sample], num_microbatches: int) -> Decision:
+        run, config = self._run, self._run.job.config
+        cap = config.schedule.activation_cap
+        most = self._limits(samples)
         try:
-            choice: Choice = choose(
-                profile_of(samples, run.placement),
+            choice = choose(
+                profile_of(samples, run.placement, config.layers_per_stage),
                 present=run.placement,
                 num_microbatches=num_microbatches,
-                placements=(run.placement.kind,),
-                most=most if cap is None else min(most, cap),
-                splittable=run.job.config.splits_backward,
-                pieces=run.job.config.schedule.weight_pieces,
+                most=most if cap is None else {kind: min(most[kind], cap) for kind in most},
+                splittable=config.splits_backward,
+                pieces=config.schedule.weight_pieces,
             )
         except ScheduleError as error:
-            return None, f"auto keeps adaptive: {error}"
-        return choice.best, choice.reason
+            return Decision(text=f"auto keeps adaptive: {error}")
+        return decide(choice, run.placement, movable=can_move(run.job))
 
-    def _most(self) -> float:
-        """Activations that this rank's memory allows, in whole-rank microbatches."""
-        forward_backward = self._run.forward_backward
+    def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
+        """How stages may lie, and the activations that memory allows then."""
+        present = self._run.placement
+        # What runs now fits, whatever the estimate.
+        found = {present.kind: max(1.0, most_of(samples, present, present))}
+        if self._run.job.config.schedule.pipeline_placement is None and present.num_chunks == 2:
+            kind: PlacementKind = "loop" if present.kind == "v" else "v"
+            other = Placement(num_ranks=present.num_ranks, num_chunks=2, kind=kind)
+            limit = most_of(samples, present, other)
+            if limit >= 1:
+                found[kind] = limit
+        return found
+
+    def _note_memory(self) -> None:
+        forward_backward, accelerator = self._run.forward_backward, self._run.job.accelerator
         assert isinstance(forward_backward, ForwardBackward)
-        per_microbatch = max(1, forward_backward.activation_bytes())
-        if self._run.job.accelerator.is_cuda:
+        if accelerator.is_cuda:
             free, _ = torch.cuda.mem_get_info()
             free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         else:
             ranks_here = max(1, self._run.job.environment.local_world_size)
             free = psutil.virtual_memory().available // ranks_here
-        return max(1.0, free * (1 - _MEMORY_KEPT_FREE) / per_microbatch)
+        self._sample.free_bytes = free
+        self._sample.kept_bytes = forward_backward.activation_bytes()
+        self._sample.held_bytes = tuple(
+            sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
+            for chunk in self._run.chunks
+        )
 
     def _links(self) -> dict[int, Link]:
         """Measure the links to the neighbours, one pair of the pipeline after the other."""
@@ -142,3 +182,31 @@ class Tuner:
                 )
         dist.barrier(group=run.job.control_group)
         return found
+
+
+def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:
+    """Turn a choice into what is done, and said.
+
+    Args:
+        choice: of ``schedule.auto``.
+        present: where stages live.
+        movable: whether they can be moved.
+    """
+    kind = choice.best.placement.kind
+    if kind == present.kind:
+        return Decision(text=choice.reason, stay=choice.best)
+    stay = None if choice.stay is None else choice.stay.best
+    if movable:
+        return Decision(text=choice.reason, stay=stay, move=choice.best)
+    text = "auto keeps adaptive" if choice.stay is None else choice.stay.reason
+    text += (
+        f"; a {kind} would take {choice.gain:.1%} less, but stages move between machines only"
+        f" through the folder of --save: give it, or --pipeline-placement {kind}"
+    )
+    return Decision(text=text, stay=stay)
+
+
+def use(run: Run, candidate: Candidate) -> None:
+    """Take a schedule or rule from the next step on; all ranks do so alike."""
+    assert isinstance(run.forward_backward, ForwardBackward)
+    run.forward_backward.use(candidate)

@@ -1,17 +1,17 @@
-"""The forward step of GPT training: batch in, loss out, dropout keyed by place and time."""
+"""The forward step of GPT training: batch in, loss out."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.training.dropout import DropoutKeys
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -23,14 +23,10 @@ class ChunkFeed:
     Args:
         microbatches: the step's microbatches, ``None`` on a rank that needs no data.
         count: microbatches of the step.
-        stage: global stage of the chunk.
         step: iteration, part of the key.
     """
 
-    def __init__(
-        self, microbatches: Sequence[Microbatch] | None, *, count: int, stage: int, step: int
-    ) -> None:
-        self.stage = stage
+    def __init__(self, microbatches: Sequence[Microbatch] | None, *, count: int, step: int) -> None:
         self.step = step
         self._microbatches = microbatches
         self._indices = iter(range(count))
@@ -41,46 +37,6 @@ class ChunkFeed:
     def __next__(self) -> tuple[int, Microbatch | None]:
         index = next(self._indices)
         return index, None if self._microbatches is None else self._microbatches[index]
-
-
-class DropoutKeys:
-    """Seeds the random generators before a forward, from step, microbatch and stage alone.
-
-    So the order in which a rank runs its forwards does not change a single random number, and a
-    resumed run needs no generator state.
-
-    Args:
-        seed: the run's seed.
-        enabled: whether the model has dropout at all.
-    """
-
-    def __init__(self, seed: int, *, enabled: bool) -> None:
-        self._seed = seed
-        self._enabled = enabled
-
-    def apply(self, *, step: int, microbatch: int, stage: int) -> None:
-        """Set the generators for the forward of ``microbatch`` on ``stage``.
-
-        Ranks of one tensor-parallel group share the generator for replicated tensors and differ
-        in the one for split tensors; data-parallel ranks differ in both.
-        """
-        if not self._enabled:
-            return
-        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        key = f"{self._seed} {step} {microbatch} {stage} {dp_rank}"
-        torch.manual_seed(_digest(key))
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        states = tracker.get_states()
-        device = current_device()
-        for name in states:
-            generator = torch.Generator(device=device)
-            states[name] = generator.manual_seed(_digest(f"{key} {name} {tp_rank}")).get_state()
-        tracker.set_states(states)
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 class GptForward:
@@ -108,7 +64,7 @@ class GptForward:
         """
         index, batch = next(feed)
         if model.training:
-            self._dropout.apply(step=feed.step, microbatch=index, stage=feed.stage)
+            self._dropout.apply(step=feed.step, microbatch=index)
         if batch is None:
             return model(None, None, None, labels=None), None
         to_device = self._accelerator.to_device

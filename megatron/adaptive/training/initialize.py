@@ -109,6 +109,23 @@ def set_up_mesh(config: TrainerConfig) -> None:
     )
 
 
+def remake_mesh(job: Job) -> None:
+    """Make megatron-core's process groups anew for the settings of ``job``, and seed as at a start.
+
+    Collective over all ranks, between two steps; nothing may use the former groups any more. Only
+    the groups that belong to the job itself stay.
+    """
+    dist.barrier(group=job.control_group)
+    parallel_state.destroy_model_parallel()
+    kept = (dist.group.WORLD, job.control_group, job.stop_group)
+    # In the order they were made in, which is that of all members of each.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in kept:
+            dist.destroy_process_group(group)
+    set_up_mesh(job.config)
+    seed_everything(job.config.run.seed)
+
+
 def end_job() -> None:
     """Leave the job; every rank calls it after its last collective."""
     destroy_rerun_state_machine()

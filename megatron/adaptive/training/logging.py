@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from tqdm import tqdm
 
@@ -117,7 +117,10 @@ class TrainingLog:
         stream: TextIO | None = None,
         padded_vocab_size: int | None = None,
     ) -> None:
+        self._cfg = cfg
         self._settings = cfg.logging
+        self._accelerator = accelerator
+        self._padded_vocab_size = padded_vocab_size
         self._is_writer = is_writer
         self._total_iterations = total_iterations
         self._stream = sys.stdout if stream is None else stream
@@ -125,13 +128,36 @@ class TrainingLog:
         self._consumed_samples: int | None = None
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
-        if not is_writer:
-            return
-        self._meter = _make_meter(cfg, accelerator, padded_vocab_size)
-        if cfg.logging.tensorboard_dir is not None:
-            self._curves = _Curves(cfg)
+        if is_writer:
+            self._open(start_iteration)
+
+    def _open(self, start_iteration: int) -> None:
+        self._meter = _make_meter(self._cfg, self._accelerator, self._padded_vocab_size)
+        if self._settings.tensorboard_dir is not None:
+            self._curves = _Curves(self._cfg)
         if sys.stderr.isatty():
-            self._bar = _make_bar(total_iterations, start_iteration)
+            self._bar = _make_bar(self._total_iterations, start_iteration)
+
+    def hand_over(
+        self, iteration: int, *, is_writer: bool, tell: Callable[[object], Sequence[object]]
+    ) -> None:
+        """Let another rank write from here on; the averages under way go with it.
+
+        All ranks call it.
+
+        Args:
+            iteration: iterations done.
+            is_writer: whether this rank writes from now on; exactly one does.
+            tell: gathers an object of every rank.
+        """
+        told = tell((self._interval, self._consumed_samples) if self._is_writer else None)
+        if self._is_writer and not is_writer:
+            self.close()
+        elif is_writer and not self._is_writer:
+            (state,) = [one for one in told if one is not None]
+            self._interval, self._consumed_samples = cast("tuple[_Interval, int | None]", state)
+            self._open(iteration)
+        self._is_writer = is_writer
 
     @property
     def tensorboard(self) -> Any:

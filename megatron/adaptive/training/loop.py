@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.training.auto import make_tuner
+import torch.distributed as dist
+
+from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.training import relocate
+from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
@@ -40,14 +44,18 @@ class _Counters:
 class Trainer:
     """Trains a built run to its end.
 
+    The caller keeps no reference to the run: where ``auto`` moves the stages, it is taken down and
+    another one takes its place, :attr:`run`.
+
     Args:
         run: the built run.
-        checkpoints: saves and loads it.
         log: where progress goes.
         profiler: steps with the iterations.
         stop: asks for an early end.
         progress: where a loaded checkpoint left off, ``None`` at a fresh start.
         tell_position: told where the run is, for the messages of a rank that is lost.
+        connect: told the run whose channels shall hear of a rank that is lost, ``None`` while there
+            are no channels.
     """
 
     COMPLETE = "all iterations are done"
@@ -55,18 +63,17 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        checkpoints: Checkpoints,
         log: TrainingLog,
         profiler: Profiler,
         stop: StopRequest,
         progress: Progress | None,
         tell_position: Callable[[str], None],
+        connect: Callable[[Run | None], None],
     ) -> None:
         config = run.job.config
         self._tell_position = tell_position
-        self._run = run
-        self._config = config
-        self._checkpoints = checkpoints
+        self._connect = connect
+        self._adopt(run)
         self._log = log
         self._profiler = profiler
         self._stop = stop
@@ -79,11 +86,23 @@ class Trainer:
                 progress.skipped_iterations,
             )
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
-        self._step = Step(run)
         self._tuner = make_tuner(run)
+        self._decision: Decision | None = None  # to move, at the end of this iteration
+        self._loader: Any = None
         self._recording = make_recording(run, self._counters.iteration)
         self._saved_at = self._counters.iteration if progress is not None else -1
         self._iterations_here = 0
+
+    @property
+    def run(self) -> Run:
+        """What is trained; another object after a move."""
+        return self._run
+
+    def _adopt(self, run: Run) -> None:
+        self._run = run
+        self._config = run.job.config
+        self._checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
+        self._step = Step(run)
 
     def train(self) -> str:
         """Train until the iterations, the samples or the patience end.
@@ -94,14 +113,14 @@ class Trainer:
         Raises:
             DeviceMemoryError: the device ran out of memory.
         """
-        run, config, counters = self._run, self._config, self._counters
-        loader = make_loader(run, run.samples.train, counters.consumed_train_samples)
+        config, counters = self._config, self._counters
+        self._open_loader()
         if config.run.manual_gc:
             gc.disable()
         reason = self.COMPLETE
         try:
             while not self._is_finished():
-                self._iteration(loader)
+                self._iteration()
                 if config.run.eval_iters and counters.iteration % config.run.eval_interval == 0:
                     self._validate(f"iteration {counters.iteration}")
                 self._save_if_due()
@@ -109,11 +128,12 @@ class Trainer:
                 if early is not None:
                     reason = early
                     break
+                if self._decision is not None and not self._is_finished():
+                    self._move(self._decision)
         finally:
-            if loader is not None:
-                loader.close()
+            self._close_loader()
         if self._recording is not None:
-            self._recording.write(run.job.control_group)
+            self._recording.write(self._run.job.control_group)
         self._stop.finish()
         if config.checkpoint.save is not None and self._saved_at != counters.iteration:
             self._save()
@@ -134,7 +154,58 @@ class Trainer:
             return True
         return self._counters.iteration >= self._run.samples.iterations
 
-    def _iteration(self, loader: Any) -> None:
+    def _open_loader(self) -> None:
+        run = self._run
+        self._loader = make_loader(run, run.samples.train, self._counters.consumed_train_samples)
+
+    def _close_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self._loader = None
+
+    def _move(self, decision: Decision) -> None:
+        """Go on under another placement, from the same state. Collective over all ranks.
+
+        Raises:
+            CheckpointError: the state was written but could not be read back.
+        """
+        assert decision.move is not None
+        self._decision = self._tuner = None
+        start = time.perf_counter()
+        job, iteration = self._run.job, self._counters.iteration
+        kind = decision.move.placement.kind
+        self._tell_position(f"the move of the stages after iteration {iteration}")
+        try:
+            folder = relocate.pack(self._run, self._counters.progress())
+        except CheckpointError as error:
+            if decision.stay is not None:
+                use(self._run, decision.stay)
+            self._log.message(f"  the stages stay as they are, without {decision.move}: {error}")
+            return
+        failed = True
+        try:
+            self._close_loader()
+            self._connect(None)
+            relocate.take_down(self._run)
+            del self._run, self._step, self._checkpoints  # so that their memory is free
+            self._adopt(relocate.unpack(job, kind, folder))
+            failed = False
+        finally:
+            relocate.discard(job, folder, failed=failed)
+        self._connect(self._run)
+        use(self._run, decision.move)
+        self._open_loader()
+        self._log.hand_over(iteration, is_writer=self._run.job.is_writer, tell=self._gather)
+        self._log.message(
+            f"  the stages now lie in a {kind}: moved in {time.perf_counter() - start:.2f} s"
+        )
+
+    def _gather(self, mine: object) -> Sequence[object]:
+        told: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine, group=self._run.job.control_group)
+        return told
+
+    def _iteration(self) -> None:
         run, counters = self._run, self._counters
         start = time.perf_counter()
         batch = self._sizes.global_batch_size_at(counters.consumed_train_samples)
@@ -145,7 +216,7 @@ class Trainer:
         traced = run.recorder is not None and self._config.schedule.traces(self._iterations_here)
         if run.recorder is not None and traced:
             run.recorder.begin_iteration(iteration, num_microbatches)
-        microbatches = None if loader is None else loader.step(num_microbatches)
+        microbatches = None if self._loader is None else self._loader.step(num_microbatches)
         result = self._step.train(microbatches, num_microbatches, iteration)
         if result.updated:
             run.scheduler.step(increment=batch)
@@ -154,9 +225,10 @@ class Trainer:
         if self._recording is not None and run.wiring is not None:
             self._recording.append(iteration, run.wiring.executor.last_codes)
         if self._tuner is not None and self._step.times is not None:
-            choice = self._tuner.after_step(self._step.times, num_microbatches)
-            if choice is not None:
-                self._log.message(f"  {choice}")
+            decision = self._tuner.after_step(self._step.times, num_microbatches)
+            if decision is not None:
+                self._log.message(f"  {decision.text}")
+                self._decision = decision if decision.move is not None else None
         counters.iteration = iteration
         counters.consumed_train_samples += batch
         self._iterations_here += 1

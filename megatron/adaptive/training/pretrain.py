@@ -85,12 +85,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         if job.is_first:
             print(startup_line(config), flush=True)
         run = build_run(job)
-        if run.wiring is not None and run.wiring.transport is not None:
-            watcher.on_lost = run.wiring.transport.completions.put
-            for error in lost:
-                run.wiring.transport.completions.put(error)
-        checkpoints = Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
-        progress = checkpoints.load()
+        connect = _connector(watcher, lost)
+        connect(run)
+        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler).load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -101,9 +98,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         )
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
-            trainer = Trainer(
-                run, checkpoints, log, profiler, stop, progress, _position_teller(watcher)
-            )
+            tell_position = _position_teller(watcher)
+            trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect)
+            del run  # the trainer's, which may replace it
             reason = trainer.train()
             log.message(f"training ends: {reason}")
             if reason == Trainer.COMPLETE:
@@ -111,10 +108,25 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         finally:
             profiler.close()
             log.close()
-        if run.recorder is not None:
-            run.recorder.close()
-        if run.wiring is not None:
-            run.wiring.close()
+        if trainer.run.recorder is not None:
+            trainer.run.recorder.close()
+        if trainer.run.wiring is not None:
+            trainer.run.wiring.close()
+
+
+def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
+    """Return what lets a run's channels hear of a rank that is lost, also of one lost before."""
+
+    def connect(run: Any) -> None:
+        if run is None or run.wiring is None or run.wiring.transport is None:
+            watcher.on_lost = lost.append
+            return
+        put = run.wiring.transport.completions.put
+        watcher.on_lost = put
+        for error in lost:
+            put(error)
+
+    return connect
 
 
 def _position_teller(watcher: Watcher) -> Callable[[str], None]:

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.pipeline.executor import StepTimes
-from megatron.adaptive.training.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
+from megatron.adaptive.training.dropout import DropoutKeys
+from megatron.adaptive.training.forward import LOSS_NAME, ChunkFeed, GptForward
 from megatron.adaptive.training.setup import Run
 
 
@@ -46,13 +47,12 @@ class Step:
         config = run.job.config
         self._run = run
         self._config = config
-        self._forward = GptForward(
-            run.job.accelerator,
-            DropoutKeys(
-                config.run.seed,
-                enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
-            ),
+        dropout = DropoutKeys(
+            config.run.seed,
+            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         )
+        dropout.attach(run.chunks)
+        self._forward = GptForward(run.job.accelerator, dropout)
         self._eval_steps = 0
         self.times: StepTimes | None = None  # of the last training step, on our executor
 
@@ -136,16 +136,7 @@ class Step:
         self, microbatches: Any, num_microbatches: int, *, step: int, forward_only: bool
     ) -> list[Any]:
         run, model = self._run, self._config.model
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        feeds = [
-            ChunkFeed(
-                microbatches,
-                count=num_microbatches,
-                stage=run.placement.stage_of(pp_rank, chunk),
-                step=step,
-            )
-            for chunk in range(len(run.chunks))
-        ]
+        feeds = [ChunkFeed(microbatches, count=num_microbatches, step=step) for _ in run.chunks]
         single = len(run.chunks) == 1
         return run.forward_backward(
             forward_step_func=self._forward,
