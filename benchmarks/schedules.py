@@ -4,7 +4,8 @@
 
 Part (a), ``emulated``: actions sleep as long as was drawn for them, in real processes that exchange
 real messages; every competitor gets the same draws. Part (b), ``gpt``: two processes train a real
-small GPT. Exits with status 1 where a goal is missed.
+small GPT. Part (c), ``costs``: what deciding itself costs. Exits with status 1 where a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpt_steps  # noqa: E402
+from benchmarks import gpt_steps, schedule_costs  # noqa: E402
 from benchmarks.emulated import competitors, goals, report  # noqa: E402
 from benchmarks.emulated.measure import Case, run  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
@@ -109,7 +110,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases, within ten minutes")
     parser.add_argument("--json", type=Path, help="also write everything measured here")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups of part (a) here, as PNG")
-    parser.add_argument("--part", choices=("emulated", "gpt", "both"), default="both")
+    parser.add_argument("--part", choices=("emulated", "gpt", "costs", "all"), default="all")
     parser.add_argument("--rounds", type=int, help="part (b): steps of each competitor")
     group = parser.add_argument_group("part (a)")
     group.add_argument("--seed", type=int, default=1, help="of all draws")
@@ -130,9 +131,14 @@ def main() -> int:
     options = parse()
     result: dict[str, Any] = {}
     met = True
-    if options.part != "gpt":
-        result["emulated"], met = emulated(options)
-    if options.part != "emulated":
+    if options.part in ("costs", "all"):
+        rows = result["costs"] = schedule_costs.measure()
+        print(schedule_costs.markdown(rows))
+        met = all(row["met"] for row in rows)
+    if options.part in ("emulated", "all"):
+        result["emulated"], fast = emulated(options)
+        met = met and fast
+    if options.part in ("gpt", "all"):
         result["gpt"], fast = gpt(options)
         met = met and fast
     if options.json is not None:

@@ -3,11 +3,12 @@
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
     {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
-     "refused": {name: {"install": {...}, "config": {...}, "arguments": {...}}},
+     "refused": {name: {"install": {...}, "config": {...}, "arguments": {...}, "again": bool}},
      "fails_on": rank that fails in the last run, or null}
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
-its line. The last run of all ends with the interpreter, its plugin still installed.
+its line; with ``again`` that of a second step, with new process groups. The last run of all ends
+with the interpreter, its plugin still installed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,30 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 STEPS = 3
 
 
-def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None) -> Any:
-    """Train and evaluate; leaves plugin and process groups as they are at the end."""
+def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
+    """Begin anew, without the plugin where ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
     if settings is not None:
         megatron.adaptive.install(**settings)
         megatron.adaptive.install(**settings)  # twice is once
-    job = user.setup(shape)
-    before = user.train(job, STEPS)
+    return regroup(shape)
+
+
+def regroup(shape: user.Shape) -> user.Job:
+    """Make process groups and model anew."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    return user.setup(shape)
+
+
+def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None) -> Any:
+    """Train and evaluate; leaves plugin and process groups as they are at the end."""
+    job = start(shape, settings)
+    trained = user.train(job, STEPS)
     if fails_on == dist.get_rank():
         raise RuntimeError("the user's own error")
     return {
-        "trained": before,
+        "trained": trained,
         "evaluated": user.evaluate(job, 2),
         "trained on": user.train(job, 1),
         "weights": user.weights_norm(job),
@@ -54,12 +65,11 @@ def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None
 
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
-    """Return what the first step says."""
-    megatron.adaptive.uninstall()
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    megatron.adaptive.install(**case.get("install", {}))
-    job = user.setup(shape)
+    """Return what the step says."""
+    job = start(shape, case.get("install", {}))
+    if case.get("again"):
+        user.train(job, 1)
+        job = regroup(shape)
     for name, value in case.get("config", {}).items():
         setattr(job.config, name, value)
     try:
@@ -67,7 +77,7 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
             forward_step_func=user.forward_step,
             data_iterator=user.iterators(job, 1),
             model=job.chunks,
-            num_microbatches=case.get("num_microbatches", 2),
+            num_microbatches=2,
             seq_length=user.SEQ_LENGTH,
             micro_batch_size=1,
             **case.get("arguments", {}),

@@ -25,8 +25,7 @@ def pick(
         Profile(times=times, action_sigma=sigma),
         present=Placement(num_ranks=4, num_chunks=chunks, kind=present),
         num_microbatches=16,
-        placements=placements,
-        most=most,
+        most=dict.fromkeys(placements, most),
         splittable=splittable,
     )
 
@@ -69,6 +68,50 @@ def test_another_placement_only_for_a_clear_gain() -> None:
         moved = choice.best.placement.kind == "v"
         assert moved == (fastest["v"] < 0.97 * fastest["loop"]), most
     assert pick(present="v", placements=both).best.placement.kind == "v"
+
+
+def on_two_ranks(
+    times: tuple[float, ...],
+    factors: tuple[float, ...] | None = None,
+    most: tuple[float, float] = (16.0, 16.0),
+) -> Choice:
+    """The choice for a V of two ranks and four stages with these times."""
+    return choose(
+        Profile(
+            times=StageTimes(forward_s=times, backward_s=times, weight_s=times),
+            rank_factors=factors,
+        ),
+        present=Placement(num_ranks=2, num_chunks=2, kind="v"),
+        num_microbatches=8,
+        most={"v": most[0], "loop": most[1]},
+        splittable=True,
+    )
+
+
+def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
+    choice = on_two_ranks((0.04, 0.0, 0.0, 0.04))
+    assert choice.best.placement.kind == "loop"
+    assert choice.stay is not None
+    assert choice.stay.best.placement.kind == "v"
+    assert 0.3 < choice.gain < 0.5
+    assert "(loop, 2 chunks" in choice.reason
+    assert "in a v at best" in choice.reason
+    assert "loop" not in choice.stay.reason
+
+
+def test_a_v_with_a_slow_rank_stays() -> None:
+    # As measured, stages 0 and 3 take thrice as long; but wherever stages lie, rank 0 has two.
+    choice = on_two_ranks((0.01,) * 4, (3.0, 1.0))
+    assert choice.best.placement.kind == "v"
+    assert (choice.gain, choice.stay) == (0.0, None)
+
+
+def test_memory_is_counted_for_each_placement() -> None:
+    times = (0.04, 0.0, 0.0, 0.04)
+    assert on_two_ranks(times, most=(16.0, 0.5)).best.placement.kind == "v"
+    forced = on_two_ranks((0.01,) * 4, most=(0.5, 16.0))
+    assert forced.best.placement.kind == "loop"
+    assert forced.stay is None
 
 
 def test_one_chunk_has_its_own_schedules() -> None:

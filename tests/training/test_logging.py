@@ -71,6 +71,26 @@ def make_log(
     return TrainingLog(cfg, accelerator=accelerator, stream=stream, **{**options, **changes})
 
 
+def test_averages_go_on_where_another_rank_writes() -> None:
+    streams = [io.StringIO(), io.StringIO()]
+    logs = [make_log(settings(), streams[rank], is_writer=rank == 0) for rank in range(2)]
+    for log in logs:
+        log.iteration(report(1))
+    told: list[object] = []
+
+    def tell(mine: object) -> list[object]:
+        told.append(mine)
+        return told
+
+    logs[0].hand_over(1, is_writer=False, tell=tell)
+    logs[1].hand_over(1, is_writer=True, tell=tell)
+    for log in logs:
+        log.iteration(report(2))
+    assert streams[0].getvalue() == ""
+    assert "iteration        2/" in streams[1].getvalue()
+    assert "lm loss: 1.050000E+01" in streams[1].getvalue()  # of 10 and 11
+
+
 def printed(
     *reports: IterationReport,
     flags: str = "",

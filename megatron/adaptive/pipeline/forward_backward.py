@@ -153,7 +153,8 @@ class ForwardBackward:
                 chunks,
                 stages.num_tokens if stages.config.calculate_per_token_loss else None,
                 pg_collection=groups,
-                force_all_reduce=force_all_reduce,
+                # megatron-core 0.15 does not know it.
+                **({"force_all_reduce": True} if force_all_reduce else {}),
             )
         if timers is not None:
             timers("forward-backward").stop()

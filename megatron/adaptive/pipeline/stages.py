@@ -10,6 +10,7 @@ backwards are split, weight gradients go through the chunk's
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -288,14 +289,18 @@ class MegatronStages:
         output = self._outputs.pop((chunk, microbatch))
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
-                return backward_step(received, output, gradient, self._model_type, self.config)
+                return self._backward_step(received, output, gradient)
         last = microbatch == self._num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
-        answer = backward_step(received, output, gradient, self._model_type, self.config)
+        answer = self._backward_step(received, output, gradient)
         if last:
             self._sync.after_last_backward(chunk)
         return answer
+
+    def _backward_step(self, *tensors: Any) -> Any:
+        kind = (self._model_type,) if _TAKES_TYPE else ()
+        return backward_step(*tensors, *kind, self.config)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Compute a part of the weight gradients of a backward that was split.
@@ -349,3 +354,5 @@ def _stores(
 
 
 _NOTHING = contextlib.nullcontext()
+# Since megatron-core 0.17 it does not ask for the model's type.
+_TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

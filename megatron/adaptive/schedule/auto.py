@@ -155,20 +155,16 @@ def choose(
         )
         outcomes += _simulated(offered, num_microbatches, profile, limit, compiled=compiled)
     if not outcomes:
-        raise ScheduleError(
-            f"memory for {max(most.values()):g} microbatches: no schedule of {present.num_ranks}"
-            f" ranks with {present.num_chunks} chunks fits; lower --micro-batch-size or recompute"
-            " activations"
-        )
+        raise _no_room(present, max(most.values()))
     outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     near = [o for o in outcomes if o.candidate.placement.kind == present.kind]
     far = [o for o in outcomes if o.candidate.placement.kind != present.kind]
     here, elsewhere = _prefer_fixed(near), _prefer_fixed(far)
-    if here is not None:
-        choice = _choice(here, near, profile, most)
-        if elsewhere is None or elsewhere.mean_s >= here.mean_s * (1 - PLACEMENT_GAIN):
-            return replace(choice, outcomes=tuple(outcomes))
-    assert elsewhere is not None
+    if elsewhere is None or (
+        here is not None and elsewhere.mean_s >= here.mean_s * (1 - PLACEMENT_GAIN)
+    ):
+        assert here is not None
+        return replace(_choice(here, near, profile, most), outcomes=tuple(outcomes))
     moved = _choice(elsewhere, far, profile, most)
     if here is None:
         return moved
@@ -177,7 +173,14 @@ def choose(
         outcomes=tuple(outcomes),
         reason=f"{moved.reason}; in a {present.kind} at best {here.mean_s * 1e3:.4g} ms",
         gain=1 - elsewhere.mean_s / here.mean_s,
-        stay=choice,
+        stay=_choice(here, near, profile, most),
+    )
+
+
+def _no_room(present: Placement, most: float) -> ScheduleError:
+    return ScheduleError(
+        f"memory for {most:g} microbatches: no schedule of {present.num_ranks} ranks with"
+        f" {present.num_chunks} chunks fits; lower --micro-batch-size or recompute activations"
     )
 
 

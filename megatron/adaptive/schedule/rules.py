@@ -128,20 +128,21 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     chunks = s[CHUNKS]
     lanes = 3 * chunks
     head = max(0, s[STARTED] - LOOKAHEAD)
-    while head < len(hint) and hint[head] // lanes < lane_of(s, hint[head] % lanes):
+    while head < len(hint) and hint[head] // lanes < s[HEAD + hint[head] % lanes]:
         head += 1
     held = s[IN_FLIGHT]
     peak = held
     other = -1
     for at in range(head, min(len(hint), head + LOOKAHEAD)):
-        code = hint[at] % lanes
         index = hint[at] // lanes
-        if index < lane_of(s, code):
+        code = hint[at] - index * lanes
+        started = s[HEAD + code]  # a code is also the place of its count
+        if index < started:
             continue
         kind = code // chunks
         chunk = code - kind * chunks
         units = s[HEAD + UNITS * chunks + chunk]
-        if index == lane_of(s, code) and is_ready(s, kind, chunk):
+        if index == started and is_ready(s, kind, chunk):
             if at == head:
                 return code
             if kind == W:
@@ -158,9 +159,3 @@ def hinted(s: State, hint: Sequence[int]) -> int:
         elif (index + 1) % s[PIECES] == 0:
             held -= s[HEAD + KEPT * chunks + chunk]
     return other
-
-
-def lane_of(s: State, code: int) -> int:
-    """How many actions of a code were started."""
-    chunks = s[CHUNKS]
-    return lane_count(s, code // chunks, code - code // chunks * chunks)

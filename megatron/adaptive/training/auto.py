@@ -198,10 +198,13 @@ def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:
     stay = None if choice.stay is None else choice.stay.best
     if movable:
         return Decision(text=choice.reason, stay=stay, move=choice.best)
-    text = "auto keeps adaptive" if choice.stay is None else choice.stay.reason
+    if choice.stay is None:
+        text = f"auto keeps adaptive, for which memory is short; a {kind} would fit"
+    else:
+        text = f"{choice.stay.reason}; a {kind} would take {choice.gain:.1%} less"
     text += (
-        f"; a {kind} would take {choice.gain:.1%} less, but stages move between machines only"
-        f" through the folder of --save: give it, or --pipeline-placement {kind}"
+        ", but on several machines stages move only through the folder of --save: give"
+        f" --pipeline-placement {kind} to start with it"
     )
     return Decision(text=text, stay=stay)
 

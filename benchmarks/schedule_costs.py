@@ -1,0 +1,168 @@
+"""What deciding costs: simulated actions a second, time to pick, the executor's own work.
+
+Part (c) of ``benchmarks/schedules.py``, in one process: nothing is computed and nothing is sent, so
+that what remains is our own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.pipeline.agreement import Alone
+from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.simulate import Jitter, StageTimes, simulate
+from megatron.adaptive.schedule.state import RankState
+
+RANKS, MICROBATCHES, PIECES = 8, 32, 4
+ROUNDS = 15
+LEAST_ACTIONS_PER_S = 1e6
+MOST_PICK_US, MOST_EXECUTOR_US = 20.0, 100.0
+
+
+class _Nothing:
+    """Stages that do nothing."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(1)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        return self._tensor
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        pass
+
+    def activation_bytes(self, chunk: int) -> int:
+        return 1
+
+    def retained_bytes(self, chunk: int) -> int:
+        return 1
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return self._tensor
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        pass
+
+
+class _Timed:
+    """A policy that measures its picks."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.name = policy.name
+        self.picks_s: list[float] = []
+        self._policy = policy
+
+    def pick(self, state: RankState) -> Action | None:
+        start = time.perf_counter()
+        action = self._policy.pick(state)
+        self.picks_s.append(time.perf_counter() - start)
+        return action
+
+
+def measure() -> list[dict[str, Any]]:
+    """Measure everything; returns the rows of the table."""
+    rows = [_row("simulated actions a second", _simulated_per_s(), LEAST_ACTIONS_PER_S, least=True)]
+    for name in ("adaptive", "hinted", "zb-v"):
+        pick_us = 1e6 * _median(lambda name=name: _picks_s(name))
+        rows.append(_row(f"time to pick, {name}, us", pick_us, MOST_PICK_US))
+    executor_us = 1e6 * _median(_executor_s)
+    rows.append(_row("executor's own work per action, us", executor_us, MOST_EXECUTOR_US))
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    lines = ["| what | measured | goal | |", "|---|---|---|---|"]
+    for row in rows:
+        sign, state = (">=" if row["least"] else "<="), ("met" if row["met"] else "MISSED")
+        lines.append(f"| {row['what']} | {row['value']:.3g} | {sign} {row['goal']:.3g} | {state} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(what: str, value: float, goal: float, *, least: bool = False) -> dict[str, Any]:
+    met = value >= goal if least else value <= goal
+    return {"what": what, "value": value, "goal": goal, "least": least, "met": met}
+
+
+def _median(once: Callable[[], float]) -> float:
+    once()
+    return statistics.median(once() for _ in range(ROUNDS))
+
+
+def _simulated_per_s() -> float:
+    placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
+    times = StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0)
+    policies = make_policies("adaptive", placement, MICROBATCHES)
+
+    def once() -> float:
+        start = time.perf_counter()
+        result = simulate(
+            placement,
+            MICROBATCHES,
+            policies,
+            times,
+            jitter=Jitter(seed=1, action_sigma=0.3),
+            cap=1.5 * RANKS,
+            weight_pieces=PIECES,
+            compiled=True,
+        )
+        return result.num_actions / (time.perf_counter() - start)
+
+    return _median(once)
+
+
+def _picks_s(name: str) -> float:
+    """Median time of a pick while all ranks of a pipeline are simulated in plain Python."""
+    placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
+    pieces = 1 if name == "zb-v" else PIECES
+    policies = [
+        _Timed(policy)
+        for policy in make_policies(
+            name, placement, MICROBATCHES, cap=float(RANKS), weight_pieces=pieces
+        )
+    ]
+    simulate(
+        placement,
+        MICROBATCHES,
+        policies,
+        StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0),
+        jitter=Jitter(seed=1, action_sigma=0.3),
+        cap=float(RANKS),
+        weight_pieces=pieces,
+    )
+    return statistics.median(pick for policy in policies for pick in policy.picks_s)
+
+
+def _executor_s() -> float:
+    """Seconds per action of a whole step of one rank, picks and all."""
+    placement = Placement(num_ranks=1, num_chunks=2)
+    executor = Executor(
+        placement=placement,
+        pp_rank=0,
+        peer_of=lambda position: position,
+        transport=None,
+        agreement=Alone(),
+        clock=CpuClock(),
+        recorder=None,
+        timeout_s=10.0,
+    )
+    state = RankState(
+        placement=placement, rank=0, num_microbatches=MICROBATCHES, cap=8.0, weight_pieces=PIECES
+    )
+    policy = make_policies("adaptive", placement, MICROBATCHES)[0]
+    start = time.perf_counter()
+    executor.run(_Nothing(), policy, state)
+    executor.finish_step()
+    return (time.perf_counter() - start) / state.num_actions

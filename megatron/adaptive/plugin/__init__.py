@@ -1,0 +1,90 @@
+"""The pipeline engine of this package inside a user's own Megatron-LM.
+
+Owns one name, ``get_forward_backward_func``, for as long as it is installed: Megatron-LM asks it
+for the function that runs a step, and gets one that runs on our executor::
+
+    Megatron-LM ── get_forward_backward_func() ──> seam ── one pipeline rank ──> megatron-core's own
+                                                     └──── several ───────────> engine ─> executor
+
+Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of the trainer in
+``megatron.adaptive.training`` is used.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron.adaptive.plugin.settings import Settings, add_arguments
+
+__all__ = ["add_arguments", "install", "uninstall"]
+
+
+def install(
+    schedule: str = "adaptive",
+    *,
+    activation_cap: float | None = None,
+    split_backward: bool = False,
+    weight_pieces: int = 4,
+    trace_dir: str | os.PathLike[str] | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Let Megatron-LM run its pipeline steps on the engine of this package.
+
+    Call it on every rank, before the first step; on a machine without CUDA before megatron-core is
+    imported. Flags of :func:`add_arguments` that the command line gives win over what is given
+    here. Calling it again with the same settings does nothing; with others it changes them, as long
+    as no step has run.
+
+    Args:
+        schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
+            fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
+            ``zb-h1``), or ``megatron``: megatron-core's own code.
+        activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
+            a rule. Chosen from the shape of the pipeline where ``None``.
+        split_backward: compute weight gradients as work of their own. The model's layers must be
+            made for it, see :func:`~megatron.adaptive.pipeline.deferred_layers.deferring_spec`.
+        weight_pieces: parts into which a rule may cut each weight gradient, with
+            ``split_backward``.
+        trace_dir: folder for a trace of every rank; none is written where ``None``.
+        timeout_s: limit of every wait for a message of the pipeline.
+
+    Raises:
+        ConfigError: a setting is not possible, or differs from those that a step has run with.
+        SetupError: megatron-core has another interface than the one this engine calls, or was
+            imported too early on a machine without CUDA.
+    """
+    settings = Settings(
+        schedule=schedule,
+        activation_cap=activation_cap,
+        split_backward=split_backward,
+        weight_pieces=weight_pieces,
+        trace_dir=None if trace_dir is None else os.fspath(trace_dir),
+        timeout_s=timeout_s,
+    )
+    # Each import needs what is done before it: megatron-core must find its device, and the engine
+    # a megatron-core that it can be imported with.
+    from megatron.adaptive import accelerator
+
+    accelerator.install()
+    from megatron.adaptive.plugin import versions
+
+    versions.check()
+    from megatron.adaptive.plugin import seam
+
+    seam.put(settings)
+
+
+def uninstall() -> None:
+    """Give Megatron-LM megatron-core's own function back and close the engine's channels.
+
+    All ranks call it, between two steps. Without :func:`install` before, it does nothing.
+
+    Raises:
+        TransportError: another rank did not close its channels in time.
+    """
+    import sys
+
+    if "megatron.adaptive.plugin.seam" in sys.modules:
+        from megatron.adaptive.plugin import seam
+
+        seam.take_back()

@@ -1,0 +1,181 @@
+"""What the engine does not run of a user's Megatron-LM, refused by name before the first step.
+
+megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of it
+that the engine leaves out, or a model that relies on the order of that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.utils import get_model_type, unwrap_model
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.pipeline.deferred_layers import (
+    DeferringColumnParallelLinear,
+    DeferringRowParallelLinear,
+    why_not_split,
+)
+from megatron.adaptive.plugin.settings import Settings
+from megatron.adaptive.schedule.registry import placement_for
+
+__all__ = ["check_call", "check_model"]
+
+_GRAPHS = "a CUDA graph replays the order it was captured in"
+_CONFIG = {
+    "num_moe_experts": "experts trade tokens with replicas whose order of work may differ",
+    "overlap_moe_expert_parallel_comm": "it runs forwards and backwards merged into one",
+    "delay_wgrad_compute": "megatron-core's own loop computes the weight gradients it puts off",
+    "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "it counts on the order of megatron-core's own loop"
+    ),
+    "fine_grained_activation_offloading": "it counts on the order of megatron-core's own loop",
+    "hybrid_context_parallel": "it has a loop of its own",
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+}
+_OFF = (None, False, "none")
+_INSTEAD = "or use schedule megatron"
+# By an attribute of the unwrapped chunk.
+_SEVERAL_INPUTS = {
+    "add_encoder": "an encoder with a decoder",
+    "modality_submodules": "a model of several modalities",
+}
+
+
+def check_call(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a step that ask for what the engine does not do.
+
+    Args:
+        given: the arguments of megatron-core's function.
+
+    Raises:
+        ConfigError: the first that is refused.
+    """
+    if given.get("adjust_tensor_shapes_fn") is not None:
+        raise ConfigError(
+            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one tensor of "
+            f"its own shape here; leave it out {_INSTEAD}"
+        )
+    for name, attribute in (("pg_collection", "pp"), ("p2p_communicator", "pp_group")):
+        other = given.get(name)
+        if other is not None and not _is_our_pipeline(getattr(other, attribute, None)):
+            raise ConfigError(
+                f"{name} was given with a pipeline group that is not parallel_state's: the engine "
+                f"connects the ranks of that one; leave it out {_INSTEAD}"
+            )
+
+
+def _is_our_pipeline(group: Any) -> bool:
+    ours = parallel_state.get_pipeline_model_parallel_group()
+    if group is ours:
+        return True
+    if not isinstance(group, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(ours)
+
+
+def check_model(
+    config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, *, replicas: int
+) -> None:
+    """Refuse a model that the engine would train wrongly or not at all.
+
+    Args:
+        config: megatron-core's configuration of the model.
+        chunks: this rank's model chunks.
+        settings: the plugin's.
+        replicas: data-parallel ranks.
+
+    Raises:
+        ConfigError: the first thing that is refused.
+    """
+    for name, reason in _CONFIG.items():
+        value = getattr(config, name, None)
+        if value not in _OFF:
+            raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
+    _check_fp8(config, settings, replicas)
+    for number, chunk in enumerate(chunks):
+        _check_chunk(number, chunk)
+    _check_schedule(config, len(chunks), settings.schedule)
+    if settings.split_backward:
+        _check_split(config, chunks)
+
+
+def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
+    """Delayed scaling reduces over replicas within forwards and backwards."""
+    delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
+    if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
+        return
+    if settings.is_rule:
+        raise ConfigError(
+            f"fp8_recipe=delayed of the model with schedule {settings.schedule} and {replicas} "
+            "data-parallel replicas: each forward reduces over replicas that choose different "
+            "orders; use another recipe, tp_only_amax_red, or a fixed order such as 1f1b"
+        )
+
+
+def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
+    kind = get_model_type(chunk)
+    if kind != ModelType.encoder_or_decoder:
+        raise ConfigError(
+            f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
+            f"stage to stage here; use a model of type encoder_or_decoder {_INSTEAD}"
+        )
+    model = unwrap_model([chunk])[0]
+    for attribute, what in _SEVERAL_INPUTS.items():
+        if hasattr(model, attribute):
+            raise ConfigError(
+                f"chunk {number} is a {type(model).__name__}, {what}: one tensor goes from stage "
+                f"to stage here; use a model with one input {_INSTEAD}"
+            )
+    if "FullyShardedDataParallel" in type(chunk).__name__:
+        raise ConfigError(
+            f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "
+            f"of megatron-core's own loop; use DistributedDataParallel {_INSTEAD}"
+        )
+
+
+def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
+    # The shape of the pipeline is not the question here, only the chunks.
+    wanted = placement_for(name, 2, num_chunks).num_chunks
+    several = name in ("breadth-first", "interleaved")
+    if wanted != num_chunks or (several and num_chunks == 1):
+        raise ConfigError(
+            f"schedule {name} with {num_chunks} model chunk{'s' * (num_chunks > 1)} on a rank, "
+            f"where it needs {'several' if several else wanted}: use "
+            f"{'1f1b or adaptive' if num_chunks == 1 else 'interleaved or adaptive'}"
+        )
+    if name == "varuna" and getattr(config, "recompute_granularity", None) != "full":
+        raise ConfigError(
+            "schedule varuna without recompute_granularity=full: it keeps the inputs of many "
+            "microbatches and repeats their forwards; give --recompute-granularity full"
+        )
+
+
+def _check_split(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    reason = why_not_split(config)
+    if reason is not None:
+        raise ConfigError(f"backwards cannot be split: {reason}; drop split_backward")
+    for number, chunk in enumerate(chunks):
+        for name, layer in unwrap_model([chunk])[0].named_modules():
+            if name.rpartition(".")[2].startswith("linear_") and not _defers(layer):
+                raise ConfigError(
+                    f"backwards cannot be split: {name} of chunk {number} is a "
+                    f"{type(layer).__name__}, which computes its weight gradient in its backward; "
+                    "build the model from deferring_spec of "
+                    "megatron.adaptive.pipeline.deferred_layers, or drop split_backward"
+                )
+
+
+def _defers(layer: torch.nn.Module) -> bool:
+    if next(layer.parameters(), None) is None or isinstance(layer, IdentityOp):
+        return True  # there is no weight to put off
+    return isinstance(layer, (DeferringColumnParallelLinear, DeferringRowParallelLinear))

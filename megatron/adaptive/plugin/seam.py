@@ -1,0 +1,181 @@
+"""The name ``get_forward_backward_func`` and who answers to it.
+
+megatron-core defines it in ``pipeline_parallel.schedules`` and repeats it in its package; modules
+of Megatron-LM hold it from their own import on. All of them get the same replacement, and later
+megatron-core's own function back. The replacement is the plugin's only state.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.engine import Engine
+from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+
+__all__ = ["Seam", "put", "take_back"]
+
+_NAME = "get_forward_backward_func"
+_INTERRUPTED = 130
+StepFunction = Callable[..., Any]
+
+
+class Seam:
+    """Answers in place of ``get_forward_backward_func``.
+
+    Args:
+        original: megatron-core's own function.
+        settings: those of ``install``; flags are read when Megatron-LM first asks for a function.
+
+    Attributes:
+        original: see above.
+        engine: runs the steps, ``None`` before the first.
+    """
+
+    original: StepFunction
+    engine: Engine | None
+
+    def __init__(self, original: StepFunction, settings: Settings) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.engine = None
+        self._settings = settings
+        self._in_force = True
+        self._told = False
+
+    def change(self, settings: Settings) -> None:
+        """Take other settings.
+
+        Raises:
+            ConfigError: a step has run with those before.
+        """
+        if settings == self._settings:
+            return
+        if self.engine is not None:
+            raise ConfigError(
+                f"install() was called with {settings} after steps have run with {self._settings}:"
+                " call uninstall() on all ranks first"
+            )
+        self._settings = settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
+        """Return the function that runs a step; arguments as megatron-core's own takes them.
+
+        Raises:
+            ConfigError: the settings are not possible, or megatron-core names a loop that is
+                unknown here.
+        """
+        chosen = self.original(*args, **kwargs)
+        if not self._in_force:
+            return chosen
+        settings = self._settings_in_force()
+        own = settings.schedule == "megatron"
+        if own or chosen is schedules.forward_backward_no_pipelining:
+            self._tell_of_no_trace(settings, "schedule megatron" if own else "one pipeline rank")
+            return chosen
+        if chosen not in (
+            schedules.forward_backward_pipelining_without_interleaving,
+            schedules.forward_backward_pipelining_with_interleaving,
+        ):
+            raise ConfigError(
+                f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
+                "the engine has nothing for; use schedule megatron"
+            )
+        return _Step(self, chosen)
+
+    def run(self, original: StepFunction, given: dict[str, Any]) -> Any:
+        """Run a step on the engine; on ``original`` where the plugin was taken out meanwhile."""
+        if not self._in_force:
+            return original(**given)
+        if self.engine is None:
+            self.engine = Engine(self._settings_in_force())
+        return self.engine.run(given)
+
+    def end(self) -> None:
+        """Stand for megatron-core's own function from here on, and close the engine."""
+        self._in_force = False
+        atexit.unregister(self.leave_at_once)
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+    def leave_at_once(self) -> None:
+        """End the process after an error that nobody caught, with the status Python gives it.
+
+        Runs as one of the last exit functions, installed early as it is. The engine's threads still
+        wait for messages; one that comes while the interpreter is torn down would abort it.
+        """
+        error = getattr(sys, "last_value", None)
+        if error is None or self.engine is None or not self.engine.left_open:
+            return
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+
+    def _settings_in_force(self) -> Settings:
+        return self._settings.overridden(megatron_arguments())
+
+    def _tell_of_no_trace(self, settings: Settings, reason: str) -> None:
+        if settings.trace_dir is None or self._told or not dist.is_initialized():
+            return
+        self._told = True
+        if dist.get_rank() == 0:
+            print(f"megatron.adaptive: no traces with {reason}", flush=True)
+
+
+class _Step:
+    """A step of the pipeline, called like megatron-core's function that it stands for."""
+
+    def __init__(self, seam: Seam, original: StepFunction) -> None:
+        functools.update_wrapper(self, original)
+        self._seam = seam
+        self._original = original
+
+    def __call__(self, **given: Any) -> Any:
+        return self._seam.run(self._original, given)
+
+
+def put(settings: Settings) -> None:
+    """Let every module that holds megatron-core's function hold a :class:`Seam` instead.
+
+    Raises:
+        ConfigError: steps have run with other settings.
+    """
+    present = getattr(schedules, _NAME)
+    if isinstance(present, Seam):
+        present.change(settings)
+        return
+    seam = Seam(present, settings)
+    atexit.register(seam.leave_at_once)
+    _exchange(present, seam)
+
+
+def take_back() -> None:
+    """Give every module megatron-core's own function back."""
+    present = getattr(schedules, _NAME)
+    if isinstance(present, Seam):
+        _exchange(present, present.original)
+        present.end()
+
+
+def _exchange(old: StepFunction, new: StepFunction) -> None:
+    for module in _holders(old):
+        setattr(module, _NAME, new)
+
+
+def _holders(function: StepFunction) -> Iterator[ModuleType]:
+    for module in list(sys.modules.values()):
+        # Through the dictionary: getattr would load what lazy modules put off.
+        if getattr(module, "__dict__", {}).get(_NAME) is function:
+            yield module

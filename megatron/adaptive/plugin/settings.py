@@ -1,0 +1,181 @@
+"""What a user can set of the plugin, in code or on Megatron-LM's command line.
+
+Imports neither torch nor megatron-core: flags are added before either is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
+
+__all__ = ["CHOICES", "Settings", "add_arguments", "megatron_arguments"]
+
+_LOOP = "lays stages there and back, and Megatron-LM lays them in a loop"
+_REFUSED = {
+    "auto": "tries several in turn, which only the trainer of this package does",
+    "file": "reads an order from a file, which only the trainer of this package does",
+    "forward-only": "has no backwards; evaluation takes it by itself",
+    "v-half": _LOOP,
+    "zb-v": _LOOP,
+}
+CHOICES = ("megatron", *(name for name in policy_names() if name not in _REFUSED))
+"""What ``schedule`` may be."""
+
+_FIELD_OF = {
+    "pipeline_schedule": "schedule",
+    "activation_cap": "activation_cap",
+    "split_backward": "split_backward",
+    "weight_pieces": "weight_pieces",
+    "trace_dir": "trace_dir",
+    "pipeline_timeout_s": "timeout_s",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of :func:`~megatron.adaptive.plugin.install`, which describes them.
+
+    Raises:
+        ConfigError: one of them is not possible, by itself or with another.
+    """
+
+    schedule: str = "adaptive"
+    activation_cap: float | None = None
+    split_backward: bool = False
+    weight_pieces: int = 4
+    trace_dir: str | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        given = f"pipeline schedule {self.schedule}"
+        if self.schedule not in CHOICES:
+            raise ConfigError(_why_no_schedule(self.schedule))
+        cap, rule = self.activation_cap, self.is_rule
+        if cap is not None and not rule:
+            raise ConfigError(
+                f"activation cap {cap:g} has no effect with {given}, whose order fixes what is "
+                "kept: drop it or use adaptive"
+            )
+        if cap is not None and not cap >= 1:
+            raise ConfigError(
+                f"activation cap {cap:g}: every order keeps one microbatch at least; give 1 or more"
+            )
+        if self.split_backward and not (rule or self.needs_split):
+            raise ConfigError(
+                f"split backwards with {given}, whose order has whole ones: use zb-h1 or "
+                "adaptive, or drop split_backward"
+            )
+        if self.needs_split and not self.split_backward:
+            raise ConfigError(
+                f"{given} has weight gradients as work of their own: give split_backward=True "
+                "(--split-backward True) with a model whose layers defer them, or use 1f1b"
+            )
+        if self.weight_pieces < 1:
+            raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError(f"timeout of {self.timeout_s:g} s: give a number of seconds above 0")
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether the order is chosen at run time."""
+        return self.schedule != "megatron" and is_rule(self.schedule)
+
+    @property
+    def needs_split(self) -> bool:
+        """Whether the order has weight gradients as work of their own."""
+        return self.schedule != "megatron" and splits_backward(self.schedule)
+
+    def overridden(self, arguments: Any) -> Settings:
+        """Return these settings with those that ``arguments`` holds under a flag's name.
+
+        Args:
+            arguments: Megatron-LM's, or ``None``; an attribute that is missing or ``None`` leaves
+                the setting as it is.
+
+        Raises:
+            ConfigError: the result is not possible.
+        """
+        values = {field: getattr(arguments, name, None) for name, field in _FIELD_OF.items()}
+        given = {field: value for field, value in values.items() if value is not None}
+        return dataclasses.replace(self, **given)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the plugin's flags; for ``extra_args_provider`` of Megatron-LM's ``pretrain``.
+
+    A flag that is not given leaves the setting to :func:`~megatron.adaptive.plugin.install`.
+
+    Returns:
+        ``parser``.
+    """
+    group = parser.add_argument_group(title="megatron.adaptive")
+    group.add_argument(
+        "--pipeline-schedule",
+        type=_schedule,
+        metavar="NAME",
+        help=f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is "
+        "megatron-core's own code.",
+    )
+    group.add_argument(
+        "--activation-cap",
+        type=float,
+        metavar="MICROBATCHES",
+        help="Most activations that a rank keeps, in microbatches over all its chunks.",
+    )
+    group.add_argument(
+        "--split-backward",
+        type=_truth,
+        metavar="True|False",
+        help="Compute weight gradients as work of their own; needs layers that defer them.",
+    )
+    group.add_argument(
+        "--weight-pieces",
+        type=int,
+        metavar="PIECES",
+        help="Parts into which a run-time choice may cut each weight gradient.",
+    )
+    group.add_argument("--trace-dir", metavar="DIR", help="Folder for traces of all ranks.")
+    group.add_argument(
+        "--pipeline-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="Time limit of every wait for a message of the pipeline.",
+    )
+    return parser
+
+
+def megatron_arguments() -> Any:
+    """Return Megatron-LM's parsed arguments, ``None`` where there are none."""
+    training = sys.modules.get("megatron.training")
+    get_args = getattr(training, "get_args", None)
+    if get_args is None:
+        return None
+    try:
+        return get_args()
+    except AssertionError:  # how Megatron-LM says that it has parsed none yet
+        return None
+
+
+def _why_no_schedule(name: str) -> str:
+    reason = _REFUSED.get(name, "is unknown")
+    return f"pipeline schedule {name} {reason}: choose one of {', '.join(CHOICES)}"
+
+
+def _schedule(word: str) -> str:
+    if word not in CHOICES:
+        raise argparse.ArgumentTypeError(_why_no_schedule(word))
+    return word
+
+
+def _truth(word: str) -> bool:
+    known = {"true": True, "false": False}
+    if word.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither True nor False")
+    return known[word.lower()]

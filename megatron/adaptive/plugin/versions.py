@@ -1,0 +1,86 @@
+"""Whether the installed megatron-core has the functions that the pipeline engine calls.
+
+Asks signatures, not version numbers: a Megatron-LM between two releases is what it is, whatever
+number it carries. Imports of megatron-core only what every version since 0.14 has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import megatron.core
+from megatron.core import process_groups_config
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.adaptive.errors import SetupError
+
+__all__ = ["check", "why_not"]
+
+# ``backward_step`` is not among them: the engine asks it itself whether it takes the model's type.
+# How the engine calls each function: positional arguments by the name they must arrive under, then
+# keywords.
+_CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "forward_step": (
+        [
+            *("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor"),
+            *("forward_data_store", "config", "cp_group_size"),
+        ],
+        [
+            *("collect_non_loss_data", "is_first_microbatch", "current_microbatch"),
+            *("vp_stage", "is_last_stage"),
+        ],
+    ),
+    "check_first_val_step": (["first_val_step", "forward_only", "cond"], []),
+    "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
+    "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
+}
+
+
+def check() -> None:
+    """Refuse a megatron-core that the engine cannot run on.
+
+    Raises:
+        SetupError: a function is missing or takes other arguments.
+    """
+    found: dict[str, Any] = {name: getattr(schedules, name, None) for name in _CALLS}
+    found["finalize_model_grads"] = finalize_model_grads
+    has_groups = hasattr(process_groups_config, "ProcessGroupCollection")
+    reason = why_not(found, has_groups=has_groups)
+    if reason is not None:
+        raise SetupError(
+            f"megatron-core {megatron.core.__version__}: {reason}; use megatron-core 0.15 to 0.19 "
+            "(tested most with 0.16.1) or leave install() out"
+        )
+
+
+def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
+    """Return what in a megatron-core does not fit the engine, ``None`` if all does.
+
+    Args:
+        functions: its functions by the names in this module.
+        has_groups: whether it has ``ProcessGroupCollection``.
+    """
+    if not has_groups:
+        return "it has no ProcessGroupCollection, by which schedules are told their groups"
+    for name, (positional, keywords) in _CALLS.items():
+        function = functions[name]
+        if function is None:
+            return f"it has no {name} among its schedules"
+        if not _takes(function, positional, keywords):
+            taken = ", ".join(inspect.signature(function).parameters)
+            wanted = ", ".join((*positional, *keywords))
+            return f"its {name} takes ({taken}) where the pipeline engine gives ({wanted})"
+    return None
+
+
+def _takes(
+    function: Callable[..., Any], positional: Sequence[str], keywords: Sequence[str]
+) -> bool:
+    try:
+        bound = inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return all(bound.arguments.get(name) == name for name in positional)

@@ -1,0 +1,134 @@
+"""What is refused of a model, with its line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.errors import ConfigError
+
+accelerator.install()
+
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.adaptive.plugin.refused import check_model  # noqa: E402
+from megatron.adaptive.plugin.settings import Settings  # noqa: E402
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk as far as its kind goes."""
+
+    def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
+        super().__init__()
+        self.model_type = kind
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class FullyShardedDataParallel(Chunk):
+    """As far as its name goes."""
+
+
+def configuration(**changes: Any) -> Any:
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) -> None:
+    check_model(
+        config or configuration(), chunks or [Chunk()], Settings(**settings), replicas=replicas
+    )
+
+
+def test_what_is_not_refused() -> None:
+    check()
+    check(configuration(fp8="hybrid", fp8_recipe="delayed"))
+    check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2, schedule="1f1b")
+    check(configuration(fp8="hybrid", fp8_recipe="tensorwise"), replicas=2)
+    check(configuration(variable_seq_lengths=True, deallocate_pipeline_outputs=True))
+    check(configuration(recompute_granularity="full"), schedule="varuna")
+    check(None, Chunk(), Chunk(), schedule="interleaved")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_moe_experts", 8, "experts trade tokens with replicas whose order of work may differ"),
+        (
+            "overlap_moe_expert_parallel_comm",
+            True,
+            "it runs forwards and backwards merged into one",
+        ),
+        ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
+        ("enable_cuda_graph", True, "a CUDA graph replays the order it was captured in"),
+        (
+            "defer_embedding_wgrad_compute",
+            True,
+            "megatron-core's own loop computes what it puts off",
+        ),
+        (
+            "num_microbatches_with_partial_activation_checkpoints",
+            2,
+            "it counts on the order of megatron-core's own loop",
+        ),
+        ("hybrid_context_parallel", True, "it has a loop of its own"),
+    ],
+)
+def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(configuration(**{name: value}))
+    assert str(caught.value) == (
+        f"{name}={value} of the model: {reason}; turn it off or use schedule megatron"
+    )
+
+
+def test_delayed_scaling_across_replicas() -> None:
+    with pytest.raises(ConfigError, match="^fp8_recipe=delayed .* schedule adaptive and 2 data-p"):
+        check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "line"),
+    [
+        (
+            Chunk(SimpleNamespace(name="encoder_and_decoder")),
+            "model type encoder_and_decoder of chunk 0: one tensor goes from stage to stage here",
+        ),
+        (Chunk(add_encoder=True), "chunk 0 is a Chunk, an encoder with a decoder: one tensor goes"),
+        (Chunk(modality_submodules={}), "chunk 0 is a Chunk, a model of several modalities: one"),
+        (FullyShardedDataParallel(), "chunk 0 is a FullyShardedDataParallel: replicas gather"),
+    ],
+)
+def test_models(chunk: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check(None, chunk)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "settings", "line"),
+    [
+        (1, {"schedule": "breadth-first"}, "schedule breadth-first with 1 model chunk on a rank"),
+        (3, {"schedule": "zb-h1", "split_backward": True}, "schedule zb-h1 with 3 model chunks"),
+        (1, {"schedule": "varuna"}, "schedule varuna without recompute_granularity=full: it"),
+    ],
+)
+def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check(None, *[Chunk() for _ in range(chunks)], **settings)
+
+
+def test_layers_that_do_not_defer() -> None:
+    layer = Chunk(self_attention=torch.nn.ModuleDict({"linear_qkv": torch.nn.Linear(2, 2)}))
+    line = "^backwards cannot be split: self_attention.linear_qkv of chunk 1 is a Linear, which"
+    with pytest.raises(ConfigError, match=line):
+        check(None, Chunk(), layer, split_backward=True)
+    fp8 = configuration(fp8="hybrid", fp8_recipe="tensorwise")
+    with pytest.raises(ConfigError, match="^backwards cannot be split: fp8 layers compute"):
+        check(fp8, split_backward=True)

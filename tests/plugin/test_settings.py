@@ -1,0 +1,130 @@
+"""Settings and flags of the plugin."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, megatron_arguments
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_is_possible(name: str) -> None:
+    settings = Settings(schedule=name, split_backward=name == "zb-h1")
+    assert settings.is_rule == (name in ("adaptive", "bfc", "dfc", "hinted"))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {"schedule": "zb-v"},
+            "pipeline schedule zb-v lays stages there and back, and Megatron-LM lays them in a "
+            "loop: choose one of megatron, 1f1b, adaptive, bfc, breadth-first, dfc, gpipe, "
+            "hinted, interleaved, varuna, zb-h1",
+        ),
+        ({"schedule": "v-half"}, "pipeline schedule v-half lays stages there and back, and .*"),
+        (
+            {"schedule": "auto"},
+            "pipeline schedule auto tries several in turn, which only the trainer of this "
+            "package does: choose one of .*",
+        ),
+        ({"schedule": "file"}, "pipeline schedule file reads an order from a file, which only .*"),
+        ({"schedule": "forward-only"}, "pipeline schedule forward-only has no backwards; .*"),
+        ({"schedule": "nimble"}, "pipeline schedule nimble is unknown: choose one of .*"),
+        (
+            {"schedule": "1f1b", "activation_cap": 4},
+            "activation cap 4 has no effect with pipeline schedule 1f1b, whose order fixes what "
+            "is kept: drop it or use adaptive",
+        ),
+        ({"schedule": "megatron", "activation_cap": 4}, "activation cap 4 has no effect with .*"),
+        (
+            {"activation_cap": 0.5},
+            "activation cap 0.5: every order keeps one microbatch at least; give 1 or more",
+        ),
+        ({"activation_cap": float("nan")}, "activation cap nan: every order keeps .*"),
+        (
+            {"schedule": "gpipe", "split_backward": True},
+            "split backwards with pipeline schedule gpipe, whose order has whole ones: use zb-h1 "
+            "or adaptive, or drop split_backward",
+        ),
+        (
+            {"schedule": "zb-h1"},
+            r"pipeline schedule zb-h1 has weight gradients as work of their own: give "
+            r"split_backward=True \(--split-backward True\) with a model whose layers defer them, "
+            r"or use 1f1b",
+        ),
+        ({"weight_pieces": 0}, "weight pieces 0: give 1 or more"),
+        ({"timeout_s": 0}, "timeout of 0 s: give a number of seconds above 0"),
+        ({"timeout_s": float("inf")}, "timeout of inf s: give a number of seconds above 0"),
+    ],
+)
+def test_what_is_not_possible(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        Settings(**given)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    assert add_arguments(parser) is parser
+    return parser.parse_args(words)
+
+
+def test_flags_win_over_settings() -> None:
+    given = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
+    flags = "--activation-cap 5 --split-backward True --weight-pieces 2 --pipeline-timeout-s 9"
+    assert given.overridden(parse(*flags.split())) == Settings(
+        schedule="hinted",
+        activation_cap=5,
+        split_backward=True,
+        weight_pieces=2,
+        trace_dir="here",
+        timeout_s=9,
+    )
+    assert given.overridden(parse("--pipeline-schedule", "dfc")).schedule == "dfc"
+
+
+@pytest.mark.parametrize("arguments", [None, argparse.Namespace(seq_length=4), parse()])
+def test_without_flags_settings_stay(arguments: Any) -> None:
+    given = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
+    assert given.overridden(arguments) == given
+
+
+def test_flags_and_settings_must_fit_together() -> None:
+    with pytest.raises(ConfigError, match="activation cap 3 has no effect"):
+        Settings(activation_cap=3).overridden(parse("--pipeline-schedule", "1f1b"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--pipeline-schedule", "auto"), "pipeline schedule auto tries several in turn"),
+        (("--split-backward", "maybe"), "'maybe' is neither True nor False"),
+    ],
+)
+def test_a_wrong_flag_says_why(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words)
+    assert line in capsys.readouterr().err
+
+
+def test_arguments_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_yet() -> Any:
+        raise AssertionError("args is not initialized.")
+
+    training: Any = types.ModuleType("megatron.training")
+    monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
+    assert megatron_arguments() is None
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    assert megatron_arguments() is None
+    training.get_args = not_yet
+    assert megatron_arguments() is None
+    training.get_args = lambda: "the arguments"
+    assert megatron_arguments() == "the arguments"
