@@ -37,7 +37,7 @@ class Loopback:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         self.sent.append(label)
-        self._network[peer].put(arrival(label, self._me, tensor.clone()))
+        self._network[peer].put(arrival(label, self._me, tensor.detach().clone()))
 
     def flush(self, timeout_s: float) -> None:
         pass

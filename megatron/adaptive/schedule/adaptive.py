@@ -16,8 +16,8 @@ jitter of sigma 0.3, where ZB-V loses 7%. Taking forwards in groups there costs 
 message takes as long as a forward.
 
 In a loop, why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and
-8 equal ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from none
-to one stage forward, and the default cap, time divided by that of the best static schedule:
+8 equal ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from
+none to one stage forward, and the default cap, time divided by that of the best static schedule:
 
 ====================================================  ==============  ===============
 rule                                                  1 chunk, worst  2 chunks, worst
