@@ -216,9 +216,9 @@ def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
         f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
-        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked} Lower --micro-batch-size, or "
-        "use --recompute-granularity selective (or full with --recompute-method uniform "
-        "--recompute-num-layers 1), a larger --pipeline-model-parallel-size, or "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked} Lower --micro-batch-size or "
+        "--activation-cap, or use --recompute-granularity selective (or full with "
+        "--recompute-method uniform --recompute-num-layers 1), a larger --pipeline-model-parallel-size, or "
         "--use-distributed-optimizer"
     )
 
