@@ -15,10 +15,14 @@ Source: PipeDream-Flush, arXiv 2006.09503, section 2.2.
 
 from __future__ import annotations
 
-from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import ActionKind, action_table
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
+from megatron.adaptive.schedule.schedule import (
+    Order,
+    Schedule,
+    check_num_microbatches,
+    check_one_chunk,
+)
 
 __all__ = ["make"]
 
@@ -30,11 +34,7 @@ def make(placement: Placement, num_microbatches: int) -> Schedule:
         ScheduleError: several chunks per rank, or no microbatch.
     """
     check_num_microbatches(num_microbatches)
-    if placement.num_chunks != 1:
-        raise ScheduleError(
-            f"schedule 1f1b got {placement.num_chunks} chunks per rank: it runs one,"
-            " choose interleaved or adaptive for several"
-        )
+    check_one_chunk("1f1b", placement, instead="interleaved or adaptive for several")
     return Schedule(
         name="1f1b",
         placement=placement,

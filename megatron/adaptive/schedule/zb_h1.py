@@ -22,10 +22,14 @@ order is that of ``torch.distributed.pipelining`` with one stage per rank.
 
 from __future__ import annotations
 
-from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind, action_table
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
+from megatron.adaptive.schedule.schedule import (
+    Order,
+    Schedule,
+    check_num_microbatches,
+    check_one_chunk,
+)
 
 __all__ = ["make"]
 
@@ -37,11 +41,7 @@ def make(placement: Placement, num_microbatches: int) -> Schedule:
         ScheduleError: several chunks per rank, or no microbatch.
     """
     check_num_microbatches(num_microbatches)
-    if placement.num_chunks != 1:
-        raise ScheduleError(
-            f"schedule zb-h1 got {placement.num_chunks} chunks per rank: it runs one,"
-            " choose zb-v or v-half for two"
-        )
+    check_one_chunk("zb-h1", placement, instead="zb-v or v-half for two")
     return Schedule(
         name="zb-h1",
         placement=placement,

@@ -218,8 +218,8 @@ def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
         f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
         f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked} Lower --micro-batch-size or "
         "--activation-cap, or use --recompute-granularity selective (or full with "
-        "--recompute-method uniform --recompute-num-layers 1), a larger --pipeline-model-parallel-size, or "
-        "--use-distributed-optimizer"
+        "--recompute-method uniform --recompute-num-layers 1), a larger "
+        "--pipeline-model-parallel-size, or --use-distributed-optimizer"
     )
 
 
