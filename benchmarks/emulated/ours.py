@@ -83,7 +83,7 @@ class Channels:
         group = dist.new_group(list(range(placement.num_ranks)), backend="gloo")
         self._transport = GlooTransport(
             group,
-            peers=_neighbours(placement, rank),
+            peers=placement.neighbours_of(rank),
             device=torch.device("cpu"),
             payload_shape=(WIDTH,),
             dtype=DTYPE,
@@ -205,13 +205,3 @@ class OurRunner:
     def finish(self) -> None:
         """Clean up after the step; not timed."""
         self._channels.executor.finish_step()
-
-
-def _neighbours(placement: Placement, rank: int) -> list[int]:
-    places = [
-        place
-        for chunk in range(placement.num_chunks)
-        for place in (placement.next_of(rank, chunk), placement.previous_of(rank, chunk))
-        if place is not None and place[0] != rank
-    ]
-    return sorted({peer for peer, _ in places})

@@ -141,3 +141,12 @@ def test_an_output_folder_without_permission_is_named(complaint: Complaint, tmp_
 def test_trying_an_output_folder_leaves_nothing_behind(small: Parse, tmp_path: Path) -> None:
     small(f"--save {tmp_path}/a/b --save-interval 5 --trace-dir {tmp_path}/t")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_the_run(
+    complaint: Complaint, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    text = complaint(f"--record-schedule {tmp_path}/file/orders.json")
+    assert "--record-schedule" in text
+    assert "cannot be written" in text

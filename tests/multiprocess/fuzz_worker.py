@@ -76,10 +76,6 @@ class Naps:
         return self._placement.stage_of(self._rank, chunk)
 
 
-def neighbours(placement: Placement, rank: int) -> list[int]:
-    return [a + b - rank for a, b in placement.neighbours() if rank in (a, b)]
-
-
 def main(cases: int, seed: int, output: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -121,7 +117,7 @@ def connect(placement: Placement, rank: int) -> tuple[Executor, GlooTransport]:
     """Make the executor of a placement; collective, at the same case on all ranks."""
     transport = GlooTransport(
         dist.new_group(list(range(placement.num_ranks)), backend="gloo"),
-        peers=neighbours(placement, rank),
+        peers=placement.neighbours_of(rank),
         device=torch.device("cpu"),
         payload_shape=(2,),
         dtype=torch.float32,

@@ -16,7 +16,6 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.pipeline.agreement import Alone  # noqa: E402
 from megatron.adaptive.pipeline.build import (  # noqa: E402
-    _neighbours,
     build_executor,
     gather_places,
 )
@@ -63,4 +62,4 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
 )
 def test_neighbours(ranks: int, chunks: int, expected: list[list[int]]) -> None:
     placement = Placement(num_ranks=ranks, num_chunks=chunks)
-    assert [_neighbours(placement, rank) for rank in range(ranks)] == expected
+    assert [list(placement.neighbours_of(rank)) for rank in range(ranks)] == expected

@@ -270,6 +270,9 @@ def check_output_folders(config: TrainerConfig) -> None:
     ):
         if folder is not None:
             _require_writable(flag, Path(folder))
+    record = config.schedule.record_schedule
+    if record is not None:
+        _require_writable("--record-schedule", Path(record).absolute().parent)
 
 
 def _require_writable(flag: str, folder: Path) -> None:

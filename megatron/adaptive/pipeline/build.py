@@ -122,16 +122,6 @@ def _new_gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
     return mine
 
 
-def _neighbours(placement: Placement, pp_rank: int) -> list[int]:
-    """Return the pipeline positions that this one exchanges messages with."""
-    found = set()
-    for chunk in range(placement.num_chunks):
-        for place in (placement.next_of(pp_rank, chunk), placement.previous_of(pp_rank, chunk)):
-            if place is not None and place[0] != pp_rank:
-                found.add(place[0])
-    return sorted(found)
-
-
 def _build_transport(
     pp_ranks: list[int],
     placement: Placement,
@@ -153,7 +143,7 @@ def _build_transport(
     group = _new_gloo_group(pp_ranks)
     assert group is not None
     pp_rank = pp_ranks.index(dist.get_rank())
-    peers = [pp_ranks[position] for position in _neighbours(placement, pp_rank)]
+    peers = [pp_ranks[position] for position in placement.neighbours_of(pp_rank)]
     device = accelerator.device
     if accelerator.backend != "nccl":
         return GlooTransport(group, peers=peers, device=device, **payloads, **common)
@@ -173,7 +163,7 @@ def _nccl_channels(
     me = dist.get_rank()
     for members in _all_groups(pp_ranks):
         for position, sender in enumerate(members):
-            for receiver in (members[place] for place in _neighbours(placement, position)):
+            for receiver in (members[place] for place in placement.neighbours_of(position)):
                 group = dist.new_group(sorted((sender, receiver)), backend="nccl", device_id=device)
                 if me == sender:
                     outgoing[receiver] = group

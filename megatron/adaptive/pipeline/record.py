@@ -299,6 +299,10 @@ class Replay:
         """Say which training step comes next."""
         self._step = step
 
+    def require_steps(self, first: int, last: int) -> None:
+        """Refuse a run whose steps the record lacks, see :meth:`ScheduleRecord.require_steps`."""
+        self._record.require_steps(first, last)
+
     def policy(self, num_microbatches: int) -> Follow:
         """Return the policy of the step that was begun: a static order, for the agreement too.
 

@@ -110,6 +110,10 @@ class Placement:
                 pairs.add((min(one, other), max(one, other)))
         return tuple(sorted(pairs))
 
+    def neighbours_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that one exchanges messages with, sorted."""
+        return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
+
     def enabled_by(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The action that ``action`` on ``rank`` produces the input of, with its rank.
 

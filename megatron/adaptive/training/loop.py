@@ -85,6 +85,8 @@ class Trainer:
                 progress.consumed_valid_samples,
                 progress.skipped_iterations,
             )
+        if run.replay is not None and not config.run.skip_train:
+            run.replay.require_steps(self._counters.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._tuner = make_tuner(run)
         self._decision: Decision | None = None  # to move, at the end of this iteration
