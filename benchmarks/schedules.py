@@ -50,7 +50,7 @@ def plan(options: argparse.Namespace) -> dict[int, list[Case]]:
             Case(
                 scenario=scenario,
                 num_microbatches=microbatches,
-                repetitions=options.repetitions or (5 if (ranks, microbatches) == (8, 32) else 3),
+                repetitions=options.repetitions or 3,
             )
             for microbatches in options.microbatches
             for scenario in wanted

@@ -130,9 +130,14 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     head = max(0, s[STARTED] - LOOKAHEAD)
     while head < len(hint) and hint[head] // lanes < s[HEAD + hint[head] % lanes]:
         head += 1
+    filling = True
+    for chunk in range(chunks):
+        filling = filling and lane_count(s, B, chunk) == 0
     held = s[IN_FLIGHT]
     peak = held
     other = -1
+    early = -1
+    early_units = 0
     for at in range(head, min(len(hint), head + LOOKAHEAD)):
         index = hint[at] // lanes
         code = hint[at] - index * lanes
@@ -148,7 +153,12 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             if kind == W:
                 return code
             if other < 0 and (kind == B or (kind == F and max(peak, held) + units <= s[CAP])):
-                other = code
+                if filling and kind == F:
+                    if early < 0:
+                        early = code
+                        early_units = units
+                else:
+                    other = code
         if kind == F:
             held += units
             peak = max(peak, held)
@@ -158,4 +168,6 @@ def hinted(s: State, hint: Sequence[int]) -> int:
                 held += s[HEAD + KEPT * chunks + chunk]
         elif (index + 1) % s[PIECES] == 0:
             held -= s[HEAD + KEPT * chunks + chunk]
+    if early >= 0 and peak + early_units <= s[CAP]:
+        return early
     return other
