@@ -13,10 +13,14 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--print-python]
+usage: prerequisite.sh [--test] [--rdma] [--lab] [--benchmarks] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
-  --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core)
+  --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
+                  ibverbs-utils, perftest)
+  --lab           also the system packages for tests/labs: those of the nodes and those that their
+                  kernel is compiled with (Debian 12)
+  --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --print-python  only print the Python that is or would be used; set nothing up
 TEXT
 }
@@ -32,11 +36,15 @@ cd -- "$root"
 venv=$root/.venv
 test=0
 rdma=0
+lab=0
+benchmarks=0
 print_only=0
 for argument in "$@"; do
   case $argument in
     --test) test=1 ;;
     --rdma) rdma=1 ;;
+    --lab) lab=1 ;;
+    --benchmarks) benchmarks=1 ;;
     --print-python) print_only=1 ;;
     -h | --help)
       usage
@@ -48,6 +56,13 @@ for argument in "$@"; do
       ;;
   esac
 done
+
+rdma_packages=(libibverbs-dev ibverbs-providers rdma-core ibverbs-utils perftest)
+lab_packages=(
+  ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
+  linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
+)
+benchmark_packages=(openmpi-bin)
 
 # ---- which Python
 
@@ -85,6 +100,7 @@ look_at() {
   local answer key value flags=()
   missing=() keep=() tool=() conflict=()
   if ((test)); then flags+=(--test); fi
+  if ((benchmarks)); then flags+=(--benchmarks); fi
   # An environment of our own has our versions, not just versions that do.
   if [[ $1 == "$venv/"* ]] &&
     ! grep -qsi 'include-system-site-packages *= *true' "$venv/pyvenv.cfg"; then
@@ -139,9 +155,11 @@ fingerprint() {
   if [[ -e /usr/include/infiniband/verbs.h ]]; then header=present; fi
   {
     printf '%s\n' "$root" "$python" "${facts[version]}" "$header" "${CXX:-}" \
+      "${rdma_packages[*]}" "${lab_packages[*]}" "${benchmark_packages[*]}" \
       "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
     command -v c++ g++ || true
-    sha256sum requirements.txt requirements-test.txt pyproject.toml setup.py
+    sha256sum requirements.txt requirements-test.txt requirements-benchmarks.txt
+    sha256sum pyproject.toml setup.py
     find csrc -type f \( -name '*.h' -o -name '*.cc' \) -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
@@ -162,7 +180,8 @@ is_set_up() {
     if [[ -n $key ]]; then fields[$key]=$value; fi
   done <"$stamp"
   [[ ${fields[fingerprint]:-} == "$(fingerprint)" ]] || return 1
-  ((rdma <= ${fields[rdma]:-0})) || return 1
+  ((rdma <= ${fields[rdma]:-0} && lab <= ${fields[lab]:-0})) || return 1
+  ((benchmarks <= ${fields[benchmarks]:-0})) || return 1
   [[ -z ${fields[extension]:-} || -e ${fields[extension]} ]]
 }
 
@@ -192,13 +211,15 @@ package_installed() {
   [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == 'install ok installed' ]]
 }
 
-install_rdma_packages() {
-  local package wanted=()
-  for package in libibverbs-dev ibverbs-providers rdma-core; do
+# Installs those of the packages that are not there; the first argument is what is lost without.
+install_missing_packages() {
+  local loss=$1 package wanted=()
+  shift
+  for package in "$@"; do
     if ! package_installed "$package"; then wanted+=("$package"); fi
   done
   if ((${#wanted[@]})); then
-    install_packages "${wanted[@]}" || say "warning: without them the extension has no RDMA"
+    install_packages "${wanted[@]}" || say "warning: without them $loss"
   fi
 }
 
@@ -288,7 +309,17 @@ set_up() {
   local now
   work=$(mktemp -d)
   if [[ -z $python ]]; then make_venv; fi
-  if ((rdma)); then install_rdma_packages; fi
+  if ((rdma)); then
+    install_missing_packages 'the extension has no RDMA, or it cannot be measured' \
+      "${rdma_packages[@]}"
+  fi
+  if ((lab)); then
+    install_missing_packages 'the tests in tests/labs are skipped' "${lab_packages[@]}"
+  fi
+  if ((benchmarks)); then
+    install_missing_packages 'benchmarks/transport.py does not compare with MPI and UCX' \
+      "${benchmark_packages[@]}"
+  fi
   install_compiler
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
@@ -298,7 +329,8 @@ set_up() {
   build_extension
   install_checkout
   now=$(fingerprint)
-  printf 'fingerprint=%s\nrdma=%s\nextension=%s\n' "$now" "$rdma" "$extension" >"$(stamp_path)"
+  printf '%s\n' "fingerprint=$now" "rdma=$rdma" "lab=$lab" "benchmarks=$benchmarks" \
+    "extension=$extension" >"$(stamp_path)"
 }
 
 choose_python

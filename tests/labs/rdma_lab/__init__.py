@@ -1,0 +1,46 @@
+"""A few small Linux machines on this one, joined by software RDMA, to run a command on each.
+
+    python -m tests.labs.rdma_lab [--nodes N] [--memory MIB] [--timeout S] -- COMMAND [ARGUMENT ...]
+
+A node is a process: the kernel built for User-mode Linux, which needs neither virtualisation nor
+privileges. It boots in a second, runs programs on one processor and has a soft-RoCE device. Links
+are socket pairs between those processes, node 0 joins them. A node sees the file system of this
+machine at the same paths; what it writes stays in its own memory, except below ``LAB_SHARE``.
+
+The command starts in the caller's directory as root, with the caller's variables and
+
+=============================  ===================================================================
+``RANK``, ``WORLD_SIZE``       number of the node, and of all nodes
+``MASTER_ADDR, MASTER_PORT``   node 0, as torch.distributed reads them
+``LAB_ADDRS``                  addresses of all nodes by rank, separated by commas
+``LAB_RDMA_DEV``               name of the RDMA device
+``LAB_RDMA_GID``               index of its GID for RoCE v2 over IPv4
+``LAB_SHARE``                  directory that this machine and every node can write
+=============================  ===================================================================
+
+The status is that of the first node whose command fails, 124 when the time is over, 125 when a node
+dies, else 0. The kernel is compiled on first use, which takes minutes, and kept in
+``$XDG_CACHE_HOME/megatron-adaptive/rdma-lab`` (``~/.cache`` without that variable).
+
+What differs from a real machine:
+
+* One processor per node: a thread that polls keeps the others of its node waiting, by milliseconds.
+* System calls, clocks and first touches of memory take tens of microseconds, ``import torch`` takes
+  seconds, registering 16 MiB most of one: reuse buffers, and compare times only with times from the
+  same boot.
+* Soft-RoCE tries for ever where ``retry_cnt`` is 7. With 6 and ``timeout`` 14 a write to a silent
+  peer fails after half a second. Nothing tells a queue pair that the program behind its peer ended.
+* ``CLOCK_MONOTONIC`` counts from the boot of a node, so it is not the same on two nodes.
+* File system, ``/dev/shm`` and page cache of a node are parts of its memory (``--memory``).
+* Only a file that is renamed into ``LAB_SHARE`` is sure to be seen whole by other nodes.
+* ``python3 -c 'import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)'`` is a node that loses power;
+  ``tc qdisc replace dev eth0 root netem loss 100%`` is one whose cable is pulled.
+"""
+
+from __future__ import annotations
+
+from .kernel import prepare, why_not
+from .lab import DIED, TIMED_OUT, Result, run
+from .packages import LabError
+
+__all__ = ["DIED", "TIMED_OUT", "LabError", "Result", "prepare", "run", "why_not"]

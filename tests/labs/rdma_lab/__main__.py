@@ -1,0 +1,50 @@
+"""The lab as a command."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from . import LabError, __doc__, prepare, run
+
+
+def main() -> int:
+    """Run a command on all nodes and print what they say as ``[rank] line``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.labs.rdma_lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="how many nodes (default: 2)")
+    parser.add_argument(
+        "--memory", type=int, default=1024, metavar="MIB", help="of each node (default: 1024)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="boot included (default: 300)"
+    )
+    parser.add_argument("--prepare", action="store_true", help="only make what nodes boot from")
+    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the nodes on its way
+    try:
+        if options.prepare:
+            print(prepare())
+            return 0
+        if not options.command or options.nodes < 1:
+            parser.error("there is nothing to run: give a command, and at least one node")
+        result = run(
+            options.command,
+            nodes=options.nodes,
+            timeout_s=options.timeout,
+            memory_mib=options.memory,
+            on_line=lambda rank, line: print(f"[{rank}] {line}", flush=True),
+        )
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return result.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Compiles the kernel of the nodes, once for each set of choices made here."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+from . import packages
+from .packages import LabError
+
+__all__ = ["prepare", "why_not"]
+
+SOURCE = "linux-source-6.12"
+"""Debian package with the source; whichever update of it Debian has when the kernel is built."""
+CONFIG = Path(__file__).with_name("kernel.config")
+
+# A packet wakes the node's processor but does not take it from a program that polls memory, which
+# would see the packet's data at the next tick only: take it, as a tick does. And tick more often.
+_HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
+_TAKE = """\
+	if (need_resched() && current->mm)
+		os_alarm_process(current->mm->context.id.pid);
+"""
+CHANGES = (
+    ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
+    ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
+)
+"""File, a text that it has once, and what that becomes."""
+
+
+def prepare() -> Path:
+    """Return the kernel to boot; the first call installs what it needs and compiles it.
+
+    Raises:
+        LabError: that is not possible here.
+    """
+    if reason := why_not():
+        raise LabError(reason)
+    kernel = _kernel()
+    if lacking := _lacking(kernel):
+        packages.install(lacking)
+    if not kernel.exists():
+        kernel.parent.parent.mkdir(parents=True, exist_ok=True)
+        with (kernel.parent.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds the work done
+            if not kernel.exists():
+                _build(kernel)
+    return kernel
+
+
+def why_not() -> str | None:
+    """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return "the RDMA lab needs Linux on x86_64"
+    lacking = _lacking(_kernel())
+    if lacking and not packages.can_install():
+        return (
+            f"the RDMA lab needs the packages {' '.join(lacking)}: "
+            "run bash prerequisite.sh --lab as somebody who may install them"
+        )
+    return None
+
+
+def _lacking(kernel: Path) -> list[str]:
+    """Packages to install before nodes can boot this kernel."""
+    building = () if kernel.exists() else (packages.BUILDING,)
+    return packages.missing(packages.RUNNING, *building)
+
+
+def _kernel() -> Path:
+    """Path of the kernel that these choices give, whether it is there or not."""
+    choices = repr((SOURCE, CONFIG.read_text(), CHANGES)).encode()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(choices).hexdigest()[:16]
+    return cache / "megatron-adaptive" / "rdma-lab" / digest / "linux"
+
+
+def _build(kernel: Path) -> None:
+    """Compile in a folder beside the kernel's, which then takes its name."""
+    print(f"rdma-lab: compiling {kernel}, which takes some minutes", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=kernel.parent.parent) as name:
+        work = Path(name)
+        packages.call("tar", "xf", _archive(work), "-C", work)
+        tree = next(work.glob("*/Kconfig")).parent
+        for file, old, new in CHANGES:
+            text = (tree / file).read_text()
+            if text.count(old) != 1:
+                raise LabError(f"{SOURCE}: {file} is not as the RDMA lab expects it")
+            (tree / file).write_text(text.replace(old, new))
+        make = ["make", "-s", "-C", str(tree), "ARCH=um", f"-j{os.cpu_count()}"]
+        packages.call(*make, f"KCONFIG_ALLCONFIG={CONFIG}", "allnoconfig")
+        packages.call(*make, "linux")
+        done = work / "done"
+        done.mkdir()
+        packages.call("strip", "-o", done / "linux", tree / "linux")
+        done.rename(kernel.parent)
+
+
+def _archive(work: Path) -> Path:
+    """The archive of the source: the installed package's, else one fetched into ``work``."""
+    installed = Path("/usr/src", f"{SOURCE}.tar.xz")
+    if installed.exists():
+        return installed
+    try:
+        packages.call("apt-get", "-qq", "download", SOURCE, cwd=work)
+    except (LabError, FileNotFoundError) as error:
+        raise LabError(f"the RDMA lab needs the Debian package {SOURCE} ({error})") from None
+    packages.call("dpkg", "-x", next(work.glob("*.deb")), work / "package")
+    return next(work.glob("package/usr/src/*.tar.xz"))

@@ -1,0 +1,278 @@
+"""Boots nodes, runs a command on each and collects what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .kernel import prepare
+from .packages import LabError
+
+__all__ = ["DIED", "TIMED_OUT", "Result", "run"]
+
+TIMED_OUT = 124
+"""Status when the time was over before all nodes had finished."""
+DIED = 125
+"""Status of a node whose kernel ended."""
+
+_SCRIPTS = Path(__file__).parent
+_GRACE_S = 10.0  # that the others have to finish in once a node has failed
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+OnLine = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended on all nodes.
+
+    Attributes:
+        status: 0, or that of the first node to fail; 124 when the time was over.
+        statuses: by rank, ``None`` for a command that had not finished.
+        output: by rank, what it wrote to stdout and stderr.
+        duration_s: from the start of the first node to the end of the last.
+    """
+
+    status: int
+    statuses: tuple[int | None, ...]
+    output: tuple[str, ...]
+    duration_s: float
+
+    @property
+    def text(self) -> str:
+        """Status and output of all nodes, to read."""
+        said = [
+            f"[{rank}] {line}"
+            for rank, part in enumerate(self.output)
+            for line in part.splitlines()
+        ]
+        return "\n".join([f"status {self.status}, by node {self.statuses}", *said])
+
+
+@dataclass(frozen=True)
+class _Boot:
+    """What the nodes of a run boot with.
+
+    Attributes:
+        kernel: the program that a node is.
+        folder: what the nodes read and what they leave for the host, deleted at the end.
+        share: ``LAB_SHARE``.
+        memory_mib: memory of a node.
+    """
+
+    kernel: Path
+    folder: Path
+    share: Path
+    memory_mib: int
+
+
+@dataclass
+class _Node:
+    """A node that runs."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+    on_line: OnLine | None
+    said: list[str] = field(default_factory=list)
+    status: int | None = None
+    read_bytes: int = 0
+
+    def look(self) -> None:
+        """Take note of what is new."""
+        ended = self.process.poll() is not None
+        self.read()
+        file = self.folder / f"status.{self.rank}"
+        if file.exists():
+            self.status = int(file.read_text())
+        elif ended:
+            self.status = DIED
+
+    def read(self, *, last: bool = False) -> None:
+        """Take the whole lines that it added to its output; with ``last`` also half a line."""
+        with (self.folder / f"output.{self.rank}").open("rb") as output:
+            output.seek(self.read_bytes)
+            new = output.read()
+        end = len(new) if last else new.rfind(b"\n") + 1
+        self.read_bytes += end
+        for line in new[:end].decode(errors="replace").splitlines():
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Add a line to its output."""
+        self.said.append(line)
+        if self.on_line is not None:
+            self.on_line(self.rank, line)
+
+    def end(self) -> None:
+        """End it with all its programs."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def conclude(self) -> None:
+        """Read the rest of its output; one that never finished shows its console too."""
+        self.read(last=True)
+        if self.status in (None, DIED):
+            console = (self.folder / f"console.{self.rank}").read_text(errors="replace")
+            how = "did not finish" if self.status is None else "died"
+            self.say(f"(the node {how}; end of its console: {console[-1500:].strip() or 'empty'})")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    nodes: int = 2,
+    timeout_s: float = 300.0,
+    env: Mapping[str, str] | None = None,
+    memory_mib: int = 1024,
+    share: Path | None = None,
+    on_line: OnLine | None = None,
+) -> Result:
+    """Run a command on every node and wait until all have finished.
+
+    Args:
+        command: program and arguments.
+        nodes: how many nodes there are.
+        timeout_s: time for all, boot included; not for the first call's compilation of the kernel.
+        env: variables besides those of this process.
+        memory_mib: memory of a node, which also holds the files that it writes.
+        share: ``LAB_SHARE``, an existing folder; without it one that is deleted at the end.
+        on_line: called with rank and line as soon as a node has written a line.
+
+    Raises:
+        LabError: the lab cannot run here.
+    """
+    kernel = prepare()
+    with tempfile.TemporaryDirectory(prefix="rdma-lab-") as name:
+        boot = _Boot(kernel, Path(name), (share or Path(name, "share")).resolve(), memory_mib)
+        if share is None:
+            boot.share.mkdir()
+        if any(character.isspace() for character in f"{boot.folder}{boot.share}"):
+            raise LabError(f"the RDMA lab cannot use a folder with a space: {boot.share}")
+        _write_files(boot, nodes, command, env or {})
+        started: list[_Node] = []
+        begin_s = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            for rank, links in enumerate(_links(nodes, stack)):
+                node = _Node(rank, _start(boot, rank, nodes, links), boot.folder, on_line)
+                started.append(node)
+                stack.callback(node.end)
+            first_failure = _watch(started, begin_s + timeout_s)
+        duration_s = time.monotonic() - begin_s
+        for node in started:
+            node.conclude()
+    finished = all(node.status is not None for node in started)
+    return Result(
+        status=first_failure or (0 if finished else TIMED_OUT),
+        statuses=tuple(node.status for node in started),
+        output=tuple("".join(f"{line}\n" for line in node.said) for node in started),
+        duration_s=duration_s,
+    )
+
+
+def _watch(nodes: list[_Node], deadline_s: float) -> int:
+    """Follow the nodes until all have finished or the time is over; return the first failure."""
+    failure = 0
+    while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+        for node in nodes:
+            if node.status is None:
+                node.look()
+                if node.status and not failure:
+                    failure = node.status
+                    deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    return failure
+
+
+def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Lay out what the nodes read when they boot, and the files that they write."""
+    addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
+    variables = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "eth0",
+        **env,
+        "WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": addresses[0],
+        "MASTER_PORT": "29500",
+        "LAB_ADDRS": ",".join(addresses),
+        "LAB_RDMA_DEV": "rxe0",
+        "LAB_SHARE": str(boot.share),
+        "LAB_CWD": os.getcwd(),
+    }
+    exports = (
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in variables.items()
+        if name.isidentifier()
+    )
+    (boot.folder / "environment").write_text("".join(exports))
+    (boot.folder / "command").write_text(shlex.join(command))
+    hosts = (f"{address} node{rank}\n" for rank, address in enumerate(addresses))
+    (boot.folder / "hosts").write_text("".join(hosts))
+    shutil.copyfile("/proc/cpuinfo", boot.folder / "cpuinfo")
+    for script in ("init.sh", "node.sh"):
+        shutil.copyfile(_SCRIPTS / script, boot.folder / script)
+        (boot.folder / script).chmod(0o755)
+    for rank in range(nodes):
+        (boot.folder / f"output.{rank}").touch()
+
+
+def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
+    """Make links; return their ends by node: node 0 has one to every other."""
+    first: list[socket.socket] = []
+    rest: list[list[socket.socket]] = []
+    for _ in range(1, nodes):
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # Open to the end: for its peers a dead node is one that is silent.
+        for end in pair:
+            stack.enter_context(end)
+        first.append(pair[0])
+        rest.append([pair[1]])
+    return [first, *rest]
+
+
+def _start(
+    boot: _Boot, rank: int, nodes: int, links: list[socket.socket]
+) -> subprocess.Popen[bytes]:
+    """Start a node; it dies with this thread."""
+    command = [str(boot.kernel), f"mem={boot.memory_mib}M"]
+    command += "root=/dev/root rootfstype=hostfs rootflags=/ ro quiet panic=-1".split()
+    command += [
+        f"init={boot.folder}/init.sh",
+        f"uml_dir={boot.folder}",
+        "con=null",
+        "con0=null,fd:1",
+    ]
+    command += [f"lab_rank={rank}", f"lab_dir={boot.folder}", f"lab_share={boot.share}"]
+    command += [
+        f"vec{index}:transport=fd,fd={link.fileno()},mtu=9000,depth=64"
+        for index, link in enumerate(links)
+    ]
+    # The memory of a node is a file there, which has to be executable.
+    shm = os.statvfs("/dev/shm")
+    free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
+    memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder
+    with (boot.folder / f"console.{rank}").open("w") as console:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            env={**os.environ, "TMPDIR": str(memory)},
+            pass_fds=[link.fileno() for link in links],
+            start_new_session=True,
+            preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )

@@ -1,0 +1,160 @@
+"""Measures the link between nodes 0 and 1 with perftest; both call it, in the same order.
+
+    python -m tests.labs.rdma_lab -- /usr/bin/python3 -m tests.labs.rdma_lab.perftest
+
+prints a table. Node 0 is the server. Needs nothing but the standard library: in a node, Debian's
+Python starts faster than an environment with torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["BANDWIDTH_SIZES", "LATENCY_SIZES", "PerftestError", "bandwidth", "latency", "perftest"]
+
+BANDWIDTH_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+LATENCY_SIZES = (64, 1 << 10)
+
+_PORT = 18515
+_LISTEN = "0A"
+_POLL_S = 0.02
+_TRIES = 5
+_MIB = 1 << 20
+
+
+class PerftestError(Exception):
+    """perftest did not measure; holds what it wrote."""
+
+
+def perftest(size_bytes: int, *, timeout_s: float = 60.0) -> tuple[float, float]:
+    """Return bandwidth in bytes per second and latency in microseconds of RDMA writes.
+
+    Calls :func:`bandwidth`, then :func:`latency`; ``timeout_s`` is for each.
+    """
+    return bandwidth(size_bytes, timeout_s=timeout_s), latency(size_bytes, timeout_s=timeout_s)
+
+
+def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
+    """Return bytes per second of RDMA writes from node 1 to node 0, many at a time.
+
+    Args:
+        size_bytes: of a write.
+        total_bytes: of all writes; they are never fewer than five.
+        timeout_s: the longest that this may block.
+
+    Returns:
+        The average of ``ib_write_bw``, the same on both nodes.
+
+    Raises:
+        PerftestError: it failed, or the time was over.
+    """
+    count = max(5, total_bytes // size_bytes)
+    _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
+    return average * _MIB  # it says MB and means MiB
+
+
+def latency(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> float:
+    """Return microseconds from an RDMA write until the other node's program sees it in its memory.
+
+    Args:
+        size_bytes: of a write.
+        count: writes in either direction, each one an answer to the one before.
+        timeout_s: the longest that this may block.
+
+    Returns:
+        The typical (median) value of ``ib_write_lat``, half a round trip, as
+        node 1 saw it; the same on both nodes.
+
+    Raises:
+        PerftestError: it failed, or the time was over.
+    """
+    _least, _most, typical = _measure("ib_write_lat", size_bytes, count, timeout_s)[:3]
+    return typical
+
+
+def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
+    """Return the columns of the client's table that follow size and number of writes."""
+    rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
+    if rank > 1:
+        raise PerftestError(f"{tool} runs between nodes 0 and 1, this is node {rank}")
+    deadline_s = time.monotonic() + timeout_s
+    # Where other programs keep the processors busy, perftest may fail to find out their frequency:
+    # then it gives no numbers.
+    for _ in range(_TRIES):
+        row = _run(tool, size_bytes, count, deadline_s)
+        if rank == 1:
+            new = result.with_suffix(".new")
+            new.write_text(" ".join(row))
+            new.rename(result)
+        else:
+            _await(result.exists, deadline_s)
+            row = result.read_text().split()
+            result.unlink()
+        columns = [float(word) for word in row]
+        if all(0 < value < math.inf for value in columns[:3]):
+            return columns
+    raise PerftestError(f"{tool} gave no numbers in {_TRIES} tries, last {columns}")
+
+
+def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
+    """Run the tool once, on node 1 after it listens on node 0; return words of its table."""
+    mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
+    command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
+    command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]
+    is_server = os.environ["RANK"] == "0"
+    if not is_server:
+        _await(mark.exists, deadline_s)
+        mark.unlink()
+        command.append(os.environ["MASTER_ADDR"])
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    try:
+        if is_server:
+            _await(lambda: _listens() or process.poll() is not None, deadline_s)
+            mark.touch()
+        text, _ = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+    except (subprocess.TimeoutExpired, PerftestError):
+        process.kill()
+        text, _ = process.communicate()
+        raise PerftestError(f"{tool} did not end in time:\n{text}") from None
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] == [str(size_bytes)]]
+    if process.returncode or len(rows) != 1:
+        raise PerftestError(f"{tool} ended with status {process.returncode}:\n{text}")
+    return rows[0][2:]
+
+
+def _await(reached: Callable[[], bool], deadline_s: float) -> None:
+    while not reached():
+        if time.monotonic() > deadline_s:
+            raise PerftestError("the other node did not get here in time")
+        time.sleep(_POLL_S)
+
+
+def _listens() -> bool:
+    """Return whether a program of this node listens on the port; connecting would disturb it."""
+    sockets = (Path("/proc/net", name).read_text().split("\n")[1:] for name in ("tcp", "tcp6"))
+    rows = [line.split() for lines in sockets for line in lines if line]
+    return any(row[1].endswith(f":{_PORT:04X}") and row[3] == _LISTEN for row in rows)
+
+
+def main() -> None:
+    """Print a table on node 0."""
+    quiet = os.environ["RANK"] != "0"
+    for size_bytes in BANDWIDTH_SIZES:
+        rate = bandwidth(size_bytes)
+        if not quiet:
+            print(f"ib_write_bw  {size_bytes:>8} B  {rate / 1e6:>8.1f} MB/s", flush=True)
+    for size_bytes in LATENCY_SIZES:
+        time_us = latency(size_bytes)
+        if not quiet:
+            print(f"ib_write_lat {size_bytes:>8} B  {time_us:>8.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()

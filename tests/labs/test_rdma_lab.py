@@ -1,0 +1,139 @@
+"""The lab keeps what tests rely on: nodes reach each other by RDMA, statuses are honest."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import rdma_lab
+from .rdma_lab import Result, run
+
+pytestmark = [
+    pytest.mark.rdma_lab,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # the first test may have to compile the kernel
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBIAN_PYTHON = "/usr/bin/python3"
+POWER_OFF = "import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lab(pytestconfig: pytest.Config) -> None:
+    """Skip where the lab cannot run; otherwise see that it can."""
+    if reason := rdma_lab.why_not():
+        pytest.skip(reason)
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():  # that it is being compiled is worth a line
+            rdma_lab.prepare()
+    except rdma_lab.LabError as error:  # no network, most likely
+        pytest.skip(str(error))
+
+
+def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
+    """Run a script of a shell on all nodes."""
+    return run(["sh", "-c", script], nodes=nodes, timeout_s=timeout_s)
+
+
+def test_nodes_have_devices_and_reach_each_other(tmp_path: Path) -> None:
+    """Three, so that two of them talk through the third."""
+    script = """
+        ibv_devinfo -v -d $LAB_RDMA_DEV
+        echo mine $(cat /sys/class/infiniband/rxe0/ports/1/gids/$LAB_RDMA_GID)
+        echo $RANK of $WORLD_SIZE $(pwd) locked $(ulimit -l) $(cat /proc/sys/kernel/hostname)
+        echo $GIVEN >$LAB_SHARE/from-$RANK
+        if [ $RANK = 1 ]; then
+            timeout 10 ibv_rc_pingpong -d rxe0 -g $LAB_RDMA_GID -n 100
+        elif [ $RANK = 2 ]; then
+            until ibv_rc_pingpong -d rxe0 -g $LAB_RDMA_GID -n 100 node1; do sleep 0.1; done
+        fi
+    """
+    result = run(
+        ["sh", "-c", script], nodes=3, timeout_s=60.0, env={"GIVEN": "a 'word"}, share=tmp_path
+    )
+    assert result.status == 0, result.text
+    assert result.statuses == (0, 0, 0)
+    for rank, said in enumerate(result.output):
+        address = f"10.77.0.{rank + 1}"
+        assert "PORT_ACTIVE" in said
+        assert re.search(rf"GID\[ +\d+\]:\s+::ffff:{re.escape(address)}, RoCE v2", said), said
+        assert re.search(rf"^mine 0000:.*:ffff:0a4d:000{rank + 1}$", said, re.MULTILINE), said
+        assert f"\n{rank} of 3 {Path.cwd()} locked unlimited node{rank}\n" in said
+        assert (tmp_path / f"from-{rank}").read_text() == "a 'word\n"
+    for rank in (1, 2):
+        assert "100 iters in" in result.output[rank]
+
+
+def test_perftest_measures_between_nodes() -> None:
+    program = (
+        "from tests.labs.rdma_lab.perftest import bandwidth, latency\n"
+        "rate = bandwidth(65536, total_bytes=8 << 20)\n"
+        "print('measured', rate, latency(64, count=100))\n"
+    )
+    result = run([DEBIAN_PYTHON, "-c", program], timeout_s=120.0, env={"PYTHONPATH": str(ROOT)})
+    assert result.status == 0, result.text
+    assert result.output[0] == result.output[1]  # both nodes are given the same numbers
+    rate, latency_us = map(float, result.output[0].removeprefix("measured ").split())
+    assert rate > 0
+    assert latency_us > 0
+
+
+def test_torch_of_this_environment_runs_in_nodes() -> None:
+    program = """
+import time
+begin_s = time.monotonic()
+import torch, torch.distributed as dist
+print("imported in", time.monotonic() - begin_s, flush=True)
+dist.init_process_group("gloo")
+numbers = torch.full((1 << 20,), float(dist.get_rank() + 1))
+dist.all_reduce(numbers)
+assert numbers.eq(3).all()
+dist.destroy_process_group()
+"""
+    result = run([sys.executable, "-c", program], timeout_s=240.0)
+    assert result.status == 0, result.text
+    for said in result.output:
+        assert "imported in" in said
+
+
+def test_status_of_a_command_that_fails() -> None:
+    result = shell("echo half a line | tr -d '\\n'; [ $RANK = 0 ] || exit 7")
+    assert (result.status, result.statuses) == (7, (0, 7)), result.text
+    assert result.output == ("half a line\n", "half a line\n")
+
+
+def test_time_that_is_over() -> None:
+    result = shell("sleep 600", timeout_s=3.0)
+    assert (result.status, result.statuses) == (rdma_lab.TIMED_OUT, (None, None)), result.text
+    for said in result.output:
+        assert said.startswith("(the node did not finish;")
+
+
+def test_node_that_loses_power() -> None:
+    result = shell(f"[ $RANK = 0 ] || {DEBIAN_PYTHON} -c '{POWER_OFF}'")
+    assert (result.status, result.statuses) == (rdma_lab.DIED, (0, rdma_lab.DIED)), result.text
+
+
+def test_nothing_is_left_behind() -> None:
+    """The processes of a node and of what ran in it, even a program that would go on."""
+    before = _kernels()
+    assert shell("sleep 600 & true", nodes=1).status == 0
+    assert _kernels() <= before
+
+
+def _kernels() -> set[int]:
+    """Processes whose program is the kernel of a node: they are all its programs too."""
+    kernel = str(rdma_lab.prepare())
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/exe"):
+        try:
+            if str(link.readlink()).startswith(kernel):
+                found.add(int(link.parent.name))
+        except OSError:  # it ended, or belongs to somebody else
+            continue
+    return found
