@@ -1,9 +1,10 @@
-"""Step time of our engine against megatron-core's own schedules on a real small GPT.
+"""Step time of our engine on a real small GPT, against megatron-core's and torch's own schedules.
 
-Two processes train the same model. Within one job the competitors take turns, step by step, so that
-whatever else the machine does hits all of them alike; a row is the median over rounds of the ratio
-to megatron-core's own schedule in the same round. Part of ``benchmarks/schedules.py``; run by
-itself, this file is one rank.
+Two processes train the same model. Within one job the competitors take turns on the same chunks,
+step by step, so that whatever else the machine does hits all of them alike; a row is the median
+over rounds of the ratio to the rival in the same round. At the end of a job every competitor runs
+the same microbatches on the same weights, and losses and gradients must agree. Part of
+``benchmarks/schedules.py``; run by itself, this file is one rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,69 +31,150 @@ MODEL = (
     " --pipeline-model-parallel-size 2"
 ).split()
 MICROBATCHES = 8
-WARMUPS = 3
-# chunks, our schedule, most it may take relative to megatron-core's own at the same chunks
-GOALS = (
-    (1, "1f1b", 1.02),
-    (1, "adaptive", 1.02),
-    (2, "interleaved", 1.02),
-    (2, "adaptive", 1.02),
+WARMUPS = 2
+MOST_DIFFERENCE = {"loss": 1e-5, "gradient": 1e-5}
+Function = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two ranks whose chunks several competitors run in turns.
+
+    Attributes:
+        flags: which chunks to build; beyond ``MODEL``.
+        competitors: the first is what losses and gradients are compared with. ``megatron`` is
+            megatron-core's own schedule, ``torch ...`` one of ``torch.distributed.pipelining``,
+            any other one of ours.
+    """
+
+    flags: str
+    competitors: tuple[str, ...]
+
+
+TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+JOBS = {
+    "1 chunk": Job("--pipeline-schedule megatron", ("1f1b", "adaptive", "megatron", "torch 1f1b")),
+    "2 chunks": Job(
+        f"--pipeline-schedule megatron {TWO_CHUNKS}",
+        ("interleaved", "adaptive", "megatron", "torch interleaved"),
+    ),
+    "V": Job(
+        f"--pipeline-schedule zb-v {TWO_CHUNKS}",
+        ("zb-v", "adaptive", "torch zb-v", "torch zb-v, our W"),
+    ),
+}
+# job, our schedule, its rival, most it may take relative to the rival; None where that is no goal
+DUELS: tuple[tuple[str, str, str, float | None], ...] = (
+    ("1 chunk", "1f1b", "megatron", 1.02),
+    ("1 chunk", "adaptive", "megatron", 1.02),
+    ("2 chunks", "interleaved", "megatron", 1.02),
+    ("2 chunks", "adaptive", "megatron", 1.02),
+    ("1 chunk", "1f1b", "torch 1f1b", None),
+    ("2 chunks", "interleaved", "torch interleaved", None),
+    ("V", "zb-v", "torch zb-v", None),
+    ("V", "zb-v", "torch zb-v, our W", None),
+    ("V", "adaptive", "torch zb-v", None),
+    ("V", "adaptive", "torch zb-v, our W", None),
 )
 
 
+def takes_part(job: str, name: str, index: int) -> bool:
+    """Whether a competitor runs in a round: in every second one if no goal looks at it."""
+    return index % 2 == 0 or any(
+        duel[0] == job and name in duel[1:3] and duel[3] is not None for duel in DUELS
+    )
+
+
 class Rank:
-    """One rank: the model, and one forward-backward function per competitor.
+    """One rank: the model, and one function per competitor that runs a step up to its gradients.
 
     Args:
-        chunks: chunks per rank.
+        job: one of ``JOBS``.
     """
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, job: str) -> None:
         from megatron.adaptive import accelerator as device
         from megatron.adaptive.config.arguments import parse
         from megatron.adaptive.config.environment import Environment
 
         environment = Environment.read()
-        flags = [*MODEL, "--pipeline-schedule", "megatron"]
-        if chunks > 1:
-            flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
-        config = parse(flags, world_size=environment.world_size)
-        accelerator = device.detect(environment.local_rank)
+        config = parse([*MODEL, *JOBS[job].flags.split()], world_size=environment.world_size)
+        self._accelerator = device.detect(environment.local_rank)
         device.install()
         device.quiet_libraries()
 
         import torch
-        from megatron.core import parallel_state
 
+        from megatron.adaptive.pipeline.deferred_layers import attach_stores
         from megatron.adaptive.training.dropout import DropoutKeys
         from megatron.adaptive.training.forward import GptForward
         from megatron.adaptive.training.initialize import start_job
         from megatron.adaptive.training.setup import build_run, make_loader
 
         torch.set_num_threads(1)
-        self._num_chunks = chunks
-        self._job = start_job(config, environment, accelerator)
+        self._name = job
+        self._job = start_job(config, environment, self._accelerator)
         self._run = build_run(self._job)
-        self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._forward = GptForward(accelerator, DropoutKeys(1, enabled=False))
+        self._stores = attach_stores(self._run.chunks) if config.splits_backward else None
+        self._forward = GptForward(self._accelerator, DropoutKeys(1, enabled=False))
         self._loader: Any = make_loader(self._run, self._run.samples.train, 0)
-        self._wirings: list[Any] = []
-        self._functions: dict[str, Any] = {"megatron": self._run.forward_backward}
-        for name in (name for count, name, _ in GOALS if count == chunks):
-            self._functions[name] = self._ours(name, accelerator)
+        self._wirings: list[Any] = [self._run.wiring] if self._run.wiring is not None else []
+        self._functions = {name: self._function(name) for name in JOBS[job].competitors}
 
-    def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Take turns; returns the step times in seconds of each competitor, round by round."""
-        times: dict[str, list[float]] = {name: [] for name in self._functions}
-        for index in range(rounds + WARMUPS):
+    def measure(self, rounds: int) -> dict[str, list[float | None]]:
+        """Take turns.
+
+        Returns:
+            The step times in seconds of each competitor, round by round; ``None`` where it sat out.
+        """
+        times: dict[str, list[float | None]] = {name: [] for name in self._functions}
+        for index in range(-WARMUPS, rounds):
+            order = [name for name in times if index < 0 or takes_part(self._name, name, index)]
             # Rotate who goes first: the one after a slow step must not always be the same.
-            order = list(self._functions)
-            order = order[index % len(order) :] + order[: index % len(order)]
-            for name in order:
-                elapsed_s = self._step(name, index)
-                if index >= WARMUPS:
-                    times[name].append(elapsed_s)
+            start = index // 2 % len(order) if order else 0
+            elapsed_s = {name: self._step(name) for name in order[start:] + order[:start]}
+            for name in times if index >= 0 else ():
+                times[name].append(elapsed_s.get(name))
         return times
+
+    def compare(self) -> dict[str, dict[str, float]]:
+        """Run all competitors on the same microbatches and weights. Collective.
+
+        Returns:
+            Per competitor the largest relative difference of a microbatch's loss, and the norm of
+            the difference of all gradients relative to theirs; both to the first competitor.
+        """
+        import torch
+        import torch.distributed as dist
+
+        group = self._job.control_group
+        microbatches = self._read()
+        found: dict[str, dict[str, float]] = {}
+        expected: list[Any] = []
+        for name, function in self._functions.items():
+            self._prepare(name)
+            reported = function(microbatches)
+            losses = torch.zeros(MICROBATCHES, dtype=torch.float64)
+            for index, values in enumerate(reported):
+                (losses[index],) = (value.double().cpu() for value in values.values())
+            # Only one rank has losses.
+            dist.all_reduce(losses, group=group)
+            gradients = [
+                parameter.main_grad.double().cpu()  # type: ignore[attr-defined]
+                for chunk in self._run.chunks
+                for parameter in chunk.parameters()
+            ]
+            seen = [losses, *gradients]
+            expected = expected or seen
+            squares = torch.zeros(2, dtype=torch.float64)
+            for mine, theirs in zip(gradients, expected[1:], strict=True):
+                squares += torch.stack([(mine - theirs).square().sum(), theirs.square().sum()])
+            dist.all_reduce(squares, group=group)
+            found[name] = {
+                "loss": float(((losses - expected[0]) / expected[0]).abs().max()),
+                "gradient": float((squares[0] / squares[1]).sqrt()),
+            }
+        return found
 
     @property
     def is_first(self) -> bool:
@@ -108,65 +192,108 @@ class Rank:
         dist.barrier(group=self._job.control_group)
         end_job()
 
-    def _ours(self, name: str, accelerator: Any) -> Any:
-        import torch
+    def _function(self, name: str) -> Function:
+        if name.startswith("torch "):
+            from benchmarks.gpt_torch import TorchRunner
+
+            schedule, _, by_stores = name.removeprefix("torch ").partition(", ")
+            stores = self._stores if by_stores else None
+            return TorchRunner(self._run, schedule, MICROBATCHES, stores or ())
+        if name == "megatron":
+            return self._fed(self._run.forward_backward)
+        return self._fed(self._ours(name))
+
+    def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
+        """Call a function with megatron-core's signature with microbatches alone."""
+        from megatron.adaptive.training.forward import ChunkFeed
+
+        chunks = self._run.chunks
+        single = len(chunks) == 1
+
+        def run(microbatches: Any) -> list[Any]:
+            feeds = [ChunkFeed(microbatches, count=MICROBATCHES, step=0) for _ in chunks]
+            return forward_backward(
+                forward_step_func=self._forward,
+                data_iterator=feeds[0] if single else feeds,
+                model=chunks[0] if single else chunks,
+                num_microbatches=MICROBATCHES,
+                seq_length=256,
+                micro_batch_size=1,
+            )
+
+        return run
+
+    def _ours(self, name: str) -> Callable[..., list[Any]]:
+        from megatron.core import parallel_state
 
         from megatron.adaptive.pipeline.build import build_executor
         from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+        from megatron.adaptive.schedule.registry import is_rule
+        from megatron.adaptive.training.setup import payload_shape
 
-        placement = self._run.placement
+        run, config = self._run, self._job.config
         wiring = build_executor(
-            placement=placement,
-            accelerator=accelerator,
+            placement=run.placement,
+            accelerator=self._accelerator,
             places=self._job.places,
-            payload_shape=(256, 1, 256),
-            payload_dtype=torch.float32,
+            payload_shape=payload_shape(config),
+            payload_dtype=run.core.pipeline_dtype,
             timeout_s=120.0,
             recorder=None,
         )
         self._wirings.append(wiring)
+        # As the trainer chooses it: a fixed order does each weight gradient in one go.
+        pieces = config.schedule.weight_pieces if is_rule(name) else 1
         return ForwardBackward(
-            executor=wiring.executor, placement=placement, pp_rank=self._pp_rank, schedule=name
+            executor=wiring.executor,
+            placement=run.placement,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            schedule=name,
+            weight_pieces=pieces if self._stores else 0,
+            stores=self._stores,
         )
 
-    def _step(self, name: str, index: int) -> float:
-        import torch.distributed as dist
+    def _read(self) -> list[Any] | None:
+        """Read a step's microbatches, before any clock starts."""
+        return None if self._loader is None else list(self._loader.step(MICROBATCHES))
 
-        from megatron.adaptive.training.forward import ChunkFeed
-
-        run, several = self._run, self._num_chunks > 1
-        run.core.deallocate_pipeline_outputs = name != "megatron"
-        microbatches = self._loader.step(MICROBATCHES)
-        for chunk in run.chunks:
+    def _prepare(self, name: str) -> None:
+        self._run.core.deallocate_pipeline_outputs = name != "megatron"
+        for chunk in self._run.chunks:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
-        run.optimizer.zero_grad()
-        feeds = [
-            ChunkFeed(microbatches, count=MICROBATCHES, step=index) for _ in range(self._num_chunks)
-        ]
+        self._run.optimizer.zero_grad()
+
+    def _step(self, name: str) -> float:
+        import torch.distributed as dist
+
+        microbatches = self._read()
+        self._prepare(name)
         dist.barrier(group=self._job.control_group)
         start = time.perf_counter()
-        self._functions[name](
-            forward_step_func=self._forward,
-            data_iterator=feeds if several else feeds[0],
-            model=run.chunks if several else run.chunks[0],
-            num_microbatches=MICROBATCHES,
-            seq_length=256,
-            micro_batch_size=1,
-        )
-        run.optimizer.step()
+        self._functions[name](microbatches)
+        self._run.optimizer.step()
         dist.barrier(group=self._job.control_group)
         return time.perf_counter() - start
 
 
-def measure(chunks: int, rounds: int) -> dict[str, list[float]]:
-    """Run two ranks; returns the step times in seconds of each competitor, round by round."""
+def measure(job: str, rounds: int) -> dict[str, Any]:
+    """Run two ranks.
+
+    Args:
+        job: one of ``JOBS``.
+        rounds: how often the competitors that a goal looks at take a step.
+
+    Returns:
+        Under ``times`` what :meth:`Rank.measure` returned, under ``differences`` what
+        :meth:`Rank.compare` did.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         subprocess.run(
             [
                 *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
-                *("--nproc-per-node", "2", __file__, "--chunks", str(chunks)),
+                *("--nproc-per-node", "2", __file__, "--job", job),
                 *("--rounds", str(rounds), "--output", str(output)),
             ],
             check=True,
@@ -177,61 +304,96 @@ def measure(chunks: int, rounds: int) -> dict[str, list[float]]:
                 "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             },
         )
-        times: dict[str, list[float]] = json.loads(output.read_text(encoding="utf-8"))
-        return times
+        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return result
 
 
-def make_rows(times: dict[int, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Turn times, by chunks per rank, into the rows of the table."""
+def make_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turn what :func:`measure` returned, by job, into the rows of the table."""
     table = []
-    for chunks, name, goal in GOALS:
-        ours, theirs = times[chunks][name], times[chunks]["megatron"]
-        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    for job, name, rival, goal in DUELS:
+        times = results[job]["times"]
+        rounds = [pair for pair in zip(times[name], times[rival], strict=True) if None not in pair]
+        ours, theirs = zip(*rounds, strict=True)
+        ratios = sorted(a / b for a, b in rounds)
         ratio = statistics.median(ratios)
         table.append(
             {
-                "chunks": chunks,
+                "job": job,
                 "schedule": name,
+                "rival": rival,
                 "step_ms": statistics.median(ours) * 1e3,
-                "megatron_step_ms": statistics.median(theirs) * 1e3,
+                "rival_step_ms": statistics.median(theirs) * 1e3,
                 "ratio": ratio,
                 "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
                 "goal": goal,
-                "met": ratio <= goal,
+                "met": None if goal is None else ratio <= goal,
             }
         )
     return table
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
+def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Name the competitors whose losses or gradients are not those of the first of their job."""
+    found = []
+    for job, result in results.items():
+        for name, difference in result["differences"].items():
+            for what, most in MOST_DIFFERENCE.items():
+                # Not-a-number is none of the allowed ones either.
+                if not difference[what] <= most:
+                    found.append(
+                        f"{job}: the {what} of {name} differs from that of"
+                        f" {JOBS[job].competitors[0]} by {difference[what]:.1e}, allowed is {most}"
+                    )
+    return found
+
+
+def markdown(rows: Sequence[dict[str, Any]], results: Mapping[str, dict[str, Any]]) -> str:
+    """Rows as a table, and below it whether all competitors computed the same."""
     lines = [
-        "### A small GPT on two ranks: step time over megatron-core's own",
+        "### A small GPT on two ranks: step time over that of others on the same chunks",
         "",
-        "| chunks | schedule | step ms | megatron ms | ratio (quartiles) | goal | |",
-        "|---|---|---|---|---|---|---|",
+        "| stages | schedule | step ms | rival | its ms | ratio (quartiles) | goal | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["quartiles"]
+        goal = "" if row["goal"] is None else f"<= {row['goal']}"
+        met = {None: "", True: "met", False: "MISSED"}[row["met"]]
         lines.append(
-            f"| {row['chunks']} | {row['schedule']} | {row['step_ms']:.1f} "
-            f"| {row['megatron_step_ms']:.1f} | {row['ratio']:.3f} ({low:.3f}-{high:.3f}) "
-            f"| <= {row['goal']} | {'met' if row['met'] else 'MISSED'} |"
+            f"| {row['job']} | {row['schedule']} | {row['step_ms']:.1f} "
+            f"| {row['rival']} | {row['rival_step_ms']:.1f} "
+            f"| {row['ratio']:.3f} ({low:.3f}-{high:.3f}) | {goal} | {met} |"
         )
+    worst = {
+        what: max(
+            difference[what]
+            for result in results.values()
+            for difference in result["differences"].values()
+        )
+        for what in MOST_DIFFERENCE
+    }
+    lines += [
+        "",
+        "Largest relative differences on equal weights: "
+        + ", ".join(f"{what} {value:.1e}" for what, value in worst.items())
+        + ".",
+    ]
+    lines += [f"WRONG: {line}" for line in disagreements(results)]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Be one rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunks", type=int, required=True, help="chunks per rank")
-    parser.add_argument("--rounds", type=int, required=True, help="steps of each competitor")
-    parser.add_argument("--output", type=Path, required=True, help="where the times go")
+    parser.add_argument("--job", choices=tuple(JOBS), required=True, help="what to build and run")
+    parser.add_argument("--rounds", type=int, required=True, help="turns to take")
+    parser.add_argument("--output", type=Path, required=True, help="where the results go")
     options = parser.parse_args()
-    rank = Rank(options.chunks)
-    times = rank.measure(options.rounds)
+    rank = Rank(options.job)
+    result = {"times": rank.measure(options.rounds), "differences": rank.compare()}
     if rank.is_first:
-        options.output.write_text(json.dumps(times), encoding="utf-8")
+        options.output.write_text(json.dumps(result), encoding="utf-8")
     rank.close()
 
 

@@ -19,6 +19,7 @@ import pytest
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
 
+from .free_orders import ORIGINS, free_order, write_files
 from .launch import run_cases
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
@@ -192,6 +193,15 @@ ORDERS = (
     Case("adaptive", pp=2, chunks=2, extra=LOOP),
     Case("adaptive", pp=4, chunks=2, extra=f"{LOOP} --activation-cap 1"),
 )
+FREE = tuple(
+    Case(
+        "file",
+        pp=2,
+        chunks=2,
+        extra=f"{V if file.startswith('v') else LOOP} --schedule-file {file}",
+    )
+    for file in ORIGINS
+)
 # First and last stage on the first rank; with three chunks the last one is on the last rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
@@ -310,10 +320,12 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         size = case.world_size
         if size not in jobs:
             mine = dict.fromkeys(other for other in wanted if other.world_size == size)
+            folder = tmp_path_factory.mktemp(f"ranks{size}")
+            write_files(folder)  # named relative to where the ranks run
             jobs[size] = run_cases(
                 [other.to_json() for other in mine],
                 world_size=size,
-                folder=tmp_path_factory.mktemp(f"ranks{size}"),
+                folder=folder,
                 limit_s=LIMIT_S,
             )
         results, error = jobs[size]
@@ -375,6 +387,14 @@ def test_shape_equals_one_process(case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("case", ORDERS, ids=str)
 def test_order_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
+
+
+@pytest.mark.parametrize("case", FREE, ids=str)
+def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
+    schedule = free_order(case.extra.split()[-1])
+    for rank, order in enumerate(outcome(case)["orders"]):
+        assert order == [str(action) for action in schedule.orders[rank]]
 
 
 @pytest.mark.parametrize("case", OPTIONS, ids=str)

@@ -1,0 +1,68 @@
+"""Orders of work that no generator makes, as files for ``--schedule-file``.
+
+Each is a schedule of this project in which neighbours changed places wherever chance said so and
+the schedule stayed valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.file import save
+from megatron.adaptive.schedule.registry import make_schedule, placement_for
+from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.validate import validate
+
+MICROBATCHES = 8
+ORIGINS = {
+    "loop.json": "interleaved",
+    "v.json": "zb-v",
+    "loop.csv": "breadth-first",
+    "v.csv": "v-half",
+}
+"""The schedule that each file was made of; two ranks with two chunks."""
+
+
+def free_order(file: str) -> Schedule:
+    """Return what is in the file of that name."""
+    origin = ORIGINS[file]
+    found = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
+    chance = random.Random(file)
+    for _ in range(200):
+        orders = [list(order) for order in found.orders]
+        order = chance.choice(orders)
+        place = chance.randrange(len(order) - 1)
+        order[place : place + 2] = order[place + 1], order[place]
+        changed = dataclasses.replace(found, name=Path(file).stem, orders=tuple(map(tuple, orders)))
+        try:
+            validate(changed)
+        except ScheduleError:
+            continue
+        found = changed
+    return found
+
+
+def write_files(folder: Path) -> None:
+    """Write all files."""
+    for file in ORIGINS:
+        if file.endswith(".json"):
+            save(free_order(file), folder / file)
+        else:
+            (folder / file).write_text(as_csv(free_order(file)), encoding="utf-8")
+
+
+def as_csv(schedule: Schedule) -> str:
+    """Return a schedule as torch.distributed.pipelining reads it."""
+    kinds = {"F": "F", "B": "I" if schedule.weight_pieces else "B", "W": "W"}
+    rows = [
+        ",".join(
+            f"{schedule.placement.stage_of(rank, action.chunk)}{kinds[action.kind]}"
+            f"{action.microbatch}"
+            for action in order
+        )
+        for rank, order in enumerate(schedule.orders)
+    ]
+    return "\n".join(rows) + "\n"
