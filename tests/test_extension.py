@@ -18,6 +18,8 @@ import pytest
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, TransportError
 
+from .cpp_tests import CppTests
+
 ROOT = Path(__file__).resolve().parents[1]
 # Far longer than any wait that goes well, so that a hang ends in DeadlineError.
 PATIENT_S = 60.0
@@ -102,6 +104,8 @@ import sys, types
 old = types.ModuleType("megatron.adaptive._C")
 old.INTERFACE = 0
 sys.modules["megatron.adaptive._C"] = old
+from .cpp_tests import CppTests
+
 from megatron.adaptive import extension
 assert extension.load() is None
 print(extension.why_missing())
@@ -350,19 +354,25 @@ def compiler() -> str:
     return found
 
 
-def test_decision_log_in_cpp(compiler: str, tmp_path: Path) -> None:
-    program = tmp_path / "decision_log_test"
-    command = [
-        compiler,
-        *("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I", "csrc"),
-        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-        "csrc/tests/decision_log_test.cc",
-        "csrc/shm/decision_log.cc",
-        "csrc/common/fd_passing.cc",
-        *("-o", str(program)),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the first one compiles what all share
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decision_log_test",
+        "message_test",
+        "completions_test",
+        "reactor_test",
+        "link_test",
+        "shm_channel_test",
+        "shm_faults_test",
+        "shm_hostile_test",
+        "tcp_channel_test",
+    ],
+)
+def test_cpp(compiler: str, name: str) -> None:
+    program = CppTests(compiler).build(name)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("0 failed\n")
 

@@ -1,4 +1,5 @@
-// The Python module megatron.adaptive._C. The only file that includes Python's headers.
+// The Python module megatron.adaptive._C: decision log, descriptors, RDMA devices; the transports
+// are in transport.cc. Only files in this folder include Python's headers.
 //
 // Blocking calls release the GIL; those that wait come back about every 100 ms so that signal
 // handlers of Python run. Exceptions of the core become those of megatron.adaptive.errors.
@@ -6,15 +7,13 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
-#include <chrono>
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "bindings/python.h"
 #include "common/deadline.h"
 #include "common/error.h"
 #include "common/fd_passing.h"
@@ -27,24 +26,7 @@ namespace adaptive {
 namespace {
 
 // Raised by one whenever Python code has to know about a change here; see extension.py.
-constexpr int kInterface = 1;
-
-constexpr auto kSlice = std::chrono::milliseconds(100);
-constexpr double kLongestWaitS = 1e8;
-
-Deadline deadline_after(double timeout_s) {
-  if (!(timeout_s >= 0.0 && timeout_s <= kLongestWaitS)) {
-    throw std::invalid_argument("timeout_s " + std::to_string(timeout_s) +
-                                " must be within 0 and 1e8");
-  }
-  return Deadline::after(std::chrono::nanoseconds(std::llround(timeout_s * 1e9)));
-}
-
-void run_signal_handlers() {
-  if (PyErr_CheckSignals() != 0) {
-    throw py::error_already_set();
-  }
-}
+constexpr int kInterface = 2;
 
 // Refuses a second thread instead of making it wait: each end of a log belongs to one.
 class OneThread {
@@ -78,12 +60,6 @@ WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
     }
     run_signal_handlers();
   }
-}
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", seconds);
-  return text;
 }
 
 [[noreturn]] void throw_ended(WaitStatus status, const DecisionLog& log) {
@@ -267,22 +243,15 @@ void bind_rdma(py::module_& module) {
              "TransportError in a build without RDMA.");
 }
 
-void raise_as(const char* name, const std::exception& error) {
-  const py::object type = py::module_::import("megatron.adaptive.errors").attr(name);
-  py::set_error(type, error.what());
-}
-
-// The most special exception first; the caught one is always the core's own.
+// Only the core's own exceptions; pybind11 knows the others.
 void translate(std::exception_ptr thrown) {
   if (!thrown) {
     return;
   }
   try {
     std::rethrow_exception(thrown);
-  } catch (const DeadlineError& error) {
-    raise_as("DeadlineError", error);
-  } catch (const Error& error) {
-    raise_as("TransportError", error);
+  } catch (const Error&) {
+    set_python_error(std::current_exception());
   }
 }
 
@@ -296,4 +265,5 @@ PYBIND11_MODULE(_C, module) {
   adaptive::bind_decision_log(module);
   adaptive::bind_fd_passing(module);
   adaptive::bind_rdma(module);
+  adaptive::bind_transport(module);
 }

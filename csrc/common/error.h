@@ -3,6 +3,7 @@
 //   Error             a rule was broken: foreign memory, wrong peer, misuse
 //   +- SystemError    a system call failed; carries its name, its argument and errno's text
 //   +- DeadlineError  nothing happened within the time limit
+//   +- PeerLostError  the process at the other end is gone
 //
 // std::invalid_argument is thrown for arguments that no call could accept.
 #pragma once
@@ -32,6 +33,11 @@ class SystemError : public Error {
 };
 
 class DeadlineError : public Error {
+ public:
+  using Error::Error;
+};
+
+class PeerLostError : public Error {
  public:
   using Error::Error;
 };

@@ -26,6 +26,15 @@ class MappedRegion {
     return MappedRegion(address, size_bytes);
   }
 
+  // As shared(), but leaves the pages to whoever touches them first, which can be told how.
+  static MappedRegion untouched(int fd, std::size_t size_bytes) {
+    void* address = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) {
+      throw_errno("mmap", std::to_string(size_bytes) + " bytes, shared");
+    }
+    return MappedRegion(address, size_bytes);
+  }
+
   MappedRegion(MappedRegion&& other) noexcept
       : address_(std::exchange(other.address_, nullptr)),
         size_bytes_(std::exchange(other.size_bytes_, 0)) {}

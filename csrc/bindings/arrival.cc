@@ -1,0 +1,238 @@
+#include "bindings/arrival.h"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "bindings/dlpack.h"
+#include "bindings/torch_tensor.h"
+#include "common/error.h"
+#include "common/message.h"
+
+namespace py = pybind11;
+
+namespace adaptive {
+namespace {
+
+// The name of a capsule that was not taken yet.
+constexpr const char* kCapsuleName = "dltensor";
+
+struct Managed {
+  DlManagedTensor head{};  // first: consumers hold its address
+  Lease lease;
+  std::int64_t shape[kMaxDimensions];
+  std::int64_t strides[kMaxDimensions];
+};
+
+void delete_managed(DlManagedTensor* head) {
+  delete static_cast<Managed*>(head->context);
+}
+
+// A consumer renames the capsule and calls the deleter itself.
+void delete_capsule(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, kCapsuleName) == 0) {
+    return;
+  }
+  auto* const head = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsuleName));
+  head->deleter(head);
+}
+
+std::unique_ptr<Managed> manage(Lease&& lease, const Message& message) {
+  auto managed = std::make_unique<Managed>();
+  fill_dlpack(managed->head.tensor, managed->shape, managed->strides, lease.data(), message);
+  managed->head.context = managed.get();
+  managed->head.deleter = &delete_managed;
+  managed->lease = std::move(lease);
+  return managed;
+}
+
+// ---- Arrival
+
+struct PyArrival {
+  PyObject_HEAD bool taken;
+  long free_slots;  // when it was taken
+  Arrival arrival;
+};
+
+constexpr long kManySlots = 64;
+
+const Message& message_of(PyObject* self) noexcept {
+  return reinterpret_cast<PyArrival*>(self)->arrival.message;
+}
+
+PyObject* arrival_peer(PyObject* self, void*) {
+  return PyLong_FromLong(reinterpret_cast<PyArrival*>(self)->arrival.peer);
+}
+PyObject* arrival_step(PyObject* self, void*) {
+  return PyLong_FromLongLong(message_of(self).step);
+}
+PyObject* arrival_kind(PyObject* self, void*) {
+  return PyLong_FromLong(static_cast<long>(message_of(self).kind));
+}
+PyObject* arrival_chunk(PyObject* self, void*) {
+  return PyLong_FromLong(message_of(self).chunk);
+}
+PyObject* arrival_microbatch(PyObject* self, void*) {
+  return PyLong_FromLong(message_of(self).microbatch);
+}
+PyObject* arrival_dtype(PyObject* self, void*) {
+  return PyLong_FromLong(static_cast<long>(message_of(self).dtype));
+}
+PyObject* arrival_variant(PyObject* self, void*) {
+  return PyLong_FromLong(message_of(self).variant);
+}
+PyObject* arrival_nbytes(PyObject* self, void*) {
+  return PyLong_FromUnsignedLongLong(message_of(self).nbytes);
+}
+PyObject* arrival_sequence(PyObject* self, void*) {
+  return PyLong_FromUnsignedLongLong(message_of(self).sequence);
+}
+
+// At most as many as are free: what is on its way is not known here.
+long free_slots(const Arrival& arrival) noexcept {
+  if (arrival.held == nullptr) {
+    return kManySlots;
+  }
+  const long held = arrival.held->load(std::memory_order_relaxed);
+  return std::max(0L, static_cast<long>(arrival.slots) - held);
+}
+
+PyObject* arrival_free_slots(PyObject* self, void*) {
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  return PyLong_FromLong(object->taken ? object->free_slots : free_slots(object->arrival));
+}
+
+PyObject* arrival_shape(PyObject* self, void*) {
+  const Message& message = message_of(self);
+  PyObject* const shape = PyTuple_New(message.dimensions);
+  if (shape == nullptr) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < message.dimensions; ++i) {
+    PyObject* const size = PyLong_FromLongLong(message.shape[i]);
+    if (size == nullptr) {
+      Py_DECREF(shape);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(shape, i, size);
+  }
+  return shape;
+}
+
+PyObject* arrival_dlpack(PyObject* self, PyObject*) {
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  if (object->taken) {
+    PyErr_SetString(PyExc_RuntimeError, "dlpack() of an arrival can be called once");
+    return nullptr;
+  }
+  try {
+    object->taken = true;
+    object->free_slots = free_slots(object->arrival);
+    return make_dlpack(std::move(object->arrival.payload), object->arrival.message).release().ptr();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyObject* arrival_tensor(PyObject* self, PyObject*) {
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  if (object->taken) {
+    PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can be taken once");
+    return nullptr;
+  }
+  try {
+    object->taken = true;
+    object->free_slots = free_slots(object->arrival);
+    return make_tensor(std::move(object->arrival.payload), object->arrival.message).release().ptr();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+void delete_arrival(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  reinterpret_cast<PyArrival*>(self)->arrival.~Arrival();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyGetSetDef kArrivalFields[] = {
+    {"peer", arrival_peer, nullptr, "Global rank of the sender.", nullptr},
+    {"step", arrival_step, nullptr, nullptr, nullptr},
+    {"kind", arrival_kind, nullptr, "0: forward, 1: backward, 2: data.", nullptr},
+    {"chunk", arrival_chunk, nullptr, nullptr, nullptr},
+    {"microbatch", arrival_microbatch, nullptr, nullptr, nullptr},
+    {"dtype", arrival_dtype, nullptr, "Code of the element type.", nullptr},
+    {"variant", arrival_variant, nullptr, "Which 8-bit float.", nullptr},
+    {"shape", arrival_shape, nullptr, nullptr, nullptr},
+    {"nbytes", arrival_nbytes, nullptr, nullptr, nullptr},
+    {"sequence", arrival_sequence, nullptr, "Number of the message on its channel.", nullptr},
+    {"free_slots", arrival_free_slots, nullptr,
+     "Slots of the channel that this process does not hold, now or when dlpack() was called.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef kArrivalMethods[] = {
+    {"dlpack", arrival_dlpack, METH_NOARGS,
+     "Returns the payload as a DLPack capsule, once. Its memory goes back to the channel when the "
+     "tensor made of it is gone, or this object, if it is not called."},
+    {"tensor", arrival_tensor, METH_NOARGS,
+     "Returns the payload as a tensor, once, faster than through dlpack(). After use_torch()."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot kArrivalSlots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(&delete_arrival)},
+    {Py_tp_getset, kArrivalFields},
+    {Py_tp_methods, kArrivalMethods},
+    {Py_tp_doc, const_cast<char*>("A whole message of a peer.")},
+    {0, nullptr},
+};
+
+PyType_Spec kArrivalSpec = {
+    "megatron.adaptive._C.Arrival", sizeof(PyArrival), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    kArrivalSlots};
+
+PyTypeObject* arrival_type = nullptr;  // of this module, which is never unloaded
+
+}  // namespace
+
+void bind_arrival(py::module_& module) {
+  PyObject* const type = PyType_FromSpec(&kArrivalSpec);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  arrival_type = reinterpret_cast<PyTypeObject*>(type);
+  module.add_object("Arrival", py::reinterpret_borrow<py::object>(type));
+}
+
+py::object make_arrival(Arrival&& arrival) {
+  auto* const object = PyObject_New(PyArrival, arrival_type);
+  if (object == nullptr) {
+    throw py::error_already_set();
+  }
+  object->taken = false;
+  new (&object->arrival) Arrival(std::move(arrival));
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+}
+
+py::object make_dlpack(Lease&& lease, const Message& message) {
+  std::unique_ptr<Managed> managed = manage(std::move(lease), message);
+  PyObject* const capsule = PyCapsule_New(&managed->head, kCapsuleName, &delete_capsule);
+  if (capsule == nullptr) {
+    throw py::error_already_set();
+  }
+  managed.release();
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+}  // namespace adaptive

@@ -1,0 +1,34 @@
+// What the bindings share. Only files in this folder include Python's headers.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <exception>
+#include <string>
+
+#include "common/deadline.h"
+#include "common/error.h"
+
+namespace adaptive {
+
+// How long a wait stays away from Python's signal handlers.
+constexpr auto kSlice = std::chrono::milliseconds(100);
+
+// Throws std::invalid_argument for a time that is none.
+Deadline deadline_after(double timeout_s);
+
+// "0.25 s"
+std::string seconds_text(double seconds);
+
+// Throws what a handler raised. Needs the GIL.
+void run_signal_handlers();
+
+// Sets Python's error to the one of megatron.adaptive.errors for a core exception; for any other
+// the one that pybind11 would choose. Needs the GIL.
+void set_python_error(std::exception_ptr thrown) noexcept;
+
+// Adds `Arrival` and `Node` to the module.
+void bind_transport(pybind11::module_& module);
+
+}  // namespace adaptive

@@ -1,0 +1,82 @@
+// The sending end of a directed channel: one writer, messages in order, memory bounded by credits.
+// What the receiving end does is in completions.h: it puts arrivals there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "common/completions.h"
+#include "common/deadline.h"
+#include "common/message.h"
+#include "common/reactor.h"
+
+namespace adaptive {
+
+// What all channels of a process share.
+struct Session {
+  std::shared_ptr<Completions> completions;
+  std::shared_ptr<Reactor> reactor;
+  std::uint64_t job = 0;  // in every message
+  int rank = -1;
+  unsigned local_processes = 0;              // busy processes on this node's CPUs
+  std::function<std::string(int)> describe;  // "rank 3 (stage 1, pid 77 on b)"; any thread
+};
+
+// How to keep the sender's memory alive, should that be necessary: most sends copy at once.
+struct Keeper {
+  // Returns an owner of the memory. Called at most once, by the thread that sends.
+  std::shared_ptr<void> (*make)(void* context) = nullptr;
+  void* context = nullptr;
+};
+
+// A part of the channel's own memory, to compute a payload into. Destroying it without commit()
+// gives the part back. `memory` may be moved out of it and outlive commit(): the part is not used
+// again before that lease is gone, too. It must not be gone before commit().
+struct Reserved {
+  Lease memory;
+  std::uint64_t token = 0;
+};
+
+// What a channel found out and chose, by name, for logs and reports.
+using Info = std::map<std::string, std::variant<bool, std::int64_t, double, std::string>>;
+
+// Thread safety: one thread sends, reserves, flushes and closes; a Reserved may be destroyed by
+// any.
+class Sender {
+ public:
+  virtual ~Sender() = default;
+
+  // Starts sending message.nbytes bytes at `data` and never waits for the peer: where it has no
+  // room the message is kept, with `keeper`'s owner, and goes out from another thread. Fills in
+  // magic, job, sequence and piece. Throws PeerLostError when the peer is known to be gone, Error
+  // when it or this end has closed.
+  virtual void send(Message message, const void* data, const Keeper& keeper) = 0;
+
+  // Room for nbytes in the channel's memory, aligned to 64 bytes. Empty when there is none now, or
+  // it is more than one slot holds, or this transport has no memory of its own.
+  virtual std::optional<Reserved> reserve(std::size_t nbytes) = 0;
+
+  // Sends what was computed into `reserved`, without a copy; a part of another channel is Error.
+  virtual void commit(Message message, Reserved reserved) = 0;
+
+  // Waits until everything sent is in the peer's memory or in the network's hands and no memory of
+  // the caller is needed any more. False when the deadline passed.
+  virtual bool flush(const Deadline& deadline) = 0;
+
+  // Messages that flush() would wait for.
+  virtual std::size_t pending() const noexcept = 0;
+
+  // Tells the peer that nothing follows, after what is pending. Does not wait; idempotent.
+  virtual void close() noexcept = 0;
+
+  // "kind", "slot_bytes", "slots" and what else there is to say.
+  virtual Info info() const { return {}; }
+};
+
+}  // namespace adaptive

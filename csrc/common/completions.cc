@@ -1,0 +1,266 @@
+#include "common/completions.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <string>
+
+#include "common/error.h"
+
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define ADAPTIVE_THREAD_SANITIZER
+#endif
+#elif defined(__SANITIZE_THREAD__)
+#define ADAPTIVE_THREAD_SANITIZER
+#endif
+
+namespace adaptive {
+
+// ---- Bell
+//
+//   who rings             the owner
+//   writes what is new    sleeping = 1
+//   ── full fence ──      ── full fence ──
+//   reads sleeping        looks for what is new
+//
+// One of them sees the other. A ring between announce_sleep() and sleep() changes `rung`, on which
+// the sleep then does not begin.
+
+struct Bell::Words {
+  std::uint64_t magic;
+  alignas(64) std::atomic<std::uint32_t> sleeping;
+  alignas(64) std::atomic<std::uint32_t> rung;
+};
+
+namespace {
+
+constexpr std::uint64_t kBellMagic = 0x4d41'5042'454c'4c31ULL;
+constexpr int kBellSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+std::size_t page_bytes() {
+  return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+ScopedFd make_page() {
+  ScopedFd fd(::memfd_create("megatron-adaptive-bell", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) {
+    throw_errno("memfd_create", "bell");
+  }
+  if (::ftruncate(fd.get(), static_cast<off_t>(page_bytes())) != 0) {
+    throw_errno("ftruncate", "bell");
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kBellSeals) != 0) {
+    throw_errno("fcntl", "F_ADD_SEALS");
+  }
+  return fd;
+}
+
+// Everything this thread wrote before comes before everything it reads afterwards, for all.
+template <typename Word>
+std::uint32_t load_after_fence(std::atomic<Word>& word) noexcept {
+#if defined(ADAPTIVE_THREAD_SANITIZER)
+  return word.fetch_or(0);  // the sanitizer does not know fences
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return word.load(std::memory_order_relaxed);
+#endif
+}
+
+}  // namespace
+
+Bell::Bell() : fd_(make_page()), region_(MappedRegion::shared(fd_.get(), page_bytes())) {
+  words_ = new (region_.data()) Words{};
+  words_->magic = kBellMagic;
+}
+
+Bell::Bell(ScopedFd fd, MappedRegion region)
+    : fd_(std::move(fd)),
+      region_(std::move(region)),
+      words_(reinterpret_cast<Words*>(region_.data())) {}
+
+Bell Bell::attach(ScopedFd fd) {
+  struct stat status{};
+  if (::fstat(fd.get(), &status) != 0) {
+    throw_errno("fstat", "bell");
+  }
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  // A page that can shrink would end this process with SIGBUS when it rings.
+  if (seals < 0 || (seals & kBellSeals) != kBellSeals ||
+      static_cast<std::size_t>(status.st_size) != page_bytes()) {
+    throw Error("the descriptor does not hold a bell: it is not a sealed file of one page");
+  }
+  MappedRegion region = MappedRegion::shared(fd.get(), page_bytes());
+  Bell bell(std::move(fd), std::move(region));
+  if (bell.words_->magic != kBellMagic) {
+    throw Error("the descriptor does not hold a bell of this version: it starts with other bytes");
+  }
+  return bell;
+}
+
+void Bell::ring() noexcept {
+  if (load_after_fence(words_->sleeping) != 0) {
+    words_->rung.fetch_add(1);
+    futex_wake_all(words_->rung);
+  }
+}
+
+std::uint32_t Bell::announce_sleep() noexcept {
+  words_->sleeping.exchange(1);  // a full fence, other than a store
+  return words_->rung.load();
+}
+
+void Bell::sleep(std::uint32_t announced, const Deadline& deadline) {
+  futex_wait(words_->rung, announced, deadline);
+}
+
+void Bell::end_sleep() noexcept {
+  words_->sleeping.store(0, std::memory_order_relaxed);
+}
+
+// ---- Completions
+
+Completions::Completions(unsigned local_processes, double spin_us)
+    : spin_(local_processes), spin_us_(spin_us) {}
+
+Completions::~Completions() = default;
+
+bool Completions::poll_sources() noexcept {
+  const std::lock_guard<std::mutex> lock(sources_mutex_);
+  bool found_any = false;
+  for (const auto& source : sources_) {
+    found_any = source->poll(*this) || found_any;
+  }
+  return found_any;
+}
+
+std::optional<Item> Completions::pop() {
+  if (num_items_.load(std::memory_order_acquire) == 0) {
+    return std::nullopt;
+  }
+  const std::lock_guard<std::mutex> lock(items_mutex_);
+  if (items_.empty()) {
+    return std::nullopt;
+  }
+  std::optional<Item> item(std::move(items_.front()));
+  items_.pop_front();
+  num_items_.store(items_.size(), std::memory_order_release);
+  return item;
+}
+
+std::optional<Item> Completions::poll() {
+  // What others put is older than what is found now; both keep the order of each channel.
+  if (auto item = pop()) {
+    return item;
+  }
+  return poll_sources() ? pop() : std::nullopt;
+}
+
+bool Completions::look() noexcept {
+  return num_items_.load(std::memory_order_acquire) != 0 || poll_sources() ||
+         interrupted_.load(std::memory_order_relaxed);
+}
+
+bool Completions::spin(const Deadline& deadline) {
+  if (spin_us_ < 0.0) {
+    return spin_.spin_until([this] { return look(); });
+  }
+  const Deadline end = deadline.at_most(
+      std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(spin_us_, 1e12) * 1e3)));
+  do {
+    if (look()) {
+      return true;
+    }
+    relax_cpu();
+  } while (!end.expired());
+  return false;
+}
+
+void Completions::sleep(const Deadline& deadline) {
+  const std::uint32_t announced = bell_.announce_sleep();
+  {
+    const std::lock_guard<std::mutex> lock(sources_mutex_);
+    for (const auto& source : sources_) {
+      source->arm();
+    }
+  }
+  try {
+    if (!look()) {
+      bell_.sleep(announced, deadline);
+    }
+  } catch (...) {
+    bell_.end_sleep();
+    throw;
+  }
+  bell_.end_sleep();
+}
+
+std::optional<Item> Completions::wait(const Deadline& deadline) {
+  for (;;) {
+    if (auto item = poll()) {
+      return item;
+    }
+    if (interrupted_.exchange(false) || deadline.expired()) {
+      return std::nullopt;
+    }
+    if (!spin(deadline)) {
+      sleep(deadline);
+    }
+  }
+}
+
+void Completions::put(Item item) {
+  found(std::move(item));
+  bell_.ring();
+}
+
+void Completions::found(Item item) {
+  const std::lock_guard<std::mutex> lock(items_mutex_);
+  items_.push_back(std::move(item));
+  num_items_.store(items_.size(), std::memory_order_release);
+}
+
+void Completions::drain_sources() {
+  const std::unique_lock<std::mutex> lock(sources_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return;
+  }
+  bool found_any = false;
+  for (const auto& source : sources_) {
+    found_any = source->poll(*this) || found_any;
+  }
+  if (found_any) {
+    bell_.ring();
+  }
+}
+
+void Completions::add(std::shared_ptr<Source> source) {
+  {
+    const std::lock_guard<std::mutex> lock(sources_mutex_);
+    sources_.push_back(std::move(source));
+  }
+  bell_.ring();  // it may hold something already
+}
+
+void Completions::remove(const Source* source) noexcept {
+  std::shared_ptr<Source> last;  // destroyed after the lock is open again
+  const std::lock_guard<std::mutex> lock(sources_mutex_);
+  const auto place = std::find_if(sources_.begin(), sources_.end(),
+                                  [&](const auto& entry) { return entry.get() == source; });
+  if (place != sources_.end()) {
+    last = std::move(*place);
+    sources_.erase(place);
+  }
+}
+
+void Completions::interrupt() noexcept {
+  interrupted_.store(true);
+  bell_.ring();
+}
+
+}  // namespace adaptive

@@ -1,0 +1,128 @@
+// The socket between two processes: how they find and trust each other, exchange what their
+// channels need (descriptors, queue pair numbers), and notice each other's end afterwards.
+//
+//   unix   same node and user: abstract name, SO_PEERCRED checked, carries descriptors
+//   tcp    any node: token of the job checked, both directions
+//
+// A link is made by blocking calls with deadlines, before training; then it belongs to a channel,
+// which hands it to the reactor (see LinkWatch).
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/deadline.h"
+#include "common/fd_passing.h"
+#include "common/reactor.h"
+#include "common/scoped_fd.h"
+
+namespace adaptive {
+
+using Token = std::array<std::uint8_t, 16>;  // known to the processes of one job only
+
+// Who speaks, sent first by both sides; a mismatch ends the connection.
+struct Identity {
+  Token token{};
+  int rank = -1;
+  std::string purpose;  // "shm", "rdma", "tcp": what the link is for; at most 15 characters
+};
+
+// The socket is non-blocking and closed on exec. A forked child that drops its copy disturbs
+// nobody.
+class Link {
+ public:
+  Link() = default;
+  Link(Link&&) noexcept = default;
+  Link& operator=(Link&&) noexcept = default;
+
+  int fd() const noexcept { return fd_.get(); }
+  int peer() const noexcept { return peer_; }
+  pid_t peer_pid() const noexcept { return peer_pid_; }  // unix links only, else 0
+  bool is_unix() const noexcept { return unix_; }
+  const std::string& remote() const noexcept { return remote_; }  // "10.0.0.3:4711", for messages
+
+  // A length-prefixed record with descriptors (unix links only).
+  void send_record(const std::vector<std::uint8_t>& bytes, const std::vector<int>& fds,
+                   const Deadline& deadline, const Tick& tick);
+  struct Record {
+    std::vector<std::uint8_t> bytes;
+    std::vector<ScopedFd> fds;
+  };
+  // Throws Error for a record above `max_bytes` or with other than `num_fds` descriptors,
+  // DeadlineError, and Error "closed" when the peer is gone.
+  Record recv_record(std::size_t max_bytes, std::size_t num_fds, const Deadline& deadline,
+                     const Tick& tick);
+
+  // Gives the socket away, for a channel that speaks its own protocol on it.
+  ScopedFd release() noexcept { return std::move(fd_); }
+
+ private:
+  friend class Listener;
+  friend Link connect_unix(const std::string&, const Identity&, int, const Deadline&, const Tick&);
+  friend Link connect_tcp(const std::string&, int, const Identity&, int, const Deadline&,
+                          const Tick&);
+  ScopedFd fd_;
+  int peer_ = -1;
+  pid_t peer_pid_ = 0;
+  bool unix_ = false;
+  std::string remote_;
+};
+
+// Waits for peers. accept() is told which one is due and keeps others that come first.
+class Listener {
+ public:
+  static Listener on_unix(const Identity& self);
+  // `host`: numeric address of the interface to listen on, IPv4 or IPv6; port 0 for any.
+  static Listener on_tcp(const std::string& host, int port, const Identity& self);
+  Listener(Listener&&) noexcept;
+  Listener& operator=(Listener&&) noexcept;
+  ~Listener();
+
+  std::string address() const;  // "@name" or "host:port" (IPv6 in brackets), for the peers
+  std::size_t num_refused() const noexcept;  // strangers so far
+
+  // Strangers (wrong token, user, version, garbage) are closed and counted, and never block others.
+  Link accept(int peer, const std::string& purpose, const Deadline& deadline, const Tick& tick);
+
+ private:
+  struct Impl;
+  explicit Listener(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Connects to `peer`, waiting for it to listen if need be. Throws DeadlineError naming the address,
+// Error where it refuses our identity or is not who it should be.
+Link connect_unix(const std::string& address, const Identity& self, int peer,
+                  const Deadline& deadline, const Tick& tick);
+Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
+                 const Deadline& deadline, const Tick& tick);
+
+// Watches a link that carries no data of its own (shm, rdma): calls `lost` once, on the reactor's
+// thread, with a reason, when the peer's process ends (pidfd), the socket ends without a goodbye,
+// or (tcp) nothing, not even a heartbeat, came for `silent_limit`.
+class LinkWatch {
+ public:
+  LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
+            std::function<void(const std::string& reason)> lost);
+  ~LinkWatch();  // stops watching; `lost` is not called any more
+  LinkWatch(const LinkWatch&) = delete;
+  LinkWatch& operator=(const LinkWatch&) = delete;
+
+  // Tells the peer that this end is about to close in order: its end is then no loss.
+  void say_goodbye() noexcept;
+
+ private:
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace adaptive

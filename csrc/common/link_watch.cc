@@ -1,0 +1,192 @@
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "common/error.h"
+#include "common/fork_guard.h"
+#include "common/link.h"
+
+namespace adaptive {
+namespace {
+
+constexpr char kHeartbeat = 'h';
+constexpr char kGoodbye = 'g';
+constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
+// Heartbeats within the time limit, and looks at what came.
+constexpr int kTicksPerLimit = 4;
+
+#ifndef SO_PEERPIDFD
+constexpr int SO_PEERPIDFD = 77;  // Linux 6.5
+#endif
+
+// A descriptor of the peer's process: unlike the end of the socket, its end cannot be hidden by a
+// child that the peer forked. Empty where the kernel gives none.
+ScopedFd process_of(const Link& link) {
+  if (!link.is_unix()) {
+    return ScopedFd();
+  }
+  int fd = -1;
+  socklen_t length = sizeof(fd);
+  if (::getsockopt(link.fd(), SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0) {
+    return ScopedFd(fd);
+  }
+  if (link.peer_pid() <= 0) {
+    return ScopedFd();
+  }
+  return ScopedFd(static_cast<int>(::syscall(SYS_pidfd_open, link.peer_pid(), 0)));
+}
+
+}  // namespace
+
+struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
+  Impl(Reactor& reactor_in, Link link_in, std::chrono::milliseconds silent_limit_in,
+       std::function<void(const std::string&)> lost_in)
+      : reactor(reactor_in),
+        link(std::move(link_in)),
+        process(process_of(link)),
+        silent_limit(silent_limit_in),
+        lost(std::move(lost_in)) {}
+
+  void start();
+  void stop() noexcept;
+  void on_socket();
+  void on_process();
+  void on_tick();
+  void read_all();
+  void report(const std::string& reason);
+
+  Reactor& reactor;
+  Link link;
+  ScopedFd process;
+  const std::chrono::milliseconds silent_limit;
+  std::function<void(const std::string&)> lost;
+  const ForkGuard guard;
+  std::uint64_t timer = 0;
+  std::atomic<bool> said_goodbye{false};
+
+  // Of the reactor's thread.
+  bool over = false;  // it said goodbye, or its loss was reported
+  int silent_ticks = 0;
+};
+
+void LinkWatch::Impl::start() {
+  const auto self = shared_from_this();
+  const auto on_error = [self](const std::exception& error) { self->report(error.what()); };
+  reactor.add(
+      link.fd(), EPOLLIN | EPOLLRDHUP, [self](std::uint32_t) { self->on_socket(); }, on_error);
+  if (process) {
+    reactor.add(process.get(), EPOLLIN, [self](std::uint32_t) { self->on_process(); }, on_error);
+  }
+  if (!link.is_unix()) {
+    const auto period = std::min(kLongestPeriod, silent_limit / kTicksPerLimit);
+    timer = reactor.every(period, [self] { self->on_tick(); });
+  }
+}
+
+// Breaks the ring of owners: the reactor's entries hold this object.
+void LinkWatch::Impl::stop() noexcept {
+  reactor.remove(link.fd());
+  if (process) {
+    reactor.remove(process.get());
+  }
+  if (timer != 0) {
+    reactor.stop(timer);
+  }
+}
+
+void LinkWatch::Impl::report(const std::string& reason) {
+  if (!over) {
+    over = true;
+    lost(reason);
+  }
+}
+
+// Takes what came. A goodbye makes everything that follows unimportant.
+void LinkWatch::Impl::read_all() {
+  std::array<char, 256> bytes;
+  while (!over) {
+    const ssize_t count = ::recv(link.fd(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (count > 0) {
+      silent_ticks = 0;
+      for (ssize_t i = 0; i < count && !over; ++i) {
+        const char byte = bytes[static_cast<std::size_t>(i)];
+        if (byte == kGoodbye) {
+          over = true;
+        } else if (byte != kHeartbeat) {
+          report("it sent something else than heartbeats");
+        }
+      }
+    } else if (count == 0) {
+      report("its end of the connection was closed without a goodbye");
+    } else if (errno == EAGAIN) {
+      return;
+    } else if (errno != EINTR) {
+      report(std::string("the connection broke: ") + std::strerror(errno));
+    }
+  }
+}
+
+void LinkWatch::Impl::on_socket() {
+  read_all();
+  if (over) {
+    reactor.remove(link.fd());
+  }
+}
+
+void LinkWatch::Impl::on_process() {
+  // A goodbye may still lie in the socket.
+  read_all();
+  report("its process ended");
+  reactor.remove(process.get());
+}
+
+// Counts ticks, not time: where this process itself stood still, what the peer sent meanwhile is
+// read before the peer is called silent.
+void LinkWatch::Impl::on_tick() {
+  if (!said_goodbye.load()) {
+    const char beat = kHeartbeat;
+    // A full buffer means that the peer reads nothing, which its silence will say.
+    [[maybe_unused]] const ssize_t sent = ::send(link.fd(), &beat, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+  ++silent_ticks;
+  read_all();
+  const auto period = std::min(kLongestPeriod, silent_limit / kTicksPerLimit);
+  if (!over && silent_ticks * period >= silent_limit) {
+    report("it was silent for " + std::to_string(silent_limit.count()) +
+           " ms: it hangs, is stopped, or the network is cut");
+  }
+}
+
+LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
+                     std::function<void(const std::string& reason)> lost)
+    : impl_(std::make_shared<Impl>(reactor, std::move(link), silent_limit, std::move(lost))) {
+  try {
+    impl_->start();
+  } catch (...) {
+    impl_->stop();
+    throw;
+  }
+}
+
+LinkWatch::~LinkWatch() {
+  impl_->stop();
+}
+
+void LinkWatch::say_goodbye() noexcept {
+  if (!impl_->guard.in_maker() || impl_->said_goodbye.exchange(true)) {
+    return;
+  }
+  const char goodbye = kGoodbye;
+  [[maybe_unused]] const ssize_t sent =
+      ::send(impl_->link.fd(), &goodbye, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+}  // namespace adaptive

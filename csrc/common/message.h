@@ -1,0 +1,80 @@
+// What travels with every payload, in every transport, and the rules it has to keep.
+//
+// A Message comes from another process, so nothing in it is trusted: check_message() is the one
+// place that decides whether it can be acted upon. docs/transport.md describes the bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+namespace adaptive {
+
+constexpr std::uint32_t kMessageMagic = 0x4D41'5032;  // "MAP2"
+constexpr std::uint16_t kMessageVersion = 1;
+constexpr int kMaxDimensions = 7;
+
+// The first kinds are the pipeline's actions; the rest is the transports' own.
+enum class MessageKind : std::uint8_t { kForward = 0, kBackward = 1, kData = 2, kEnd = 255 };
+
+// Element types by code. The bytes of a payload are never interpreted here; size and DLPack type of
+// a code are what the table in message.cc says.
+enum class ElementType : std::uint8_t {
+  kFloat32 = 0,
+  kFloat16,
+  kBFloat16,
+  kFloat64,
+  kInt64,
+  kInt32,
+  kInt16,
+  kInt8,
+  kUInt8,
+  kBool,
+  kComplex64,
+  kComplex128,
+  kFloat8,  // any 8-bit float: which one, `variant` says
+  kCount
+};
+
+// 128 bytes, little endian, without padding between the fields.
+struct Message {
+  std::uint32_t magic = kMessageMagic;
+  std::uint16_t version = kMessageVersion;
+  MessageKind kind = MessageKind::kData;
+  std::uint8_t dimensions = 0;
+  ElementType dtype = ElementType::kUInt8;
+  std::uint8_t variant = 0;
+  std::uint8_t has_crc = 0;
+  std::uint8_t reserved = 0;
+  std::uint32_t crc = 0;       // CRC-32C of this piece's bytes, if has_crc
+  std::uint64_t job = 0;       // the same in all processes of a job
+  std::uint64_t sequence = 0;  // of the message on its channel, from 0; equal in all its pieces
+  std::int64_t step = 0;
+  std::int32_t chunk = 0;
+  std::int32_t microbatch = 0;
+  std::uint64_t nbytes = 0;       // of the whole payload
+  std::uint64_t offset = 0;       // of this piece within the payload
+  std::uint64_t piece_bytes = 0;  // of this piece; equal to nbytes where there is one piece
+  std::int64_t shape[kMaxDimensions] = {};  // [0, dimensions)
+};
+static_assert(sizeof(Message) == 128, "the message is part of the wire format");
+
+// Bytes of one element; 0 for a code that is not in the table.
+std::size_t element_bytes(ElementType dtype) noexcept;
+
+// DLPack's type code; 8-bit floats and unknown codes are unsigned integers there.
+std::uint8_t dlpack_code(ElementType dtype) noexcept;
+
+// Throws Error, naming `peer` and the field, unless the message is one of `job`, its numbers agree
+// with each other (shape times element size is nbytes, the piece lies inside) and piece_bytes is at
+// most `room_bytes`. Sequence and offset are checked by whoever knows what was due.
+void check_message(const Message& message, std::uint64_t job, std::size_t room_bytes, int peer);
+
+// "F chunk 1 microbatch 7 of step 12", for error messages.
+std::string describe(const Message& message);
+
+// CRC-32C; by the processor's instruction where it has one.
+std::uint32_t crc32c(const void* data, std::size_t size_bytes) noexcept;
+
+}  // namespace adaptive

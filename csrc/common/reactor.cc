@@ -1,0 +1,422 @@
+#include "common/reactor.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "common/deadline.h"
+#include "common/error.h"
+#include "common/fork_guard.h"
+#include "common/scoped_fd.h"
+
+namespace adaptive {
+namespace {
+
+using Clock = Deadline::Clock;
+
+constexpr std::uint64_t kWakeId = 0;
+constexpr std::size_t kEventsPerRound = 64;
+
+// A handler may have been removed, and its number used for another descriptor, between the kernel's
+// report of an event and its turn: events therefore carry an id that is never used again.
+struct Watch {
+  std::uint64_t id = 0;
+  int fd = -1;
+  Reactor::Handler handler;
+  std::function<void(const std::exception&)> on_error;
+};
+
+struct Timer {
+  std::uint64_t id = 0;
+  Clock::time_point due;
+  std::chrono::milliseconds period{};
+  Reactor::Task task;
+};
+
+// Blocks the signals that programs handle in their main thread. Those that a fault of this thread
+// itself raises stay, for the sake of crash reports.
+class AllSignalsBlocked {
+ public:
+  AllSignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) {
+      ::sigdelset(&all, fault);
+    }
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
+  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
+  ~AllSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
+
+}  // namespace
+
+struct Reactor::Impl : std::enable_shared_from_this<Reactor::Impl> {
+  Impl();
+
+  void start();
+  void run();
+  int wait_ms();
+  void run_tasks();
+  void run_timers();
+  void dispatch(std::uint64_t id, std::uint32_t events);
+  void forget(const Watch& watch) noexcept;
+  void wake() noexcept;
+  void control(int operation, int fd, std::uint32_t events, std::uint64_t id);
+  void keep_error() noexcept;
+  void rethrow_kept();
+  void wait_until_not_running(std::unique_lock<std::mutex>& lock, std::uint64_t id);
+  bool is_own_thread() const noexcept { return thread.get_id() == std::this_thread::get_id(); }
+  // In a child of a fork there is no thread, and the kernel's side belongs to the parent.
+  bool forked() const noexcept { return !guard.in_maker(); }
+
+  ScopedFd epoll;
+  ScopedFd wake_fd;
+  std::thread thread;
+  const ForkGuard guard;
+  std::atomic<bool> stopping{false};
+  std::atomic<bool> wake_sent{false};
+
+  std::mutex mutex;
+  std::condition_variable finished;  // a handler or a timer's task has returned
+  std::uint64_t next_id = kWakeId + 1;
+  std::uint64_t running = kWakeId;  // id of what runs now
+  std::unordered_map<int, std::shared_ptr<Watch>> watches;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Watch>> watches_by_id;
+  std::map<std::uint64_t, std::shared_ptr<Timer>> timers;
+  std::deque<Task> tasks;
+  std::exception_ptr kept_error;
+};
+
+Reactor::Impl::Impl()
+    : epoll(::epoll_create1(EPOLL_CLOEXEC)), wake_fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll) {
+    throw_errno("epoll_create1", "EPOLL_CLOEXEC");
+  }
+  if (!wake_fd) {
+    throw_errno("eventfd", "0");
+  }
+  control(EPOLL_CTL_ADD, wake_fd.get(), EPOLLIN, kWakeId);
+}
+
+void Reactor::Impl::start() {
+  const AllSignalsBlocked blocked;
+  // The mutex makes the thread see `thread` before it runs anything.
+  const std::lock_guard<std::mutex> lock(mutex);
+  thread = std::thread([self = shared_from_this()] { self->run(); });
+  ::pthread_setname_np(thread.native_handle(), "adaptive-io");
+}
+
+void Reactor::Impl::control(int operation, int fd, std::uint32_t events, std::uint64_t id) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = id;
+  if (::epoll_ctl(epoll.get(), operation, fd, &event) != 0) {
+    throw_errno("epoll_ctl", "descriptor " + std::to_string(fd));
+  }
+}
+
+void Reactor::Impl::wake() noexcept {
+  if (!wake_sent.exchange(true)) {
+    const std::uint64_t one = 1;
+    // Cannot fail but by a full counter, which wakes as well.
+    [[maybe_unused]] const ssize_t written = ::write(wake_fd.get(), &one, sizeof(one));
+  }
+}
+
+void Reactor::Impl::keep_error() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!kept_error) {
+    kept_error = std::current_exception();
+  }
+}
+
+// A task has nobody to tell of its failure: the next caller that can be told is.
+void Reactor::Impl::rethrow_kept() {
+  if (kept_error) {
+    std::rethrow_exception(std::exchange(kept_error, nullptr));
+  }
+}
+
+void Reactor::Impl::wait_until_not_running(std::unique_lock<std::mutex>& lock, std::uint64_t id) {
+  if (!is_own_thread()) {
+    finished.wait(lock, [&] { return running != id; });
+  }
+}
+
+void Reactor::Impl::run() {
+  {
+    const std::lock_guard<std::mutex> started(mutex);
+  }
+  std::array<epoll_event, kEventsPerRound> events;
+  while (!stopping.load()) {
+    const int count =
+        ::epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), wait_ms());
+    for (int i = 0; i < count && !stopping.load(); ++i) {
+      const epoll_event& event = events[static_cast<std::size_t>(i)];
+      if (event.data.u64 == kWakeId) {
+        std::uint64_t ignored = 0;
+        [[maybe_unused]] const ssize_t got = ::read(wake_fd.get(), &ignored, sizeof(ignored));
+        // Cleared before the tasks are looked at: a task put from now on wakes again.
+        wake_sent.store(false);
+      } else {
+        dispatch(event.data.u64, event.events);
+      }
+    }
+    run_tasks();
+    run_timers();
+  }
+}
+
+int Reactor::Impl::wait_ms() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!tasks.empty()) {
+    return 0;
+  }
+  if (timers.empty()) {
+    return -1;
+  }
+  auto first = Clock::time_point::max();
+  for (const auto& [id, timer] : timers) {
+    first = std::min(first, timer->due);
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(first - Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000));
+}
+
+void Reactor::Impl::run_tasks() {
+  std::deque<Task> due;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    due.swap(tasks);
+  }
+  for (Task& task : due) {
+    try {
+      task();
+    } catch (...) {
+      keep_error();
+    }
+  }
+}
+
+void Reactor::Impl::run_timers() {
+  const auto now = Clock::now();
+  for (std::uint64_t after = 0;;) {
+    std::shared_ptr<Timer> timer;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      auto entry = timers.upper_bound(after);
+      while (entry != timers.end() && entry->second->due > now) {
+        ++entry;
+      }
+      if (entry == timers.end()) {
+        return;
+      }
+      timer = entry->second;
+      timer->due = now + timer->period;
+      running = timer->id;
+    }
+    after = timer->id;
+    bool failed = false;
+    try {
+      timer->task();
+    } catch (...) {
+      keep_error();
+      failed = true;
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      running = kWakeId;
+      if (failed) {
+        timers.erase(after);
+      }
+    }
+    finished.notify_all();
+  }
+}
+
+void Reactor::Impl::forget(const Watch& watch) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (watches_by_id.erase(watch.id) != 0) {
+    watches.erase(watch.fd);
+    ::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, watch.fd, nullptr);
+  }
+}
+
+void Reactor::Impl::dispatch(std::uint64_t id, std::uint32_t events) {
+  std::shared_ptr<Watch> watch;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto entry = watches_by_id.find(id);
+    if (entry == watches_by_id.end()) {
+      return;
+    }
+    watch = entry->second;
+    running = id;
+  }
+  try {
+    try {
+      watch->handler(events);
+    } catch (const std::exception& error) {
+      forget(*watch);
+      watch->on_error(error);
+    }
+  } catch (...) {
+    keep_error();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    running = kWakeId;
+  }
+  finished.notify_all();
+}
+
+Reactor::Reactor() : impl_(std::make_shared<Impl>()) {
+  impl_->start();
+}
+
+Reactor::~Reactor() {
+  if (impl_->forked()) {
+    // The copy of the thread's handle can neither be joined nor destroyed here.
+    new std::shared_ptr<Impl>(std::move(impl_));
+    return;
+  }
+  impl_->stopping.store(true);
+  impl_->wake();
+  // The last owner of a reactor may be one of its own handlers.
+  if (impl_->is_own_thread()) {
+    impl_->thread.detach();
+  } else {
+    impl_->thread.join();
+  }
+}
+
+void Reactor::add(int fd, std::uint32_t events, Handler handler,
+                  std::function<void(const std::exception&)> on_error) {
+  if (impl_->forked()) {
+    throw Error("a reactor cannot be used in a forked child of the process that made it");
+  }
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->rethrow_kept();
+  if (impl_->watches.count(fd) != 0) {
+    throw Error("descriptor " + std::to_string(fd) + " is in the reactor already");
+  }
+  auto watch = std::make_shared<Watch>();
+  watch->id = impl_->next_id++;
+  watch->fd = fd;
+  watch->handler = std::move(handler);
+  watch->on_error = std::move(on_error);
+  impl_->watches.emplace(fd, watch);
+  impl_->watches_by_id.emplace(watch->id, watch);
+  try {
+    impl_->control(EPOLL_CTL_ADD, fd, events, watch->id);
+  } catch (...) {
+    impl_->watches.erase(fd);
+    impl_->watches_by_id.erase(watch->id);
+    throw;
+  }
+}
+
+void Reactor::modify(int fd, std::uint32_t events) {
+  if (impl_->forked()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  const auto entry = impl_->watches.find(fd);
+  // Removed meanwhile, by its own failure perhaps.
+  if (entry != impl_->watches.end()) {
+    impl_->control(EPOLL_CTL_MOD, fd, events, entry->second->id);
+  }
+}
+
+void Reactor::remove(int fd) noexcept {
+  if (impl_->forked()) {
+    return;
+  }
+  std::shared_ptr<Watch> watch;  // destroyed, with what its handler owns, outside the lock
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  const auto entry = impl_->watches.find(fd);
+  if (entry == impl_->watches.end()) {
+    return;
+  }
+  watch = entry->second;
+  impl_->watches.erase(entry);
+  impl_->watches_by_id.erase(watch->id);
+  ::epoll_ctl(impl_->epoll.get(), EPOLL_CTL_DEL, fd, nullptr);
+  impl_->wait_until_not_running(lock, watch->id);
+  lock.unlock();
+}
+
+void Reactor::post(Task task) {
+  if (impl_->forked()) {
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(impl_->mutex);
+    impl_->tasks.push_back(std::move(task));
+  }
+  if (!impl_->is_own_thread()) {
+    impl_->wake();
+  }
+}
+
+std::uint64_t Reactor::every(std::chrono::milliseconds period, Task task) {
+  if (impl_->forked()) {
+    throw Error("a reactor cannot be used in a forked child of the process that made it");
+  }
+  std::uint64_t id = 0;
+  {
+    const std::lock_guard<std::mutex> lock(impl_->mutex);
+    impl_->rethrow_kept();
+    auto timer = std::make_shared<Timer>();
+    timer->id = id = impl_->next_id++;
+    timer->period = std::max(period, std::chrono::milliseconds(1));
+    timer->due = Clock::now() + timer->period;
+    timer->task = std::move(task);
+    impl_->timers.emplace(id, std::move(timer));
+  }
+  impl_->wake();
+  return id;
+}
+
+void Reactor::stop(std::uint64_t timer) noexcept {
+  if (impl_->forked()) {
+    return;
+  }
+  std::shared_ptr<Timer> stopped;
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  const auto entry = impl_->timers.find(timer);
+  if (entry == impl_->timers.end()) {
+    return;
+  }
+  stopped = entry->second;
+  impl_->timers.erase(entry);
+  impl_->wait_until_not_running(lock, timer);
+  lock.unlock();
+}
+
+bool Reactor::is_own_thread() const noexcept {
+  return impl_->is_own_thread();
+}
+
+}  // namespace adaptive

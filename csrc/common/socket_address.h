@@ -1,0 +1,43 @@
+// Addresses of stream sockets, and what the kernel knows about the process at the other end.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/types.h>
+
+#include <string>
+
+#include "common/scoped_fd.h"
+
+namespace adaptive {
+
+class SocketAddress {
+ public:
+  // Abstract names only ("@..."): nothing of them is left behind. Throws std::invalid_argument.
+  static SocketAddress on_unix(const std::string& name);
+  // A numeric IPv4 or IPv6 address, with or without brackets. Throws std::invalid_argument.
+  static SocketAddress on_tcp(const std::string& host, int port);
+  // The address a socket is bound to, or that of its peer.
+  static SocketAddress local_of(int socket);
+  static SocketAddress remote_of(int socket);
+
+  const sockaddr* get() const noexcept { return reinterpret_cast<const sockaddr*>(&storage_); }
+  socklen_t length() const noexcept { return length_; }
+  int family() const noexcept { return storage_.ss_family; }
+  std::string text() const;  // "@name", "10.0.0.3:4711", "[fe80::1%eth0]:4711"
+
+ private:
+  sockaddr_storage storage_{};
+  socklen_t length_ = 0;
+};
+
+// A non-blocking socket that is closed on exec; TCP ones do not delay small messages and notice a
+// dead connection by themselves. Throws SystemError.
+ScopedFd open_stream_socket(int family);
+void tune_tcp(int socket);
+
+// What the kernel vouches for, of unix sockets. peer_process() is 0 for a process of another PID
+// namespace.
+bool peer_of_same_user(int socket);
+pid_t peer_process(int socket);
+
+}  // namespace adaptive

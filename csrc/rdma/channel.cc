@@ -1,0 +1,323 @@
+#include "rdma/channel.h"
+
+#include "common/error.h"
+
+#ifdef MEGATRON_ADAPTIVE_RDMA
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "common/socket_address.h"
+#include "rdma/devices.h"
+#include "rdma/incoming.h"
+#include "rdma/outgoing.h"
+#include "rdma/resources.h"
+#include "rdma/select.h"
+#include "rdma/wire.h"
+
+namespace adaptive {
+namespace rdma {
+namespace {
+
+// Both directions with one peer, as the completions see them.
+class Pair : public Source, public std::enable_shared_from_this<Pair> {
+ public:
+  Pair(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options)
+      : fate_(std::move(fate)),
+        device_(std::move(device)),
+        incoming_(std::make_shared<Incoming>(fate_, device_, options)),
+        outgoing_(std::make_shared<Outgoing>(fate_, device_, options)) {}
+
+  EndpointRecord describe(unsigned num_lanes) const;
+  void connect(const EndpointRecord& peer, const RdmaOptions& options);
+  void start(Link link, std::chrono::milliseconds silent_limit);
+  void stop() noexcept;
+
+  bool poll(Completions& into) noexcept override;
+  void arm() noexcept override;
+
+  Fate& fate() const noexcept { return *fate_; }
+  const Device& device() const noexcept { return *device_; }
+  Outgoing& outgoing() const noexcept { return *outgoing_; }
+
+ private:
+  void on_events();
+  void on_lost(const std::string& reason);
+
+  std::shared_ptr<Fate> fate_;
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Incoming> incoming_;
+  std::shared_ptr<Outgoing> outgoing_;
+  std::optional<LinkWatch> watch_;
+  bool told_of_leaving_ = false;  // of the thread that polls
+};
+
+EndpointRecord Pair::describe(unsigned num_lanes) const {
+  EndpointRecord record;
+  record.lanes.resize(num_lanes);
+  for (Lane& lane : record.lanes) {
+    lane.lid = device_->lid;
+    lane.mtu = mtu_code(device_->choice.mtu_bytes);
+    lane.link_layer = device_->choice.ethernet ? 2 : 1;
+    std::copy_n(device_->gid.raw, lane.gid.size(), lane.gid.begin());
+  }
+  incoming_->describe(&record);
+  outgoing_->describe(&record);
+  return record;
+}
+
+void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
+  const Patience patience{static_cast<std::uint8_t>(options.ack_timeout)};
+  incoming_->connect(peer, patience);
+  outgoing_->connect(peer, patience);
+}
+
+void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
+  const Session& session = fate_->session();
+  // Weak: the reactor must not end up as the last owner of what owns it.
+  session.reactor->add(
+      device_->events->fd, EPOLLIN,
+      [weak = weak_from_this()](std::uint32_t) {
+        if (const auto self = weak.lock()) {
+          self->on_events();
+        }
+      },
+      [weak = weak_from_this()](const std::exception& error) {
+        if (const auto self = weak.lock()) {
+          self->fate_->fail(Failure::Kind::kTransport, error.what());
+        }
+      });
+  incoming_->notify().ask(Notify::Level::kSolicited);
+  session.completions->add(shared_from_this());
+  watch_.emplace(*session.reactor, std::move(link), silent_limit,
+                 [weak = weak_from_this()](const std::string& reason) {
+                   if (const auto self = weak.lock()) {
+                     self->on_lost(reason);
+                   }
+                 });
+}
+
+// Of the reactor's thread.
+void Pair::on_events() {
+  ibv_cq* queue = nullptr;
+  void* ignored = nullptr;
+  while (::ibv_get_cq_event(device_->events.get(), &queue, &ignored) == 0) {
+    ::ibv_ack_cq_events(queue, 1);
+    if (queue == outgoing_->queue()) {
+      outgoing_->on_event();
+      continue;
+    }
+    const Notify::Level asked = incoming_->notify().taken(Notify::Level::kSolicited);
+    Completions& completions = *fate_->session().completions;
+    completions.bell().ring();
+    // What the peer marked has to move on even if nobody waits.
+    if (asked == Notify::Level::kSolicited || incoming_->assembling()) {
+      completions.drain_sources();
+    }
+  }
+}
+
+bool Pair::poll(Completions& into) noexcept {
+  const bool any = incoming_->poll(into);
+  if (any && !told_of_leaving_ && incoming_->peer_gone()) {
+    told_of_leaving_ = true;
+    outgoing_->peer_left();
+  }
+  return any;
+}
+
+void Pair::arm() noexcept {
+  incoming_->notify().ask(Notify::Level::kAll);
+  outgoing_->arm();
+}
+
+void Pair::on_lost(const std::string& reason) {
+  // What it sent before it ended comes first.
+  fate_->session().completions->drain_sources();
+  const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
+  if (!in_order) {
+    fate_->fail(Failure::Kind::kPeerLost, reason);
+    outgoing_->advance();
+  }
+}
+
+void Pair::stop() noexcept {
+  if (!fate_->in_maker()) {
+    return;
+  }
+  const Session& session = fate_->session();
+  if (watch_) {
+    outgoing_->leave();
+    fate_->end();
+    watch_->say_goodbye();
+    session.completions->remove(this);
+    session.reactor->remove(device_->events->fd);
+    watch_.reset();
+  }
+  outgoing_->stop();
+  incoming_->stop();
+}
+
+class RdmaSender : public Sender {
+ public:
+  explicit RdmaSender(std::shared_ptr<Pair> pair) : pair_(std::move(pair)) {}
+  RdmaSender(const RdmaSender&) = delete;
+  RdmaSender& operator=(const RdmaSender&) = delete;
+  ~RdmaSender() override {
+    pair_->stop();
+    if (!pair_->fate().in_maker()) {
+      // In a child of a fork nothing may be given back to the device: it is the parent's.
+      static_cast<void>(new (std::nothrow) std::shared_ptr<Pair>(std::move(pair_)));
+    }
+  }
+
+  void send(Message message, const void* data, const Keeper& keeper) override {
+    pair_->outgoing().send(message, data, keeper);
+  }
+  std::optional<Reserved> reserve(std::size_t nbytes) override {
+    return pair_->outgoing().reserve(nbytes);
+  }
+  void commit(Message message, Reserved reserved) override {
+    pair_->outgoing().commit(message, reserved);
+  }
+  bool flush(const Deadline& deadline) override { return pair_->outgoing().flush(deadline); }
+  std::size_t pending() const noexcept override { return pair_->outgoing().pending(); }
+  void close() noexcept override { pair_->outgoing().close(); }
+  Info info() const override;
+
+ private:
+  std::shared_ptr<Pair> pair_;
+};
+
+Info RdmaSender::info() const {
+  const PortChoice& choice = pair_->device().choice;
+  Info info = pair_->outgoing().info();
+  info["kind"] = std::string("rdma");
+  info["device"] = choice.device;
+  info["port"] = static_cast<std::int64_t>(choice.port);
+  info["gid"] = choice.gid;
+  info["gid_index"] = static_cast<std::int64_t>(choice.gid_index);
+  info["mtu_bytes"] = static_cast<std::int64_t>(choice.mtu_bytes);
+  info["why"] = choice.reason;
+  return info;
+}
+
+void check_options(const RdmaOptions& options) {
+  const auto require = [](bool holds, const std::string& what) {
+    if (!holds) {
+      throw std::invalid_argument("an RDMA channel's " + what);
+    }
+  };
+  require(options.slots >= 1 && options.slots <= kMostSlots, "slots must be within 1 and 64");
+  require(options.slot_bytes >= 64 && options.slot_bytes <= (std::size_t{1} << 30),
+          "slot_bytes must be within 64 and 1 GiB");
+  require(options.num_qps >= 1 && options.num_qps <= kMostLanes, "num_qps must be within 1 and 16");
+  // 31 is 2.4 hours, 0 for ever.
+  require(options.ack_timeout >= 8 && options.ack_timeout <= 24,
+          "ack_timeout must be within 8 (1 ms) and 24 (69 s)");
+}
+
+// "10.0.0.3" of "10.0.0.3:4711".
+std::string local_address(const Link& link) {
+  std::string text = SocketAddress::local_of(link.fd()).text();
+  text.resize(std::min(text.size(), text.rfind(':')));
+  if (text.size() >= 2 && text.front() == '[' && text.back() == ']') {
+    text = text.substr(1, text.size() - 2);
+  }
+  return text;
+}
+
+PortChoice choose(const Link& link, const RdmaOptions& options) {
+  Wanted wanted;
+  wanted.device = options.device;
+  wanted.port = options.port;
+  wanted.gid_index = options.gid_index;
+  wanted.mtu_bytes = options.mtu_bytes;
+  wanted.near_pci = options.near_pci;
+  wanted.local_address = local_address(link);
+  return choose_port(list_rdma_devices(), wanted);
+}
+
+void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs, const Fate& fate) {
+  const auto require = [&](std::uint64_t ours, std::uint64_t other, const std::string& what) {
+    if (ours != other) {
+      throw Error(fate.peer_name() + " opened its RDMA channel with " + what + " " +
+                  std::to_string(other) + ", this rank with " + std::to_string(ours) +
+                  "; run all ranks with the same options");
+    }
+  };
+  require(mine.job, theirs.job, "job");
+  require(mine.slots, theirs.slots, "slots");
+  require(mine.slot_bytes, theirs.slot_bytes, "slot_bytes");
+  require(mine.stride_bytes, theirs.stride_bytes, "a stride of");
+  require(mine.lanes.size(), theirs.lanes.size(), "num_qps");
+  if (mine.lanes[0].link_layer != theirs.lanes[0].link_layer) {
+    throw Error(fate.peer_name() +
+                " uses an RDMA port of another kind: one is InfiniBand, the "
+                "other Ethernet; choose alike ones by device and port");
+  }
+}
+
+std::shared_ptr<Pair> build_pair(const std::shared_ptr<Fate>& fate, Link* link,
+                                 const RdmaOptions& options, const Deadline& deadline,
+                                 const Tick& tick) {
+  auto pair = std::make_shared<Pair>(fate, open_device(choose(*link, options)), options);
+  const EndpointRecord mine = pair->describe(options.num_qps);
+  link->send_record(encode(mine), {}, deadline, tick);
+  const auto answer = link->recv_record(kLargestRecordBytes, 0, deadline, tick);
+  const EndpointRecord theirs = decode_endpoint(answer.bytes, fate->peer());
+  check_alike(mine, theirs, *fate);
+  pair->connect(theirs, options);
+  link->send_record(encode_ready(), {}, deadline, tick);
+  decode_ready(link->recv_record(kLargestRecordBytes, 0, deadline, tick).bytes, fate->peer());
+  return pair;
+}
+
+}  // namespace
+}  // namespace rdma
+
+std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaOptions& options,
+                                  const Deadline& deadline, const Tick& tick) {
+  rdma::check_options(options);
+  const auto fate = std::make_shared<rdma::Fate>(session, link.peer());
+  std::shared_ptr<rdma::Pair> pair;
+  try {
+    pair = rdma::build_pair(fate, &link, options, deadline, tick);
+  } catch (const std::exception& error) {
+    try {
+      // So that the peer does not have to guess.
+      link.send_record(rdma::encode_refusal(error.what()), {},
+                       deadline.at_most(std::chrono::seconds(1)), tick);
+    } catch (const std::exception&) {
+      // It is gone itself.
+    }
+    throw;
+  }
+  auto sender = std::make_unique<rdma::RdmaSender>(pair);
+  pair->start(std::move(link), options.silent_limit);
+  return sender;
+}
+
+}  // namespace adaptive
+
+#else
+
+namespace adaptive {
+
+std::unique_ptr<Sender> open_rdma(const Session&, Link, const RdmaOptions&, const Deadline&,
+                                  const Tick&) {
+  throw Error(
+      "the extension was built without RDMA: install libibverbs-dev and build it again with "
+      "MEGATRON_ADAPTIVE_RDMA=1");
+}
+
+}  // namespace adaptive
+
+#endif

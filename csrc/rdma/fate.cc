@@ -1,0 +1,48 @@
+#include "rdma/fate.h"
+
+#include <exception>
+#include <utility>
+
+namespace adaptive::rdma {
+
+void Fate::fail(Failure::Kind kind, const std::string& finding) noexcept {
+  try {
+    if (ended_.load() || failed()) {
+      return;
+    }
+    std::string text;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failed()) {
+        return;
+      }
+      kind_ = kind;
+      text_ = text = "RDMA channel with " + peer_name_ + ": " + finding + "; " + last_received();
+      failed_.store(true, std::memory_order_release);
+    }
+    session_.completions->put(Failure{kind, peer_, std::move(text)});
+  } catch (...) {
+    failed_.store(true, std::memory_order_release);  // there is no memory for words
+  }
+}
+
+std::string Fate::last_received() const {
+  return any_received_ ? "the last message received from it was " + describe(last_)
+                       : "no message was received from it";
+}
+
+void Fate::note_received(const Message& message) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  any_received_ = true;
+  last_ = message;
+}
+
+void Fate::throw_failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (kind_ == Failure::Kind::kPeerLost) {
+    throw PeerLostError(text_);
+  }
+  throw Error(text_);
+}
+
+}  // namespace adaptive::rdma

@@ -1,0 +1,107 @@
+// The receiving end of a channel: slots that the peer writes to, and how it learns which are free.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "common/assembler.h"
+#include "common/completions.h"
+#include "rdma/channel.h"
+#include "rdma/fate.h"
+#include "rdma/notify.h"
+#include "rdma/receives.h"
+#include "rdma/resources.h"
+#include "rdma/wire.h"
+
+namespace adaptive::rdma {
+
+// Lives as long as the last view of one of its slots.
+//
+// A slot goes: free at the peer -> written, its number in the completion queue -> leased out by
+// poll() -> given back by any thread, its bit in `returned_` flipped -> that word written to the
+// peer, at once where the peer said that it is short of slots, else when half of them wait.
+class Incoming : public std::enable_shared_from_this<Incoming> {
+ public:
+  Incoming(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options);
+
+  // Adds what the peer has to know.
+  void describe(EndpointRecord* record) const;
+  void connect(const EndpointRecord& peer, const Patience& patience);
+
+  // Of one thread at a time. Returns whether anything came.
+  bool poll(Completions& into) noexcept;
+
+  // A message in pieces is half there: it has to move on whatever this process does.
+  bool assembling() const noexcept { return assembling_.load(std::memory_order_relaxed); }
+  bool ended() const noexcept { return ended_.load(std::memory_order_acquire); }
+  bool peer_gone() const noexcept { return gone_.load(std::memory_order_acquire); }
+
+  Notify& notify() noexcept { return notify_; }
+  ibv_cq* queue() const noexcept { return queue_.get(); }
+
+  // Ends the queue pairs. Slots that are leased out stay readable.
+  void stop() noexcept;
+
+ private:
+  // Writes with immediate that may be ahead of one that is missing: each slot's, a hurry after each
+  // of those, and the last word. A power of two, so that it divides the numbers' range.
+  static constexpr std::size_t kWindow = 4 * kMostSlots;
+  struct Place {
+    bool filled = false;
+    Immediate value;
+  };
+
+  bool take(Completions& into);
+  void note(const ibv_wc& completion);
+  void place(std::uint32_t bits);
+  void deliver(const Immediate& value, Completions& into);
+  void deliver_slot(unsigned slot, Completions& into);
+  void hold(unsigned slot, bool urgent);
+  void obey(Control word);
+  void give_back(unsigned slot) noexcept;
+  void settle() noexcept;
+  void write_credits() noexcept;
+  std::byte* slot_data(unsigned slot) const noexcept;
+
+  std::shared_ptr<Fate> fate_;
+  std::shared_ptr<Device> device_;
+  const std::size_t slot_bytes_;
+  const unsigned slots_;
+  Arena arena_;
+  CompletionQueue queue_;
+  Notify notify_;
+  std::vector<Receives> receives_;  // by lane
+  std::vector<QueuePair> pairs_;
+  std::vector<std::uint32_t> first_psns_;
+  std::uint32_t inline_bytes_ = 0;
+
+  // Of the thread that polls.
+  std::array<Place, kWindow> window_{};
+  std::uint32_t next_number_ = 0;
+  std::uint64_t next_sequence_ = 0;
+  Assembler assembler_;
+  std::atomic<bool> assembling_{false};
+  std::atomic<bool> ended_{false};
+  std::atomic<bool> gone_{false};
+
+  std::mutex mutex_;  // guards what follows
+  bool stopped_ = false;
+  bool urgent_ = false;
+  std::uint64_t held_ = 0;             // slots not given back
+  std::atomic<unsigned> num_held_{0};  // how many, as arrivals tell it
+  std::uint64_t returned_ = 0;         // one bit per slot, flipped by each return
+  unsigned num_unsaid_ = 0;            // returns that the peer was not told of
+  std::uint64_t num_writes_ = 0;
+  std::uint64_t num_writes_done_ = 0;
+  std::uint64_t credit_address_ = 0;  // at the peer
+  std::uint32_t credit_key_ = 0;
+};
+
+}  // namespace adaptive::rdma

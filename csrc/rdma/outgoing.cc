@@ -1,0 +1,405 @@
+#ifdef MEGATRON_ADAPTIVE_RDMA
+
+#include "rdma/outgoing.h"
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+
+namespace adaptive::rdma {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr std::uint32_t kWishedInline = 256;
+constexpr std::uint32_t kMostSends = 4096;
+constexpr std::size_t kPageBytes = 4096;
+constexpr auto kLeaveWait = milliseconds(300);
+constexpr auto kLookAgain = milliseconds(20);
+
+std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writes) {
+  const std::size_t stride = stride_of(options.slot_bytes);
+  const std::size_t wished = options.write_bytes == 0 ? std::size_t{32} << 10 : options.write_bytes;
+  const std::size_t least = (stride + most_writes - 1) / most_writes;
+  const std::size_t chosen = std::max(wished, least);
+  return (chosen + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+// Writes of credits that may have come unseen: each returns one slot at least, and slots are used
+// again only after a look at the queue.
+unsigned credit_receives(unsigned slots) {
+  return 2 * slots;
+}
+
+}  // namespace
+
+Outgoing::Outgoing(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device,
+                   const RdmaOptions& options)
+    : fate_(std::move(fate)),
+      device_(std::move(device)),
+      slot_bytes_(options.slot_bytes),
+      slots_(options.slots),
+      reservable_(options.reservable),
+      limit_bytes_(options.limit_bytes),
+      crc_(options.crc),
+      write_bytes_(choose_write_bytes(options, kMostWrites)),
+      writes_per_slot_((stride_of(slot_bytes_) + write_bytes_ - 1) / write_bytes_),
+      message_sends_(std::min<std::uint64_t>(kMostSends, writes_per_slot_ * slots_)),
+      staging_(device_, slots_ * stride_of(slot_bytes_), false),
+      credit_page_(device_, kPageBytes, true),
+      queue_(create_completion_queue(
+          *device_, static_cast<int>(options.num_qps * (message_sends_ + kSpareSends +
+                                                        2 * credit_receives(slots_))))),
+      notify_(queue_.get()) {
+  new (credit_page_.data()) std::atomic<std::uint64_t>(0);
+  for (unsigned index = 0; index < options.num_qps; ++index) {
+    inline_bytes_ = kWishedInline;
+    Receives receives(credit_receives(slots_), kReceiveId + index);
+    const auto sends = static_cast<std::uint32_t>(message_sends_ + kSpareSends);
+    QueuePair pair =
+        create_queue_pair(*device_, queue_.get(), {sends, receives.depth()}, &inline_bytes_);
+    lanes_.push_back({std::move(pair), receives, random_psn()});
+  }
+}
+
+void Outgoing::describe(EndpointRecord* record) const {
+  record->job = fate_->session().job;
+  record->credit_address = credit_page_.address();
+  for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    Lane& lane = record->lanes.at(i);
+    lane.qp_out = lanes_[i].pair->qp_num;
+    lane.psn_out = lanes_[i].first_psn;
+    lane.credit_key = credit_page_.remote_key();
+  }
+}
+
+void Outgoing::connect(const EndpointRecord& peer, const Patience& patience) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  arena_address_ = peer.arena_address;
+  for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    OutLane& lane = lanes_[i];
+    const Lane& remote = peer.lanes.at(i);
+    lane.remote_key = remote.arena_key;
+    lane.receives.start(lane.pair.get());
+    rdma::connect(lane.pair.get(), *device_, {remote.qp_in, remote.psn_in, remote}, lane.first_psn,
+                  patience);
+  }
+}
+
+std::byte* Outgoing::slot_data(unsigned slot) const noexcept {
+  return staging_.data() + slot * stride_of(slot_bytes_);
+}
+
+void Outgoing::check_open() const {
+  fate_->check();
+  if (closed_ || peer_left_ || stopped_) {
+    throw Error("the RDMA channel to " + fate_->peer_name() + " was closed by " +
+                (closed_ || stopped_ ? "this end" : "the peer"));
+  }
+}
+
+void Outgoing::fill_in(Message* message) {
+  message->magic = kMessageMagic;
+  message->version = kMessageVersion;
+  message->job = fate_->session().job;
+  message->sequence = next_sequence_++;
+  message->has_crc = crc_ ? 1 : 0;
+  message->reserved = 0;
+  message->crc = 0;
+  message->offset = 0;
+  message->piece_bytes = 0;
+}
+
+void Outgoing::send(Message message, const void* data, const Keeper& keeper) {
+  if (message.nbytes > limit_bytes_) {
+    throw Error("a message of " + std::to_string(message.nbytes) +
+                " bytes is above the channel's limit of " + std::to_string(limit_bytes_));
+  }
+  Waiting waiting;
+  waiting.message = message;
+  waiting.data = static_cast<const std::byte*>(data);
+  enqueue(std::move(waiting), &keeper);
+}
+
+void Outgoing::commit(Message message, const Reserved& reserved) {
+  const std::size_t stride = stride_of(slot_bytes_);
+  const std::uint64_t offset = reserved.token - kHeaderBytes - staging_.address();
+  const std::uint64_t slot = offset / stride;
+  const std::uint64_t bit = std::uint64_t{1} << (slot % kMostSlots);
+  Waiting waiting;
+  waiting.message = message;
+  waiting.slot = static_cast<int>(slot);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (offset % stride != 0 || slot >= slots_ || (leased_ & bit) == 0 || (committed_ & bit) != 0 ||
+        message.nbytes > slot_bytes_) {
+      throw Error("what was committed to " + fate_->peer_name() +
+                  " is no part that this channel has reserved, or it was committed before");
+    }
+    check_open();
+    committed_ |= bit;
+  }
+  enqueue(std::move(waiting), nullptr);
+}
+
+void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
+  Finished finished;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
+  fill_in(&waiting.message);
+  take_completions();
+  fate_->check();
+  if (!waiting_.empty()) {
+    move_on(&finished);
+  }
+  if (waiting_.empty() && post_rest(&waiting)) {
+    return;
+  }
+  if (waiting.slot < 0 && waiting.message.nbytes != 0) {
+    if (keeper != nullptr && keeper->make != nullptr) {
+      waiting.owner = keeper->make(keeper->context);
+    } else {
+      auto copy = std::make_shared<std::vector<std::byte>>(waiting.data,
+                                                           waiting.data + waiting.message.nbytes);
+      waiting.data = copy->data();
+      waiting.owner = std::move(copy);
+    }
+  }
+  waiting_.push_back(std::move(waiting));
+  num_waiting_.store(waiting_.size());
+  // From now on credits and given up reservations wake the reactor; those that came before do not.
+  notify_.ask(Notify::Level::kAll);
+  take_completions();
+  fate_->check();
+  move_on(&finished);
+  if (!waiting_.empty()) {
+    hurry();
+  }
+}
+
+std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
+  if (nbytes > slot_bytes_ || !waiting_.empty()) {
+    return std::nullopt;
+  }
+  std::uint64_t free = free_slots();
+  if (static_cast<unsigned>(__builtin_popcountll(leased_)) >= reservable_) {
+    return std::nullopt;
+  }
+  if (free == 0) {
+    take_completions();
+    fate_->check();
+    free = free_slots();
+  }
+  if (free == 0) {
+    hurry();
+    return std::nullopt;
+  }
+  const auto slot = static_cast<unsigned>(__builtin_ctzll(free));
+  leased_ |= std::uint64_t{1} << slot;
+  std::byte* const memory = slot_data(slot) + kHeaderBytes;
+  Reserved reserved;
+  reserved.memory = Lease(
+      memory, nbytes, shared_from_this(),
+      [](void* owner, std::uint64_t token) noexcept {
+        static_cast<Outgoing*>(owner)->give_up(static_cast<unsigned>(token));
+      },
+      slot);
+  reserved.token = reinterpret_cast<std::uintptr_t>(memory);
+  return reserved;
+}
+
+// Any thread, and maybe with locks of its own: only notes it.
+void Outgoing::give_up(unsigned slot) noexcept {
+  leases_gone_.fetch_or(std::uint64_t{1} << slot);
+  if (num_waiting_.load() == 0 || !fate_->in_maker()) {
+    return;
+  }
+  try {
+    fate_->session().reactor->post([weak = weak_from_this()] {
+      if (const auto self = weak.lock()) {
+        self->advance();
+      }
+    });
+  } catch (const std::exception&) {
+    // No memory: the next send or event finds it.
+  }
+}
+
+void Outgoing::close() noexcept {
+  try {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (closed_ || peer_left_ || stopped_ || fate_->failed()) {
+        closed_ = true;
+        return;
+      }
+    }
+    Waiting end;
+    end.message.kind = MessageKind::kEnd;
+    end.message.dtype = ElementType::kUInt8;
+    end.message.dimensions = 1;  // of size 0
+    enqueue(std::move(end), nullptr);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+}
+
+// ---- What waits
+
+void Outgoing::move_on(Finished* finished) {
+  while (!waiting_.empty()) {
+    finished->emplace_back();  // before the message is out: this may throw
+    if (!post_rest(&waiting_.front())) {
+      finished->pop_back();
+      break;
+    }
+    finished->back() = std::move(waiting_.front());
+    waiting_.pop_front();
+  }
+  num_waiting_.store(waiting_.size());
+}
+
+void Outgoing::fail(const char* finding) noexcept {
+  fate_->fail(Failure::Kind::kTransport, finding);
+}
+
+void Outgoing::advance() noexcept {
+  Finished finished;
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) {
+      return;
+    }
+    take_completions();
+    if (fate_->failed() || peer_left_) {
+      std::move(waiting_.begin(), waiting_.end(), std::back_inserter(finished));
+      waiting_.clear();
+    }
+    move_on(&finished);
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+  moved_.notify_all();
+}
+
+void Outgoing::on_event() noexcept {
+  notify_.taken(Notify::Level::kNone);
+  advance();
+  if (unfinished_.load() || num_waiting_.load() != 0) {
+    notify_.ask(Notify::Level::kAll);
+    advance();
+  }
+}
+
+void Outgoing::arm() noexcept {
+  if (unfinished_.load()) {
+    notify_.ask(Notify::Level::kAll);
+    advance();
+  }
+}
+
+bool Outgoing::flush(const Deadline& deadline) {
+  for (;;) {
+    advance();
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      fate_->check();
+      if (peer_left_) {
+        return true;
+      }
+      if (stopped_) {
+        return waiting_.empty();
+      }
+      if (waiting_.empty()) {
+        fence();
+        take_completions();
+        fate_->check();
+        if (all_done()) {
+          return true;
+        }
+      }
+      notify_.ask(Notify::Level::kAll);
+      take_completions();
+      if (deadline.expired()) {
+        return false;
+      }
+      if (!(waiting_.empty() && all_done())) {
+        const auto wait = std::min(kLookAgain, milliseconds(deadline.remaining_ms()));
+        moved_.wait_for(lock, wait);
+      }
+    }
+    // The peer may wait for its own messages to be taken, or have left.
+    fate_->session().completions->drain_sources();
+  }
+}
+
+Info Outgoing::info() const {
+  Info info;
+  info["slot_bytes"] = static_cast<std::int64_t>(slot_bytes_);
+  info["slots"] = static_cast<std::int64_t>(slots_);
+  info["num_qps"] = static_cast<std::int64_t>(lanes_.size());
+  info["inline_bytes"] = static_cast<std::int64_t>(inline_bytes_);
+  info["write_bytes"] = static_cast<std::int64_t>(write_bytes_);
+  return info;
+}
+
+// ---- The end
+
+void Outgoing::peer_left() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    peer_left_ = true;
+  }
+  advance();
+}
+
+bool Outgoing::finished() noexcept {
+  advance();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return closed_ && waiting_.empty() && (all_done() || in_flight_ == 0);
+}
+
+void Outgoing::leave() noexcept {
+  try {
+    const Deadline deadline = Deadline::after(kLeaveWait);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (peer_left_ || stopped_ || fate_->failed()) {
+      return;
+    }
+    post_control(Control::kGone);
+    fence();
+    while (!all_done() && !fate_->failed() && !deadline.expired()) {
+      notify_.ask(Notify::Level::kAll);
+      take_completions();
+      if (!all_done()) {
+        moved_.wait_for(lock, milliseconds(1));
+      }
+    }
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+}
+
+void Outgoing::stop() noexcept {
+  Finished finished;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stopped_ = true;
+  std::move(waiting_.begin(), waiting_.end(), std::back_inserter(finished));
+  waiting_.clear();
+  num_waiting_.store(0);
+  for (OutLane& lane : lanes_) {
+    lane.pair.reset();
+  }
+}
+
+}  // namespace adaptive::rdma
+
+#endif

@@ -1,0 +1,40 @@
+// Which device, port and address of this node a channel uses. Decides from descriptions alone, so
+// that it can be tested without hardware.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "rdma/devices.h"
+
+namespace adaptive::rdma {
+
+struct Wanted {
+  std::string device;         // "" for any
+  int port = 0;               // 0 for any
+  int gid_index = -1;         // -1 for the best
+  unsigned mtu_bytes = 0;     // 0 for the port's
+  std::string near_pci;       // "" for no preference
+  std::string local_address;  // numeric, of the interface that the link uses; "" if unknown
+};
+
+struct PortChoice {
+  std::string device;
+  int port = 0;
+  bool ethernet = false;
+  int gid_index = 0;
+  std::string gid;  // as an IPv6 address
+  unsigned mtu_bytes = 0;
+  std::string reason;  // why this one, for logs
+};
+
+// How far `device` is from `near_pci`: the number of common steps on the PCI tree, more is nearer.
+using Nearness = std::function<int(const std::string& device, const std::string& near_pci)>;
+int pci_nearness(const std::string& device, const std::string& near_pci);
+
+// Throws Error that lists what there is and says what to change.
+PortChoice choose_port(const std::vector<RdmaDevice>& devices, const Wanted& wanted,
+                       const Nearness& nearness = pci_nearness);
+
+}  // namespace adaptive::rdma

@@ -1,0 +1,23 @@
+// Completion errors in words.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/completions.h"
+
+namespace adaptive::rdma {
+
+struct StatusText {
+  const char* name;   // "REM_ACCESS_ERR"
+  const char* cause;  // what usually brings it about
+  Failure::Kind kind;
+};
+
+// Of an ibv_wc_status, as a number so that this needs no verbs headers.
+StatusText status_text(int status) noexcept;
+
+// "RDMA write failed with REM_ACCESS_ERR (status 10, vendor code 0x88): <cause>"
+std::string describe_status(const std::string& operation, int status, std::uint32_t vendor_code);
+
+}  // namespace adaptive::rdma

@@ -1,0 +1,97 @@
+// What two processes tell each other to connect their queue pairs, and the 32 bits that come with
+// every message. docs/transport.md describes the bytes for those who write a peer.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/message.h"
+
+namespace adaptive::rdma {
+
+constexpr unsigned kMostSlots = 64;  // one bit each in the credit word
+constexpr unsigned kMostLanes = 16;
+constexpr std::size_t kHeaderBytes = sizeof(Message);
+
+// One pair of queue pairs: messages this end sends, and messages it receives. All lanes of a
+// channel share its slots; keys are per lane because lanes may be on different devices.
+struct Lane {
+  std::uint32_t qp_out = 0;   // queue pair that sends messages and is told of credits
+  std::uint32_t qp_in = 0;    // queue pair that receives messages and tells of credits
+  std::uint32_t psn_out = 0;  // first packet sequence numbers of the two, 24 bits
+  std::uint32_t psn_in = 0;
+  std::uint32_t arena_key = 0;  // remote keys of this end's slots and of its credit word
+  std::uint32_t credit_key = 0;
+  std::uint16_t lid = 0;
+  std::uint8_t mtu = 0;         // 1 for 256 bytes to 5 for 4096, as in the InfiniBand headers
+  std::uint8_t link_layer = 0;  // 1 InfiniBand, 2 Ethernet
+  std::array<std::uint8_t, 16> gid{};
+};
+
+// How to reach one end of a channel.
+struct EndpointRecord {
+  std::uint64_t job = 0;
+  std::uint64_t slot_bytes = 0;      // largest payload of one slot
+  std::uint64_t stride_bytes = 0;    // from slot to slot
+  std::uint64_t arena_address = 0;   // slot 0
+  std::uint64_t credit_address = 0;  // the 8 bytes that are written when slots are free again
+  std::uint32_t slots = 0;
+  std::vector<Lane> lanes;
+};
+
+std::vector<std::uint8_t> encode(const EndpointRecord& record);
+
+// Throws Error, naming `peer`, for bytes that are no endpoint, contradict themselves, or say why
+// the peer gave up (see encode_refusal).
+EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer);
+
+// What is sent instead of an endpoint by an end that cannot open the channel.
+std::vector<std::uint8_t> encode_refusal(const std::string& reason);
+
+// Sent once the queue pairs are connected; nothing is written before it has been received.
+std::vector<std::uint8_t> encode_ready();
+void decode_ready(const std::vector<std::uint8_t>& bytes, int peer);
+
+constexpr std::size_t kLargestRecordBytes = 64 + 64 * kMostLanes;
+
+// The immediate value of a message, before it is put into network byte order.
+//
+//   31                      8   7         6        5       0
+//  | number of the write     | control | urgent | slot       |
+//
+// `number` counts the writes with immediate of a channel, so that what comes over several queue
+// pairs can be put in order. Urgent: the sender has few slots left and wants each back at once.
+struct Immediate {
+  std::uint32_t number = 0;  // modulo 2^24
+  bool control = false;      // there is no slot; `slot` is a Control
+  bool urgent = false;
+  std::uint8_t slot = 0;
+};
+
+enum class Control : std::uint8_t {
+  kGone = 0,   // the sender of this takes and gives no more
+  kHurry = 1,  // as an urgent message, from a sender that has no slot left to send one
+};
+
+constexpr std::uint32_t kNumberMask = 0xff'ffff;
+
+constexpr std::uint32_t pack(const Immediate& value) noexcept {
+  return (value.number & kNumberMask) << 8 | (value.control ? 0x80U : 0U) |
+         (value.urgent ? 0x40U : 0U) | (value.slot & 0x3fU);
+}
+
+constexpr Immediate unpack(std::uint32_t bits) noexcept {
+  return {bits >> 8, (bits & 0x80U) != 0, (bits & 0x40U) != 0,
+          static_cast<std::uint8_t>(bits & 0x3fU)};
+}
+
+// Slots begin at multiples of a page, so that no two share one.
+constexpr std::size_t stride_of(std::size_t slot_bytes) noexcept {
+  constexpr std::size_t kPage = 4096;
+  return (kHeaderBytes + slot_bytes + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace adaptive::rdma

@@ -1,0 +1,301 @@
+#include "shm/channel.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "common/copy.h"
+#include "common/error.h"
+#include "common/fork_guard.h"
+#include "common/reactor.h"
+#include "shm/distance.h"
+#include "shm/fate.h"
+#include "shm/incoming.h"
+#include "shm/limits.h"
+#include "shm/outgoing.h"
+
+namespace adaptive {
+namespace shm {
+namespace {
+
+constexpr std::size_t kSmallestStream = 4096;
+
+// What one end tells the other about the memory it made, with five descriptors: control, data,
+// credit (of the sender's reactor), bell and wake (of the receiver that it is itself).
+struct Offer {
+  std::uint64_t magic = kControlMagic;
+  std::uint32_t version = kControlVersion;
+  std::uint32_t slots = 0;
+  std::uint64_t slot_bytes = 0;
+  std::uint64_t slot_stride = 0;
+  std::uint64_t num_entries = 0;
+  std::uint64_t control_bytes = 0;
+  std::uint64_t data_bytes = 0;
+  std::uint64_t job = 0;
+};
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 64, "sent as bytes");
+constexpr std::size_t kNumDescriptors = 5;
+
+struct Peer {
+  Layout layout;
+  std::vector<ScopedFd> fds;
+};
+
+void check_options(const ShmOptions& options) {
+  if (options.slots < 1 || options.slots > kMostSlots || options.slot_bytes < 1 ||
+      options.slot_bytes > (std::size_t{1} << 40)) {
+    throw std::invalid_argument("slots " + std::to_string(options.slots) + " of " +
+                                std::to_string(options.slot_bytes) + " bytes must be 1 to " +
+                                std::to_string(kMostSlots) + " slots of 1 byte to 1 TiB");
+  }
+}
+
+ScopedFd make_eventfd() {
+  ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!fd) {
+    throw_errno("eventfd", "0");
+  }
+  return fd;
+}
+
+void send_offer(Link& link, const Session& session, const ShmOptions& options,
+                const OutgoingMemory& memory, int wake_fd, const Deadline& deadline,
+                const Tick& tick) {
+  Offer offer;
+  offer.slots = options.slots;
+  offer.slot_bytes = options.slot_bytes;
+  offer.slot_stride = memory.slot_stride;
+  offer.num_entries = memory.num_entries;
+  offer.control_bytes = memory.control_segment.region.size_bytes();
+  offer.data_bytes = memory.data_segment.region.size_bytes();
+  offer.job = session.job;
+  std::vector<std::uint8_t> bytes(sizeof(offer));
+  std::memcpy(bytes.data(), &offer, sizeof(offer));
+  link.send_record(bytes,
+                   {memory.control_segment.fd.get(), memory.data_segment.fd.get(),
+                    memory.credit_fd.get(), session.completions->bell().fd(), wake_fd},
+                   deadline, tick);
+}
+
+[[noreturn]] void refuse(const std::string& peer_name, const std::string& finding) {
+  throw Error("the shared memory that " + peer_name + " offers is not usable: " + finding +
+              "; do both ranks run the same version?");
+}
+
+Peer receive_offer(Link& link, const Session& session, const std::string& peer_name,
+                   const Deadline& deadline, const Tick& tick) {
+  Link::Record record = link.recv_record(sizeof(Offer), kNumDescriptors, deadline, tick);
+  Offer offer;
+  if (record.bytes.size() != sizeof(offer)) {
+    refuse(peer_name, "its description has " + std::to_string(record.bytes.size()) + " bytes");
+  }
+  std::memcpy(&offer, record.bytes.data(), sizeof(offer));
+  if (offer.magic != kControlMagic || offer.version != kControlVersion) {
+    refuse(peer_name, "its version is " + std::to_string(offer.version) + ", not " +
+                          std::to_string(kControlVersion));
+  }
+  if (offer.job != session.job) {
+    refuse(peer_name, "it is of job " + std::to_string(offer.job));
+  }
+  const bool numbers_agree = offer.slots >= 1 && offer.slots <= kMostSlots &&
+                             offer.slot_bytes >= 1 && offer.slot_bytes <= offer.slot_stride &&
+                             offer.slot_stride % kLine == 0 &&
+                             offer.slot_stride <= offer.data_bytes / offer.slots &&
+                             offer.num_entries == entries_for(offer.slots) &&
+                             offer.control_bytes >= control_bytes(offer.num_entries);
+  if (!numbers_agree) {
+    refuse(peer_name, "its numbers do not agree: " + std::to_string(offer.slots) + " slots of " +
+                          std::to_string(offer.slot_bytes) + " bytes, " +
+                          std::to_string(offer.slot_stride) + " apart, in " +
+                          std::to_string(offer.data_bytes) + " bytes");
+  }
+  Peer peer;
+  peer.layout.slots = offer.slots;
+  peer.layout.slot_bytes = offer.slot_bytes;
+  peer.layout.slot_stride = offer.slot_stride;
+  peer.layout.num_entries = offer.num_entries;
+  peer.layout.control_bytes = offer.control_bytes;
+  peer.layout.data_bytes = offer.data_bytes;
+  peer.fds = std::move(record.fds);
+  return peer;
+}
+
+std::size_t stream_threshold(const ShmOptions& options) {
+  return options.stream_from_bytes != 0 ? options.stream_from_bytes : kSmallestStream;
+}
+
+// Both directions of a pair.
+class ShmSender final : public Sender {
+ public:
+  ShmSender(const Session& session, Link link, const ShmOptions& options, const Deadline& deadline,
+            const Tick& tick)
+      : session_(session),
+        options_(options),
+        fate_(std::make_shared<Fate>(session.completions, link.peer(), name_of(session, link))),
+        wake_fd_(make_eventfd()) {
+    const std::string purpose = "the channel from rank " + std::to_string(session.rank) + " to " +
+                                fate_->peer_name() + " (" + std::to_string(options.slots) +
+                                " slots of " + bytes_text(options.slot_bytes) + ")";
+    memory_ = std::make_shared<OutgoingMemory>(options, purpose, deadline, tick);
+    send_offer(link, session, options, *memory_, wake_fd_.get(), deadline, tick);
+    Peer peer = receive_offer(link, session, fate_->peer_name(), deadline, tick);
+    MappedRegion control = attach_segment(peer.fds[0], peer.layout.control_bytes, purpose);
+    MappedRegion data = attach_segment(peer.fds[1], peer.layout.data_bytes, purpose);
+    // Both are through with what takes long, and meet.
+    link.send_record({1}, {}, deadline, tick);
+    link.recv_record(1, 0, deadline, tick);
+    const bool leader = session.rank < link.peer();
+    distance_ns_ = measure_distance_ns(
+        leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
+    incoming_ = std::make_shared<Incoming>(fate_, session.job, options.limit_bytes, peer.layout,
+                                           std::move(control), std::move(data),
+                                           std::move(peer.fds[2]), false);
+    outgoing_ = std::make_unique<Outgoing>(session, fate_, options, memory_);
+    outgoing_->connect(Bell::attach(std::move(peer.fds[3])), std::move(peer.fds[4]),
+                       stream_threshold(options), [this] { watch_->say_goodbye(); });
+    start(std::move(link));
+  }
+
+  ShmSender(const ShmSender&) = delete;
+  ShmSender& operator=(const ShmSender&) = delete;
+
+  ~ShmSender() override {
+    if (!guard_.in_maker()) {
+      // Threads, descriptors of the reactor and the peer belong to the process that made this.
+      static_cast<void>(watch_.release());
+      return;
+    }
+    stop();
+    incoming_->stop();
+  }
+
+  void send(Message message, const void* data, const Keeper& keeper) override {
+    check_process();
+    outgoing_->send(message, data, keeper);
+  }
+
+  std::optional<Reserved> reserve(std::size_t nbytes) override {
+    check_process();
+    return outgoing_->reserve(nbytes);
+  }
+
+  void commit(Message message, Reserved reserved) override {
+    check_process();
+    outgoing_->commit(message, reserved.token);
+  }
+
+  bool flush(const Deadline& deadline) override {
+    check_process();
+    return outgoing_->flush(deadline);
+  }
+
+  std::size_t pending() const noexcept override { return outgoing_->pending(); }
+
+  void close() noexcept override {
+    if (guard_.in_maker()) {
+      outgoing_->close();
+    }
+  }
+
+  Info info() const override {
+    const MappedRegion& sent = memory_->data_segment.region;
+    const MappedRegion& received = incoming_->slots();
+    const auto address_of = [](const MappedRegion& region) {
+      return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(region.data()));
+    };
+    return {
+        {"kind", std::string("shm")},
+        {"send_address", address_of(sent)},
+        {"send_bytes", static_cast<std::int64_t>(sent.size_bytes())},
+        {"receive_address", address_of(received)},
+        {"receive_bytes", static_cast<std::int64_t>(received.size_bytes())},
+        {"slot_bytes", static_cast<std::int64_t>(options_.slot_bytes)},
+        {"slots", static_cast<std::int64_t>(options_.slots)},
+        {"memory_bytes", static_cast<std::int64_t>(memory_->data_segment.region.size_bytes() +
+                                                   memory_->control_segment.region.size_bytes())},
+        {"huge_pages", std::string(memory_->data_segment.huge_pages)},
+        {"copy", std::string(streaming_name())},
+        {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_))},
+        {"distance_ns", distance_ns_}};
+  }
+
+ private:
+  static std::string name_of(const Session& session, const Link& link) {
+    return session.describe ? session.describe(link.peer()) : "rank " + std::to_string(link.peer());
+  }
+
+  void check_process() const {
+    if (!guard_.in_maker()) {
+      throw Error("the channel to " + fate_->peer_name() +
+                  " belongs to the process that opened it, not to its child");
+    }
+  }
+
+  void start(Link link) {
+    Reactor& reactor = *session_.reactor;
+    const auto on_error = [fate = fate_](const std::exception& error) {
+      fate->fail(Failure::Kind::kTransport,
+                 "the channel to " + fate->peer_name() + " failed: " + error.what());
+    };
+    try {
+      session_.completions->add(incoming_);
+      reactor.add(
+          memory_->credit_fd.get(), EPOLLIN, [this](std::uint32_t) { outgoing_->on_credit(); },
+          on_error);
+      reactor.add(wake_fd_.get(), EPOLLIN, [this](std::uint32_t) { on_wake(); }, on_error);
+      watch_ = std::make_unique<LinkWatch>(reactor, std::move(link), options_.silent_limit,
+                                           [this](const std::string& reason) { on_lost(reason); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  void stop() noexcept {
+    session_.reactor->remove(memory_->credit_fd.get());  // its handler may use the watch
+    session_.reactor->remove(wake_fd_.get());
+    watch_.reset();
+    session_.completions->remove(incoming_.get());
+  }
+
+  void on_wake() {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+    session_.completions->drain_sources();
+  }
+
+  void on_lost(const std::string& reason) {
+    fate_->break_off(Failure::Kind::kPeerLost, fate_->peer_name() + " is gone: " + reason);
+    outgoing_->abandon();
+    incoming_->lose(reason);
+  }
+
+  const Session session_;
+  const ShmOptions options_;
+  const ForkGuard guard_;
+  const std::shared_ptr<Fate> fate_;
+  const ScopedFd wake_fd_;
+  std::shared_ptr<OutgoingMemory> memory_;
+  std::shared_ptr<Incoming> incoming_;
+  std::unique_ptr<Outgoing> outgoing_;
+  double distance_ns_ = -1.0;
+  std::unique_ptr<LinkWatch> watch_;
+};
+
+}  // namespace
+}  // namespace shm
+
+std::unique_ptr<Sender> open_shm(const Session& session, Link link, const ShmOptions& options,
+                                 const Deadline& deadline, const Tick& tick) {
+  shm::check_options(options);
+  return std::make_unique<shm::ShmSender>(session, std::move(link), options, deadline, tick);
+}
+
+}  // namespace adaptive

@@ -1,0 +1,229 @@
+#include "shm/incoming.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "common/copy.h"
+#include "common/error.h"
+
+namespace adaptive::shm {
+namespace {
+
+// A lease's token: the slot, and whether its lines are to be flushed.
+constexpr std::uint64_t kFlush = 1ULL << 32;
+
+void signal(const ScopedFd& fd) noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));
+}
+
+}  // namespace
+
+// Owner of a message that was put together from pieces.
+struct Incoming::Assembled {
+  Assembled(std::shared_ptr<Incoming> incoming, Lease memory_in)
+      : channel(std::move(incoming)), memory(std::move(memory_in)) {
+    channel->num_assembled_.fetch_add(1);
+  }
+  Assembled(const Assembled&) = delete;
+  Assembled& operator=(const Assembled&) = delete;
+  ~Assembled() {
+    channel->num_assembled_.fetch_sub(1);
+    if (channel->stalled_.load() && channel->guard_.in_maker()) {
+      if (const auto completions = channel->fate_->completions()) {
+        completions->bell().ring();
+      }
+    }
+  }
+
+  std::shared_ptr<Incoming> channel;
+  Lease memory;
+};
+
+Incoming::Incoming(std::shared_ptr<Fate> fate, std::uint64_t job, std::uint64_t limit_bytes,
+                   const Layout& layout, MappedRegion control, MappedRegion data,
+                   ScopedFd credit_fd, bool flush_computed)
+    : fate_(std::move(fate)),
+      job_(job),
+      layout_(layout),
+      control_region_(std::move(control)),
+      data_region_(std::move(data)),
+      control_(reinterpret_cast<Control*>(control_region_.data())),
+      entries_(reinterpret_cast<const Entry*>(control_region_.data() + sizeof(Control))),
+      credit_fd_(std::move(credit_fd)),
+      flush_computed_(flush_computed),
+      assembler_(limit_bytes) {}
+
+bool Incoming::poll(Completions& into) noexcept {
+  bool found_any = false;
+  try {
+    while (!finished_ && take_next(into)) {
+      found_any = true;
+    }
+  } catch (const std::exception& error) {
+    finished_ = true;
+    found_any = true;
+    fate_->fail(Failure::Kind::kTransport,
+                "the channel from " + fate_->peer_name() + " is broken: " + error.what());
+  }
+  if (!finished_ && lost_.load(std::memory_order_acquire) && !stalled_.load()) {
+    // What it published before its end was visible before that was known; one more look is enough.
+    const Entry& entry = entries_[taken_ & (layout_.num_entries - 1)];
+    if (entry.number.load(std::memory_order_acquire) != taken_ + 1) {
+      tell_loss();
+    }
+    found_any = true;
+  }
+  return found_any;
+}
+
+void Incoming::read(const Entry& entry, Message* message, unsigned* slot,
+                    std::uint32_t* flags) const {
+  // One copy, checked and used: the peer may write the original at any moment. The fence keeps the
+  // compiler from reading the original again.
+  auto* const bytes = reinterpret_cast<unsigned char*>(message);
+  *slot = entry.slot;
+  *flags = entry.flags;
+  std::memcpy(bytes, entry.front, kFrontBytes);
+  if (message->dimensions > kFrontDimensions) {
+    std::memcpy(bytes + kFrontBytes, entry.back, sizeof(entry.back));
+  } else {
+    std::memset(bytes + kFrontBytes, 0, sizeof(entry.back));
+  }
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+void Incoming::check_entry(const Message& message, unsigned slot) const {
+  check_message(message, job_, layout_.slot_bytes, fate_->peer());
+  const bool end = message.kind == MessageKind::kEnd;
+  if (message.sequence != sequence_ || (end ? slot != kNoSlot : slot >= layout_.slots) ||
+      (end && assembler_.busy())) {
+    throw Error("message " + std::to_string(message.sequence) + " in slot " + std::to_string(slot) +
+                " where number " + std::to_string(sequence_) + " in one of " +
+                std::to_string(layout_.slots) + " slots was due");
+  }
+  if (message.has_crc != 0 && !end &&
+      crc32c(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes) !=
+          message.crc) {
+    throw Error(describe(message) + " does not have the checksum it was sent with");
+  }
+}
+
+// The next entry, if it is there. Throws Error for one that breaks the rules.
+bool Incoming::take_next(Completions& into) {
+  const Entry& entry = entries_[taken_ & (layout_.num_entries - 1)];
+  if (entry.number.load(std::memory_order_acquire) != taken_ + 1) {
+    return false;
+  }
+  Message message;
+  unsigned slot = kNoSlot;
+  std::uint32_t flags = 0;
+  read(entry, &message, &slot, &flags);
+  check_entry(message, slot);
+  if (message.kind == MessageKind::kEnd) {
+    ++taken_;
+    finished_ = true;
+    return false;
+  }
+  if (message.piece_bytes == message.nbytes && !assembler_.busy()) {
+    ++taken_;
+    ++sequence_;
+    deliver(message, slot, flags, into);
+  } else {
+    if (message.offset == 0 && num_assembled_.load() >= layout_.slots) {
+      stalled_.store(true);
+      if (num_assembled_.load() >= layout_.slots) {
+        return false;  // its pieces stay in their slots
+      }
+    }
+    stalled_.store(false);
+    ++taken_;
+    add_piece(message, slot, into);
+  }
+  last_ = message;
+  any_ = true;
+  return true;
+}
+
+void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flags,
+                       Completions& into) {
+  Arrival arrival;
+  arrival.peer = fate_->peer();
+  arrival.message = message;
+  const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0;
+  arrival.payload = Lease(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes,
+                          shared_from_this(), &Incoming::release, slot | (flush ? kFlush : 0));
+  num_held_.fetch_add(1, std::memory_order_relaxed);
+  arrival.slots = layout_.slots;
+  arrival.held = &num_held_;
+  into.found(std::move(arrival));
+}
+
+void Incoming::add_piece(const Message& message, unsigned slot, Completions& into) {
+  auto whole =
+      assembler_.add(message, data_region_.data() + slot * layout_.slot_stride, fate_->peer());
+  give_back(slot);
+  if (!whole) {
+    return;
+  }
+  ++sequence_;
+  std::byte* const data = whole->payload.data();
+  auto owner = std::make_shared<Assembled>(shared_from_this(), std::move(whole->payload));
+  whole->payload = Lease(data, message.nbytes, std::move(owner), nullptr, 0);
+  whole->slots = layout_.slots;
+  whole->held = &num_assembled_;
+  into.found(std::move(*whole));
+}
+
+void Incoming::release(void* owner, std::uint64_t token) noexcept {
+  auto* const self = static_cast<Incoming*>(owner);
+  if (!self->guard_.in_maker()) {
+    return;
+  }
+  const auto slot = static_cast<unsigned>(token & 0xFFFF'FFFF);
+  if ((token & kFlush) != 0) {
+    flush_lines(self->data_region_.data() + slot * self->layout_.slot_stride,
+                self->layout_.slot_bytes);
+  }
+  self->num_held_.fetch_sub(1, std::memory_order_relaxed);
+  self->give_back(slot);
+}
+
+void Incoming::give_back(unsigned slot) noexcept {
+  control_->returns.returned.fetch_or(std::uint64_t{1} << slot);
+  // Either the sender sees the slot after it has set this, or this is seen here.
+  auto& wants_credit = control_->sender.wants_credit;
+  if (wants_credit.load() != 0 && wants_credit.exchange(0) != 0) {
+    signal(credit_fd_);
+  }
+}
+
+void Incoming::lose(const std::string& reason) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(reason_mutex_);
+    reason_ = reason;
+  }
+  lost_.store(true, std::memory_order_release);
+  if (const auto completions = fate_->completions()) {
+    completions->bell().ring();
+  }
+}
+
+void Incoming::tell_loss() noexcept {
+  finished_ = true;
+  const std::lock_guard<std::mutex> lock(reason_mutex_);
+  fate_->fail(Failure::Kind::kPeerLost,
+              fate_->peer_name() + " is gone: " + reason_ + "; " +
+                  (any_ ? "the last message from it was " + describe(last_)
+                        : std::string("no message had come from it")));
+}
+
+void Incoming::stop() noexcept {
+  control_->receiver.closed.store(1, std::memory_order_release);
+  signal(credit_fd_);
+}
+
+}  // namespace adaptive::shm

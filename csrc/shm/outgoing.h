@@ -1,0 +1,130 @@
+// The sending end of a directed channel.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "common/channel.h"
+#include "common/fork_guard.h"
+#include "common/futex.h"
+#include "shm/channel.h"
+#include "shm/fate.h"
+#include "shm/ring.h"
+#include "shm/segment.h"
+
+namespace adaptive::shm {
+
+// The memory and what views of it need; lives as long as the last view of a reserved slot.
+struct OutgoingMemory {
+  OutgoingMemory(const ShmOptions& options, const std::string& purpose, const Deadline& deadline,
+                 const Tick& tick);
+
+  Control* control() const noexcept {
+    return reinterpret_cast<Control*>(control_segment.region.data());
+  }
+  Entry* entries() const noexcept {
+    return reinterpret_cast<Entry*>(control_segment.region.data() + sizeof(Control));
+  }
+  std::byte* slot(unsigned index) const noexcept {
+    return data_segment.region.data() + index * slot_stride;
+  }
+
+  // Lease::Release of a reserved slot.
+  static void drop_view(void* owner, std::uint64_t slot) noexcept;
+
+  std::size_t num_entries;
+  std::size_t slot_stride;
+  Segment control_segment;
+  Segment data_segment;
+  ScopedFd credit_fd;                  // turns readable when a slot came back that was asked for
+  std::atomic<std::uint64_t> gone{0};  // slots whose view here was dropped
+  ForkGuard guard;
+};
+
+// A slot is free when none of these holds:
+//   out       the receiver may read it          until `returned`
+//   viewed    a reserved tensor looks at it     until `gone`
+//   reserved  it is being computed into         until commit(), or `gone` without it
+//   queued    committed, but behind others      until it is out
+class Outgoing {
+ public:
+  Outgoing(const Session& session, std::shared_ptr<Fate> fate, const ShmOptions& options,
+           std::shared_ptr<OutgoingMemory> memory);
+
+  // What the peer gave: its bell, and what wakes its reactor.
+  void connect(Bell bell, ScopedFd wake_fd, std::size_t stream_from_bytes,
+               std::function<void()> on_end);
+
+  void send(Message& message, const void* data, const Keeper& keeper);
+  std::optional<Reserved> reserve(std::size_t nbytes);
+  void commit(Message& message, std::uint64_t token);
+  bool flush(const Deadline& deadline);
+  std::size_t pending() const noexcept { return num_pending_.load(std::memory_order_relaxed); }
+  void close() noexcept;
+
+  // The credit descriptor is readable: on the reactor's thread.
+  void on_credit() noexcept;
+  // The channel is broken off: lets go of what waits. Any thread.
+  void abandon() noexcept;
+
+ private:
+  struct Pending {
+    Message message;
+    const std::byte* data = nullptr;
+    std::uint64_t offset = 0;
+    unsigned slot = kNoSlot;  // a committed one, instead of data
+    std::shared_ptr<void> owner;
+  };
+  using Owners = std::vector<std::shared_ptr<void>>;  // let go of after the mutex
+
+  void prepare(Message& message) const;
+  void gather() noexcept;
+  unsigned take_slot() noexcept;
+  void publish(const Message& message, unsigned slot, std::uint32_t flags) noexcept;
+  void copy_in(unsigned slot, const std::byte* from, std::size_t size_bytes) const noexcept;
+  bool move_on(Pending& pending) noexcept;
+  bool ask_for_credit(const Pending& first) noexcept;
+  void advance(Owners& done);
+  void queue(Pending&& pending);
+  void drop_backlog(Owners& done) noexcept;
+  void publish_end() noexcept;
+  bool receiver_closed() const noexcept;
+
+  const std::uint64_t job_;
+  const int rank_;
+  const std::shared_ptr<Fate> fate_;
+  const ShmOptions options_;
+  const std::shared_ptr<OutgoingMemory> memory_;
+  Control* const control_;
+  Entry* const entries_;
+  const std::uint64_t all_slots_;
+
+  std::mutex mutex_;  // everything below
+  std::condition_variable moved_;
+  std::optional<Bell> bell_;
+  ScopedFd wake_fd_;
+  std::size_t stream_from_bytes_ = 0;
+  std::function<void()> on_end_;
+  std::uint64_t free_;
+  std::uint64_t out_ = 0, viewed_ = 0, reserved_ = 0, queued_ = 0;
+  std::array<std::uint64_t, kMostSlots> reservations_{};  // by slot: the token given last
+  std::uint64_t last_reservation_ = 0;
+  std::uint64_t published_ = 0;
+  std::uint64_t sequence_ = 0;
+  std::deque<Pending> backlog_;
+  std::atomic<std::size_t> num_pending_{0};
+  SpinBudget spin_;
+  bool closed_ = false;
+  bool end_published_ = false;
+};
+
+}  // namespace adaptive::shm

@@ -1,0 +1,92 @@
+// The memory that both ends of a directed channel map, and how they use it.
+//
+//   control   [ lines with one writer each | entries 0..N-1, 192 bytes each ]
+//   data      [ slot 0 | slot 1 | ... | slot K-1 ], each slot_stride bytes
+//
+//   sender                                receiver
+//   takes a free slot, copies in          reads entry number `next`, hands out a view of its slot
+//   writes an entry, then its number      ...
+//                                         gives the slot back: sets its bit in `returned`
+//   takes all bits of `returned`
+//
+// An entry is read before its slot comes back, so N > K + 1 entries never overtake each other: the
+// one more is the end of the channel, which has no slot.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/message.h"
+
+namespace adaptive::shm {
+
+constexpr std::size_t kLine = 64;
+constexpr unsigned kMostSlots = 64;
+// The payload was computed into the slot, by ordinary stores.
+constexpr std::uint32_t kComputedInPlace = 1;
+constexpr std::uint32_t kNoSlot = 0xFFFF'FFFF;
+constexpr std::uint64_t kControlMagic = 0x4d41'5053'484d'4331ULL;
+constexpr std::uint32_t kControlVersion = 1;
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
+                  std::atomic<std::uint32_t>::is_always_lock_free,
+              "atomics that hide a lock cannot be shared between processes");
+
+// Bytes of a message that stand in the first two lines of an entry: all but the sizes of the sixth
+// and seventh dimension, so that most messages cost two lines.
+constexpr std::size_t kFrontBytes = 112;
+constexpr int kFrontDimensions = 5;
+
+struct alignas(kLine) Entry {
+  std::atomic<std::uint64_t> number;  // from 1, written last
+  std::uint32_t slot;
+  std::uint32_t flags;
+  unsigned char front[kFrontBytes];
+  unsigned char back[sizeof(Message) - kFrontBytes];
+};
+static_assert(sizeof(Entry) == 3 * kLine && offsetof(Entry, front) == 16 &&
+                  offsetof(Entry, back) == 2 * kLine,
+              "the layout is shared by processes");
+static_assert(offsetof(Message, shape) + kFrontDimensions * sizeof(std::int64_t) == kFrontBytes,
+              "the front ends behind the fifth dimension");
+
+struct alignas(kLine) SenderLine {
+  std::uint64_t magic;
+  std::uint32_t version;
+  // A message waits for a slot: whoever gives one back has to say so by the credit descriptor.
+  std::atomic<std::uint32_t> wants_credit;
+};
+struct alignas(kLine) ReturnLine {
+  std::atomic<std::uint64_t> returned;  // one bit per slot
+};
+struct alignas(kLine) ReceiverLine {
+  std::atomic<std::uint32_t> closed;  // nothing will be read any more
+};
+// For measuring how far apart the two processors are; one writer each.
+struct alignas(kLine) PingLine {
+  std::atomic<std::uint64_t> value;
+};
+
+struct Control {
+  SenderLine sender;
+  ReturnLine returns;
+  ReceiverLine receiver;
+  PingLine ping;
+  PingLine pong;
+  // Entries follow.
+};
+
+constexpr std::size_t control_bytes(std::size_t entries) noexcept {
+  return sizeof(Control) + entries * sizeof(Entry);
+}
+
+constexpr std::size_t entries_for(unsigned slots) noexcept {
+  std::size_t entries = 4;
+  while (entries < std::size_t{slots} + 2) {
+    entries *= 2;
+  }
+  return entries;
+}
+
+}  // namespace adaptive::shm

@@ -1,0 +1,192 @@
+#include "shm/segment.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <thread>
+
+#include "common/error.h"
+#include "shm/limits.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace adaptive {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kChunk = std::size_t{64} << 20;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+std::size_t round_up(std::size_t size, std::size_t unit) noexcept {
+  return (size + unit - 1) / unit * unit;
+}
+
+void look_up(const Tick& tick) {
+  if (tick) {
+    tick();
+  }
+}
+
+// Held while memory is checked and taken, so that ranks which start together do not all find the
+// same memory free. A bound abstract name is a lock that ends with its holder. Best effort: who
+// cannot have it in time goes on.
+class AllocationTurn {
+ public:
+  AllocationTurn(const Deadline& deadline, const Tick& tick)
+      : socket_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
+    const std::string name = "megatron-adaptive-memory-" + std::to_string(::geteuid());
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());
+    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    const Deadline patience = deadline.at_most(std::chrono::seconds(10));
+    while (socket_ && ::bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 &&
+           errno == EADDRINUSE && !patience.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      look_up(tick);
+    }
+  }
+
+ private:
+  ScopedFd socket_;
+};
+
+// A larger file would end the process with SIGXFSZ.
+void check_file_size(std::size_t size_bytes, const std::string& purpose) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      size_bytes > limit.rlim_cur) {
+    throw Error(purpose + " needs " + bytes_text(size_bytes) + ", but the limit of a file, " +
+                "RLIMIT_FSIZE, is " + bytes_text(limit.rlim_cur) +
+                ": use fewer or smaller slots, or ulimit -f unlimited");
+  }
+}
+
+ScopedFd make_file(std::size_t size_bytes, unsigned flags) {
+  ScopedFd fd(::memfd_create("megatron-adaptive-channel", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
+  if (!fd) {
+    throw_errno("memfd_create", std::to_string(size_bytes) + " bytes");
+  }
+  if (::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
+    throw_errno("ftruncate", std::to_string(size_bytes) + " bytes");
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw_errno("fcntl", "F_ADD_SEALS");
+  }
+  return fd;
+}
+
+std::size_t free_huge_bytes() {
+  std::ifstream file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+  std::size_t pages = 0;
+  return file >> pages ? pages * kHugePage : 0;
+}
+
+// The setting in brackets: "always within_size advise [never] deny force".
+bool transparent_huge_pages() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string line;
+  std::getline(file, line);
+  return !line.empty() && line.find("[never]") == std::string::npos &&
+         line.find("[deny]") == std::string::npos;
+}
+
+// Pages of a reserve of their own; empty where there are too few.
+Segment try_reserved_huge_pages(std::size_t size_bytes) {
+  const std::size_t rounded = round_up(size_bytes, kHugePage);
+  if (size_bytes < kHugePage || free_huge_bytes() < rounded) {
+    return {};
+  }
+  try {
+    Segment segment;
+    segment.fd = make_file(rounded, MFD_HUGETLB | MFD_HUGE_2MB);
+    if (::fallocate(segment.fd.get(), 0, 0, static_cast<off_t>(rounded)) != 0) {
+      return {};
+    }
+    segment.region = MappedRegion::shared(segment.fd.get(), rounded);
+    segment.huge_pages = "reserved";
+    return segment;
+  } catch (const SystemError&) {
+    return {};  // others took them meanwhile, or a limit forbids them
+  }
+}
+
+// Every page is made now, by calls that can say no; a store to a page that cannot be made is
+// SIGBUS.
+void touch(const Segment& segment, const Deadline& deadline, const Tick& tick) {
+  const std::size_t size_bytes = segment.region.size_bytes();
+  for (std::size_t start = 0; start < size_bytes; start += kChunk) {
+    const std::size_t count = std::min(kChunk, size_bytes - start);
+    int result = ::madvise(segment.region.data() + start, count, MADV_POPULATE_WRITE);
+    if (result != 0 && errno == EINVAL) {
+      result =
+          ::fallocate(segment.fd.get(), 0, static_cast<off_t>(start), static_cast<off_t>(count));
+    }
+    if (result != 0 && errno == EINTR) {
+      start -= kChunk;  // once more; wraps around to the same start
+    } else if (result != 0) {
+      throw_errno("madvise", "MADV_POPULATE_WRITE, " + std::to_string(count) + " bytes");
+    }
+    look_up(tick);
+    if (deadline.expired()) {
+      throw DeadlineError("the " + bytes_text(size_bytes) +
+                          " of a channel could not be touched within the time limit");
+    }
+  }
+}
+
+}  // namespace
+
+Segment make_segment(std::size_t size_bytes, const std::string& purpose, const Deadline& deadline,
+                     const Tick& tick) {
+  check_file_size(size_bytes, purpose);
+  const AllocationTurn turn(deadline, tick);
+  Segment segment = try_reserved_huge_pages(size_bytes);
+  if (segment.fd) {
+    return segment;
+  }
+  check_memory(size_bytes, purpose);
+  const bool transparent = size_bytes >= kHugePage && transparent_huge_pages();
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t rounded = round_up(size_bytes, transparent ? kHugePage : page);
+  segment.fd = make_file(rounded, 0);
+  segment.region = MappedRegion::untouched(segment.fd.get(), rounded);
+  if (transparent && ::madvise(segment.region.data(), rounded, MADV_HUGEPAGE) == 0) {
+    segment.huge_pages = "transparent";
+  }
+  touch(segment, deadline, tick);
+  return segment;
+}
+
+MappedRegion attach_segment(const ScopedFd& fd, std::size_t size_bytes,
+                            const std::string& purpose) {
+  struct stat status{};
+  if (::fstat(fd.get(), &status) != 0) {
+    throw_errno("fstat", purpose);
+  }
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw Error(purpose + ": the peer's descriptor is no memory of sealed size");
+  }
+  if (static_cast<std::size_t>(status.st_size) != size_bytes) {
+    throw Error(purpose + ": the peer's memory has " + std::to_string(status.st_size) +
+                " bytes where " + std::to_string(size_bytes) + " were announced");
+  }
+  return MappedRegion::shared(fd.get(), size_bytes);
+}
+
+}  // namespace adaptive

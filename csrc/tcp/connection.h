@@ -1,0 +1,112 @@
+// One TCP channel in both directions: the socket, who reads it when, and what ends it.
+//
+//   send() ──> Writer ──┐            ┌── poll(): the thread that waits
+//                       ├── socket ──┤
+//   reactor: EPOLLOUT ──┘            └── reactor: EPOLLIN, while nobody waits
+//
+// A thread that waits for arrivals reads the socket itself: a wake-up of another thread would cost
+// more than the network. The reactor takes messages out of the network whenever it comes first, so
+// that they move on while the process computes.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "common/channel.h"
+#include "common/fork_guard.h"
+#include "common/scoped_fd.h"
+#include "tcp/buffers.h"
+#include "tcp/frame.h"
+#include "tcp/writer.h"
+
+namespace adaptive::tcp {
+
+class Connection final : public Source,
+                         private FrameSink,
+                         public std::enable_shared_from_this<Connection> {
+ public:
+  // `mine` are this end's slots and limits, `theirs` the peer's.
+  Connection(const Session& session, int peer, ScopedFd socket, const Offer& mine,
+             const Offer& theirs);
+
+  void start();
+  // Ends both directions, in order if a goodbye was said. After the return nothing of this runs
+  // but leases that are given back.
+  void shut() noexcept;
+
+  Writer& writer() noexcept { return writer_; }
+  bool in_maker() const noexcept { return guard_.in_maker(); }
+  std::string peer_name() const;
+  // Throws what ended the channel, if anything did.
+  void check() const;
+  // Writes what is due. Any thread.
+  void pump() noexcept;
+
+  bool poll(Completions& into) noexcept override;
+
+ private:
+  // FrameSink, under read_mutex_:
+  std::byte* begin(const Message& message) override;
+  void complete(const Message& message) override;
+  void credits(std::uint32_t count) override;
+  void goodbye() override;
+
+  void on_events(std::uint32_t events);
+  void on_tick();
+  // Takes what the socket holds, unless another thread is at it. Arrivals go to `into` directly, or
+  // where it is null to the session's completions with a ring of the bell.
+  bool receive(Completions* into, std::size_t budget_bytes) noexcept;
+  bool leave_to_other(std::unique_lock<std::mutex>& reading) noexcept;
+  void read_some(std::size_t budget_bytes);
+  void on_end(int code);
+  void fail(Failure::Kind kind, const std::string& finding) noexcept;
+  void watch(std::uint32_t events, bool on) noexcept;
+  void end() noexcept;
+  static void release(void* owner, std::uint64_t token) noexcept;
+  void give_back(Block* block) noexcept;
+
+  const std::weak_ptr<Completions> completions_;  // its items hold leases, which hold this
+  const std::function<std::string(int)> describe_;
+  const int peer_;
+  const Offer mine_;
+  const std::chrono::milliseconds period_;  // of heartbeats
+  const ForkGuard guard_;
+  std::shared_ptr<Reactor> reactor_;
+  ScopedFd socket_;
+  BufferPool buffers_;
+  Writer writer_;
+  std::uint64_t timer_ = 0;
+
+  std::mutex events_mutex_;
+  std::uint32_t events_ = 0;
+
+  std::mutex read_mutex_;  // only ever tried, but by shut()
+  FrameDecoder decoder_;
+  std::unique_ptr<Block> block_;       // of the message that comes in
+  std::atomic<unsigned> num_held_{0};  // slots, as arrivals tell it
+  Completions* into_ = nullptr;
+  bool delivered_ = false;
+  std::atomic<bool> left_to_other_{false};  // the reactor came while the waiter was reading
+  std::atomic<bool> goodbye_came_{false};
+  std::atomic<bool> credits_came_{false};
+  std::atomic<std::int64_t> next_look_ns_{0};
+
+  std::atomic<bool> heard_{false};
+  int silent_ticks_ = 0;  // of the reactor's thread
+
+  std::atomic<bool> over_{false};    // nothing is read any more
+  std::atomic<bool> failed_{false};  // and why, is in text_
+  mutable std::mutex fate_mutex_;
+  Failure::Kind kind_ = Failure::Kind::kTransport;
+  std::string text_;
+  bool any_received_ = false;
+  Message last_received_;
+};
+
+}  // namespace adaptive::tcp

@@ -1,0 +1,171 @@
+// What the tests here share: checks that say what they expected, tests over forked processes, and a
+// line per test. A test program ends with `return adaptive::testing::summary();`.
+#pragma once
+
+#include <dirent.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "common/deadline.h"
+
+namespace adaptive::testing {
+
+// Far longer than any wait that goes well.
+inline Deadline patient() {
+  return Deadline::after(std::chrono::seconds(60));
+}
+
+inline Deadline soon(int milliseconds = 20) {
+  return Deadline::after(std::chrono::milliseconds(milliseconds));
+}
+
+inline void check(bool holds, const std::string& what) {
+  if (!holds) {
+    throw std::runtime_error("expected: " + what);
+  }
+}
+
+inline void check_contains(const std::string& text, const std::string& words) {
+  check(text.find(words) != std::string::npos, "a text with '" + words + "', got: " + text);
+}
+
+template <typename Exception>
+void check_throws(const std::function<void()>& action, const std::string& words) {
+  try {
+    action();
+  } catch (const Exception& error) {
+    check_contains(error.what(), words);
+    return;
+  }
+  throw std::runtime_error("expected an exception with '" + words + "'");
+}
+
+// Waits for what another thread or process does.
+inline void eventually(const std::function<bool()>& holds, const std::string& what) {
+  for (const Deadline deadline = patient(); !holds();) {
+    check(!deadline.expired(), what + ", at last");
+    ::usleep(1000);
+  }
+}
+
+// A child process that runs `body`; killed, should its parent forget it. No destructor of the
+// parent's objects runs in it.
+class Child {
+ public:
+  explicit Child(const std::function<void()>& body) {
+    std::fflush(stdout);
+    pid_ = ::fork();
+    if (pid_ != 0) {
+      return;
+    }
+    int status = 0;
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::printf("  child: %s\n", error.what());
+      status = 1;
+    }
+    std::fflush(stdout);
+    ::_exit(status);
+  }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  ~Child() {
+    if (pid_ > 0) {
+      signal(SIGKILL);
+      wait();
+    }
+  }
+
+  pid_t pid() const { return pid_; }
+  void signal(int number) const { ::kill(pid_, number); }
+
+  int wait() {
+    int status = 0;
+    ::waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return status;
+  }
+
+  void join() {
+    const int status = wait();
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a child that succeeds");
+  }
+
+  void kill() {
+    signal(SIGKILL);
+    wait();
+  }
+
+ private:
+  pid_t pid_ = -1;
+};
+
+// A thread that is waited for, also where a check fails.
+class Joined {
+ public:
+  explicit Joined(std::function<void()> body) : thread_(std::move(body)) {}
+  Joined(const Joined&) = delete;
+  Joined& operator=(const Joined&) = delete;
+  ~Joined() { join(); }
+  void join() {
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+
+ private:
+  std::thread thread_;
+};
+
+inline int num_open_descriptors() {
+  int count = 0;
+  DIR* folder = ::opendir("/proc/self/fd");
+  while (::readdir(folder) != nullptr) {
+    ++count;
+  }
+  ::closedir(folder);
+  return count;
+}
+
+inline int& failures() {
+  static int count = 0;
+  return count;
+}
+
+// Runs one test; it fails too if it leaves descriptors open. With an argument on the command line,
+// only tests whose name contains it run.
+inline void run(const std::string& name, const std::function<void()>& test,
+                const std::string& only = "") {
+  if (name.find(only) == std::string::npos) {
+    return;
+  }
+  const int before = num_open_descriptors();
+  try {
+    test();
+    const int left = num_open_descriptors() - before;
+    check(left == 0, "no descriptors left open, not " + std::to_string(left));
+    std::printf("ok   %s\n", name.c_str());
+  } catch (const std::exception& error) {
+    std::printf("FAIL %s: %s\n", name.c_str(), error.what());
+    ++failures();
+  }
+  std::fflush(stdout);
+}
+
+inline int summary() {
+  std::printf("%d failed\n", failures());
+  return failures() == 0 ? 0 : 1;
+}
+
+}  // namespace adaptive::testing

@@ -1,0 +1,147 @@
+// Fuzzer of what a shared-memory channel reads out of the memory that its peer writes. Parts:
+// csrc/shm/incoming.cc csrc/common/{assembler,completions,copy,message}.cc
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <variant>
+
+#include "common/completions.h"
+#include "common/error.h"
+#include "shm/incoming.h"
+#include "tests/fuzz.h"
+
+namespace {
+
+using adaptive::Arrival;
+using adaptive::Completions;
+using adaptive::Failure;
+using adaptive::Item;
+using adaptive::MappedRegion;
+using adaptive::Message;
+using adaptive::MessageKind;
+using adaptive::ScopedFd;
+using adaptive::shm::Control;
+using adaptive::shm::Entry;
+using adaptive::shm::Fate;
+using adaptive::shm::Incoming;
+using adaptive::shm::Layout;
+using adaptive::testing::append;
+using adaptive::testing::FuzzInput;
+using adaptive::testing::FuzzReader;
+using adaptive::testing::must;
+
+constexpr std::uint64_t kJob = 3;
+constexpr std::uint64_t kLimitBytes = 10'000;
+constexpr std::size_t kSlotBytes = 1024;
+
+// One entry of an input. `number` is that of the entry, unless `off_by` says otherwise.
+struct Wire {
+  Message message;
+  std::uint32_t slot;
+  std::uint32_t flags;
+  std::uint64_t off_by;
+};
+
+Layout layout() {
+  Layout layout;
+  layout.slots = 4;
+  layout.slot_bytes = kSlotBytes;
+  layout.slot_stride = 4096;
+  layout.num_entries = adaptive::shm::entries_for(layout.slots);
+  layout.data_bytes = layout.slots * layout.slot_stride;
+  layout.control_bytes = adaptive::shm::control_bytes(layout.num_entries);
+  return layout;
+}
+
+// A mapping that the fuzzer writes to and one that the channel reads from.
+struct Memory {
+  explicit Memory(std::size_t size_bytes) : fd(::memfd_create("fuzz", MFD_CLOEXEC)) {
+    must(fd && ::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) == 0, "memory");
+    mine = MappedRegion::shared(fd.get(), size_bytes);
+    theirs = MappedRegion::shared(fd.get(), size_bytes);
+  }
+  ScopedFd fd;
+  MappedRegion mine;
+  MappedRegion theirs;
+};
+
+// Takes what was found; false after a failure.
+bool take_all(Completions& completions) {
+  while (std::optional<Item> item = completions.poll()) {
+    if (std::holds_alternative<Failure>(*item)) {
+      return false;
+    }
+    const auto& arrival = std::get<Arrival>(*item);
+    must(arrival.payload.size_bytes() == arrival.message.nbytes, "all of the payload");
+    must(arrival.message.nbytes <= std::max<std::uint64_t>(kLimitBytes, kSlotBytes),
+         "a payload within the limit");
+    // Readable and writable to its last byte, as a sanitizer or the kernel will say.
+    std::fill_n(arrival.payload.data(), arrival.payload.size_bytes(), std::byte{1});
+  }
+  return true;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  FuzzReader reader(data, size);
+  Memory control(layout().control_bytes);
+  Memory slots(layout().data_bytes);
+  const auto completions = std::make_shared<Completions>(1);
+  const auto fate = std::make_shared<Fate>(completions, 0, "rank 0");
+  const auto incoming = std::make_shared<Incoming>(
+      fate, kJob, kLimitBytes, layout(), std::move(control.theirs), std::move(slots.theirs),
+      ScopedFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), (size & 1) != 0);
+  completions->add(incoming);
+  auto* const entries = reinterpret_cast<Entry*>(control.mine.data() + sizeof(Control));
+  for (std::uint64_t number = 0; reader.left() != 0; ++number) {
+    const auto wire = reader.take<Wire>();
+    Entry& entry = entries[number % layout().num_entries];
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&wire.message);
+    std::copy_n(bytes, sizeof(entry.front), entry.front);
+    std::copy_n(bytes + sizeof(entry.front), sizeof(entry.back), entry.back);
+    entry.slot = wire.slot;
+    entry.flags = wire.flags;
+    entry.number.store(number + 1 + wire.off_by);
+    if (!take_all(*completions)) {
+      break;
+    }
+  }
+  incoming->lose("the input ended");
+  take_all(*completions);
+  completions->remove(incoming.get());
+  return 0;
+}
+
+std::vector<FuzzInput> adaptive::testing::fuzz_seeds() {
+  const auto wire_of = [](std::uint64_t sequence, std::uint64_t nbytes, std::uint64_t offset,
+                          std::uint64_t piece_bytes, std::uint32_t slot) {
+    Wire wire{};
+    wire.message.job = kJob;
+    wire.message.sequence = sequence;
+    wire.message.nbytes = nbytes;
+    wire.message.offset = offset;
+    wire.message.piece_bytes = piece_bytes;
+    wire.message.dimensions = 1;
+    wire.message.shape[0] = static_cast<std::int64_t>(nbytes);
+    wire.slot = slot;
+    return wire;
+  };
+  FuzzInput small;
+  for (std::uint32_t i = 0; i < 12; ++i) {
+    append(small, wire_of(i, 100 * i % kSlotBytes, 0, 100 * i % kSlotBytes, i % 4));
+  }
+  FuzzInput pieces;
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    append(pieces, wire_of(0, 3 * kSlotBytes, i * kSlotBytes, kSlotBytes, i));
+  }
+  Wire end = wire_of(1, 0, 0, 0, shm::kNoSlot);
+  end.message.kind = MessageKind::kEnd;
+  append(pieces, end);
+  return {small, pieces};
+}

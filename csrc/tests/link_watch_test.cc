@@ -1,0 +1,220 @@
+// Tests of the watch over a link. Build: c++ -std=c++17 -I csrc -pthread <this>
+// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io}.cc
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "common/link.h"
+#include "common/reactor.h"
+#include "tests/check.h"
+#include "tests/links.h"
+
+namespace adaptive::testing {
+namespace {
+
+// Collects what a watch says.
+class Losses {
+ public:
+  std::function<void(const std::string&)> listener() {
+    return [this](const std::string& reason) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      reasons_.push_back(reason);
+    };
+  }
+  std::size_t count() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return reasons_.size();
+  }
+  std::string only() const {
+    eventually([this] { return count() > 0; }, "a loss");
+    ::usleep(20000);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check(reasons_.size() == 1, "one loss");
+    return reasons_.front();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::string> reasons_;
+};
+
+// A peer in another process, linked with this one.
+struct Peer {
+  Peer(Kind kind, const std::function<void(Link)>& body) : listener(listen(kind, rank(1))) {
+    child = std::make_unique<Child>([&] { body(connect(listener.address(), rank(0), 1)); });
+    link = listener.accept(0, "test", patient(), kNoTick);
+  }
+  Listener listener;
+  std::unique_ptr<Child> child;
+  Link link;
+};
+
+void sleep_for_ever(Link) {
+  for (;;) {
+    ::pause();
+  }
+}
+
+void a_killed_peer_is_lost(Kind kind) {
+  Peer peer(kind, sleep_for_ever);
+  Reactor reactor;
+  Losses losses;
+  const LinkWatch watch(reactor, std::move(peer.link), kNeverSilent, losses.listener());
+  ::usleep(10000);
+  check(losses.count() == 0, "no loss yet");
+  peer.child->kill();
+  const std::string reason = losses.only();
+  check_contains(reason, kind == Kind::kUnix ? "" : "closed without a goodbye");
+}
+
+// Data loaders are such children: they hold the socket open after the end of their parent.
+void a_child_of_a_killed_peer_does_not_hide_its_end() {
+  int raw[2];
+  check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
+  ScopedFd read_end(raw[0]);
+  ScopedFd write_end(raw[1]);
+  Peer peer(Kind::kUnix, [&](Link link) {
+    if (::fork() == 0) {
+      write_end.reset();
+      char byte = 0;  // until the test is over
+      [[maybe_unused]] const ssize_t got = ::read(read_end.get(), &byte, 1);
+      ::_exit(0);
+    }
+    sleep_for_ever(std::move(link));
+  });
+  Reactor reactor;
+  Losses losses;
+  const LinkWatch watch(reactor, std::move(peer.link), kNeverSilent, losses.listener());
+  ::usleep(10000);
+  peer.child->kill();
+  check_contains(losses.only(), "its process ended");
+}
+
+void an_orderly_end_is_no_loss(Kind kind) {
+  Peer peer(kind, [](Link link) {
+    Reactor reactor;
+    LinkWatch watch(reactor, std::move(link), kNeverSilent, [](const std::string&) {});
+    watch.say_goodbye();
+    watch.say_goodbye();
+  });
+  Reactor reactor;
+  Losses losses;
+  LinkWatch watch(reactor, std::move(peer.link), milliseconds(40), losses.listener());
+  peer.child->join();
+  ::usleep(100000);
+  check(losses.count() == 0, "no loss");
+  watch.say_goodbye();
+}
+
+void a_stopped_peer_is_lost_after_the_limit() {
+  Peer peer(Kind::kTcp4, [](Link link) {
+    Reactor reactor;
+    const LinkWatch watch(reactor, std::move(link), milliseconds(400), [](const std::string&) {});
+    sleep_for_ever(Link());
+  });
+  Reactor reactor;
+  Losses losses;
+  const LinkWatch watch(reactor, std::move(peer.link), milliseconds(400), losses.listener());
+  ::usleep(1000000);
+  check(losses.count() == 0, "heartbeats to count");
+  peer.child->signal(SIGSTOP);
+  check_contains(losses.only(), "silent for 400 ms");
+}
+
+void standing_still_oneself_is_no_loss_of_the_peer() {
+  Peer peer(Kind::kTcp4, [](Link link) {
+    Reactor reactor;
+    Losses losses;
+    const LinkWatch watch(reactor, std::move(link), milliseconds(400), losses.listener());
+    ::usleep(2000000);
+    check(losses.count() == 0, "no loss");
+  });
+  Reactor reactor;
+  const LinkWatch watch(reactor, std::move(peer.link), milliseconds(400),
+                        [](const std::string&) {});
+  ::usleep(300000);
+  peer.child->signal(SIGSTOP);
+  ::usleep(1000000);
+  peer.child->signal(SIGCONT);
+  peer.child->join();
+}
+
+void other_bytes_are_a_loss() {
+  Ends ends = link_up(Kind::kTcp4);
+  Reactor reactor;
+  Losses losses;
+  const LinkWatch watch(reactor, std::move(ends.near), kNeverSilent, losses.listener());
+  check(::send(ends.far.fd(), "hhx", 3, 0) == 3, "room");
+  check_contains(losses.only(), "something else than heartbeats");
+}
+
+void a_watch_may_be_ended_by_its_own_news() {
+  Ends ends = link_up(Kind::kUnix);
+  Reactor reactor;
+  std::atomic<bool> done{false};
+  std::unique_ptr<LinkWatch> watch;
+  std::atomic<bool> ready{false};
+  watch = std::make_unique<LinkWatch>(reactor, std::move(ends.near), kNeverSilent,
+                                      [&](const std::string&) {
+                                        while (!ready) {
+                                        }
+                                        watch.reset();
+                                        done = true;
+                                      });
+  ready = true;
+  ends.far = Link();
+  eventually([&] { return done.load(); }, "the end");
+}
+
+void a_forked_child_does_not_disturb() {
+  Ends ends = link_up(Kind::kUnix);
+  auto reactor = std::make_unique<Reactor>();
+  Losses losses;
+  auto near =
+      std::make_unique<LinkWatch>(*reactor, std::move(ends.near), kNeverSilent, losses.listener());
+  auto far =
+      std::make_unique<LinkWatch>(*reactor, std::move(ends.far), kNeverSilent, losses.listener());
+  Child child([&] {
+    far->say_goodbye();
+    far.reset();
+    near.reset();
+    reactor.reset();
+  });
+  child.join();
+  ::usleep(20000);
+  check(losses.count() == 0, "no loss");
+  far.reset();
+  // A goodbye of the child would have made this end an orderly one.
+  check_contains(losses.only(), "closed without a goodbye");
+}
+
+void run_all(const std::string& only) {
+  const auto run = [&](const std::string& name, const std::function<void()>& test) {
+    testing::run(name, test, only);
+  };
+  const std::pair<Kind, std::string> kinds[] = {
+      {Kind::kUnix, " (unix)"}, {Kind::kTcp4, " (tcp)"}, {Kind::kTcp6, " (tcp, IPv6)"}};
+  for (const auto& [kind, suffix] : kinds) {
+    run("killed peer" + suffix, [kind = kind] { a_killed_peer_is_lost(kind); });
+    run("orderly end" + suffix, [kind = kind] { an_orderly_end_is_no_loss(kind); });
+  }
+  run("child of a killed peer", a_child_of_a_killed_peer_does_not_hide_its_end);
+  run("stopped peer", a_stopped_peer_is_lost_after_the_limit);
+  run("standing still", standing_still_oneself_is_no_loss_of_the_peer);
+  run("other bytes", other_bytes_are_a_loss);
+  run("watch ends itself", a_watch_may_be_ended_by_its_own_news);
+  run("forked child", a_forked_child_does_not_disturb);
+}
+
+}  // namespace
+}  // namespace adaptive::testing
+
+int main(int argc, char** argv) {
+  adaptive::testing::run_all(argc > 1 ? argv[1] : "");
+  return adaptive::testing::summary();
+}

@@ -1,0 +1,413 @@
+"""The C++ class Node as Python sees it; what the transports promise is in tests/transport."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import PeerLostError, TransportError
+
+TOKEN = b"0123456789abcdef"
+# Far longer than any wait that goes well.
+PATIENT_S = 60.0
+SOON_S = 0.02
+CODES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 9,
+    torch.complex64: 10,
+    torch.complex128: 11,
+}
+
+
+@pytest.fixture(scope="module")
+def native() -> ModuleType:
+    module = extension.load()
+    if module is None:
+        pytest.skip(str(extension.why_missing()))
+    return module
+
+
+def make_node(native: ModuleType, rank: int = 0, **options: Any) -> Any:
+    return native.Node(rank, TOKEN, 7, 2, **options)
+
+
+@pytest.fixture
+def loop(native: ModuleType) -> Iterator[Any]:
+    """A node with a loopback channel of three slots of 64 KiB."""
+    node = make_node(native)
+    node.open("loopback", 0, "", PATIENT_S, slot_bytes=1 << 16, slots=3)
+    yield node
+    node.close(PATIENT_S)
+
+
+def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
+    """Two nodes of this process with a channel through shared memory."""
+    low, high = make_node(native, 0), make_node(native, 1)
+    address = high.listen("unix")
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(low.open, "shm", 1, address, PATIENT_S, **options)
+        high.open("shm", 0, "", PATIENT_S, **options)
+        opened.result()
+    return low, high
+
+
+@pytest.fixture
+def pair(native: ModuleType) -> Iterator[tuple[Any, Any]]:
+    low, high = open_pair(native, slots=3, slot_bytes=1 << 16)
+    yield low, high
+    low.close(PATIENT_S)
+    high.close(PATIENT_S)
+
+
+def send(node: Any, peer: int, tensor: torch.Tensor, microbatch: int = 0) -> None:
+    node.send(
+        peer,
+        5,
+        1,
+        2,
+        microbatch,
+        CODES[tensor.dtype],
+        0,
+        tuple(tensor.shape),
+        tensor.data_ptr(),
+        tensor.nbytes,
+        tensor,
+    )
+
+
+def tensor_of(arrival: Any) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(arrival.dlpack())
+
+
+def take(node: Any) -> torch.Tensor:
+    return tensor_of(node.wait(PATIENT_S))
+
+
+def in_child(body: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        body()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+class TestMessages:
+    @pytest.mark.parametrize("dtype", CODES, ids=str)
+    def test_any_element_type(self, loop: Any, dtype: torch.dtype) -> None:
+        tensor = torch.arange(12).reshape(3, 4).to(dtype)
+        send(loop, 0, tensor)
+        received = take(loop)
+        assert received.dtype == dtype
+        assert torch.equal(received, tensor)
+
+    @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (1, 2, 3, 4, 5, 6, 7)])
+    def test_any_shape(self, pair: tuple[Any, Any], shape: tuple[int, ...]) -> None:
+        low, high = pair
+        tensor = torch.randn(shape)
+        send(low, 1, tensor)
+        received = take(high)
+        assert received.shape == shape
+        assert torch.equal(received, tensor)
+
+    def test_what_an_arrival_says(self, loop: Any) -> None:
+        tensor = torch.ones(2, 3)
+        send(loop, 0, tensor, microbatch=9)
+        send(loop, 0, tensor, microbatch=10)
+        arrival = loop.wait(PATIENT_S)
+        assert (arrival.peer, arrival.step, arrival.kind) == (0, 5, 1)
+        assert (arrival.chunk, arrival.microbatch, arrival.sequence) == (2, 9, 0)
+        assert (arrival.dtype, arrival.variant, arrival.nbytes) == (0, 0, 24)
+        assert arrival.shape == (2, 3)
+        assert loop.wait(PATIENT_S).sequence == 1
+
+    def test_dlpack_once(self, loop: Any) -> None:
+        send(loop, 0, torch.ones(1))
+        arrival = loop.wait(PATIENT_S)
+        arrival.dlpack()
+        with pytest.raises(RuntimeError, match="once"):
+            arrival.dlpack()
+
+    def test_memory_is_kept_until_it_is_sent_and_no_longer(self, loop: Any) -> None:
+        tensors = [torch.full((100,), float(i)) for i in range(8)]
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        for i, tensor in enumerate(tensors):
+            send(loop, 0, tensor, i)
+        del tensors, tensor
+        gc.collect()
+        assert [ref() is not None for ref in alive] == [False] * 3 + [True] * 5
+        for i in range(8):
+            assert take(loop)[0] == i
+        assert loop.flush(PATIENT_S)
+        assert [ref() for ref in alive] == [None] * 8
+
+    @pytest.mark.parametrize("taken", [False, True])
+    def test_slots_come_back_when_views_are_gone(self, pair: tuple[Any, Any], taken: bool) -> None:
+        low, high = pair
+        for i in range(4):
+            send(low, 1, torch.full((10,), float(i)))
+        held = [high.wait(PATIENT_S) for _ in range(3)]
+        if taken:
+            held = [tensor_of(arrival) for arrival in held]
+        assert high.wait(SOON_S) is None
+        del held[1]
+        assert take(high)[0] == 3
+
+    def test_free_slots(self, pair: tuple[Any, Any]) -> None:
+        low, high = pair
+        for _ in range(3):
+            send(low, 1, torch.ones(1))
+        first = high.wait(PATIENT_S)
+        assert first.free_slots == 0  # all three have come
+        del first
+        second = high.wait(PATIENT_S)
+        tensor = tensor_of(second)
+        assert second.free_slots == 1
+        del tensor
+
+    def test_larger_than_the_arena(self, pair: tuple[Any, Any]) -> None:
+        low, high = pair
+        tensor = torch.randn(1 << 20)
+        send(low, 1, tensor)
+        assert torch.equal(take(high), tensor)
+
+    def test_reserved_memory(self, pair: tuple[Any, Any]) -> None:
+        low, high = pair
+        capsule, token = low.reserve(1, 40, 0, (2, 5))
+        tensor = torch.utils.dlpack.from_dlpack(capsule)
+        tensor.copy_(torch.arange(10).reshape(2, 5))
+        low.commit(1, token, 5, 0, 0, 3, 0, 0, (2, 5))
+        received = take(high)
+        assert torch.equal(received, tensor)
+        with pytest.raises(TransportError, match="was committed or dropped before"):
+            low.commit(1, token, 5, 0, 0, 3, 0, 0, (2, 5))
+        assert low.reserve(1, 1 << 20, 8, (1 << 20,)) is None
+
+    def test_wrong_arguments(self, loop: Any) -> None:
+        arguments = [0, 5, 1, 2, 3, 0, 0, (1,), torch.ones(1).data_ptr(), 4, None]
+        for index, value, error in (
+            (1, "x", TypeError),
+            (2, 256, ValueError),
+            (2, 255, ValueError),
+            (3, 1 << 40, ValueError),
+            (5, 13, ValueError),
+            (6, -1, ValueError),
+            (7, [1], TypeError),
+            (7, (2,), ValueError),
+            (7, (-1,), ValueError),
+            (7, (1,) * 8, ValueError),
+            (7, (1 << 62, 1 << 62), ValueError),
+            (8, 0, ValueError),
+            (9, 5, ValueError),
+            (0, 1, TransportError),
+        ):
+            wrong = [*arguments[:index], value, *arguments[index + 1 :]]
+            with pytest.raises(error):
+                loop.send(*wrong)
+        with pytest.raises(TypeError, match="keep"):
+            loop.send(*arguments[:-1])
+        assert loop.poll() is None
+
+
+class TestQueue:
+    def test_put_and_poll(self, loop: Any) -> None:
+        item = object()
+        loop.put(item)
+        loop.put(None)
+        assert loop.poll() is item
+        assert loop.poll() is None  # what was put
+        assert loop.poll() is None  # nothing
+
+    def test_put_wakes_a_waiting_thread(self, loop: Any) -> None:
+        thread = threading.Timer(0.05, loop.put, ["late"])
+        thread.start()
+        assert loop.wait(PATIENT_S) == "late"
+        thread.join()
+
+    def test_objects_are_not_leaked(self, native: ModuleType) -> None:
+        class Item:
+            pass
+
+        item = Item()
+        alive = weakref.ref(item)
+        node = make_node(native)
+        node.put(item)
+        del item, node
+        gc.collect()
+        assert alive() is None
+
+    def test_wait_ends_with_its_time(self, loop: Any) -> None:
+        start = time.monotonic()
+        assert loop.wait(0.05) is None
+        assert time.monotonic() - start >= 0.049
+        for wrong in (-1.0, float("nan"), 1e9):
+            with pytest.raises(ValueError, match="timeout_s"):
+                loop.wait(wrong)
+
+    def test_signal_handlers_run_during_a_wait(self, loop: Any) -> None:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            with pytest.raises(KeyboardInterrupt):
+                loop.wait(PATIENT_S)
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+
+    def test_second_thread_is_refused(self, loop: Any) -> None:
+        thread = threading.Thread(target=loop.wait, args=(PATIENT_S,))
+        thread.start()
+        time.sleep(0.05)
+        with pytest.raises(RuntimeError, match="two threads"):
+            loop.poll()
+        loop.put(1)
+        thread.join()
+
+
+class TestEnds:
+    def test_close_is_no_failure_and_leaves_views(self, native: ModuleType) -> None:
+        low, high = open_pair(native)
+        tensor = torch.randn(1000)
+        send(low, 1, tensor)
+        assert low.close(PATIENT_S)
+        assert low.close(PATIENT_S)
+        received = take(high)
+        assert high.wait(SOON_S) is None
+        with pytest.raises(TransportError, match="has closed its end"):
+            send(high, 0, tensor)
+        with pytest.raises(TransportError, match="all are closed"):
+            send(low, 1, tensor)
+        high.close(PATIENT_S)
+        del low, high
+        gc.collect()
+        assert torch.equal(received, tensor)
+
+    def test_close_says_what_was_left(self, native: ModuleType) -> None:
+        low, high = open_pair(native, slots=1)
+        for _ in range(3):
+            send(low, 1, torch.ones(1))
+        assert low.pending(1) == 2
+        assert not low.close(SOON_S)
+        assert take(high) == 1
+        with pytest.raises(PeerLostError, match="rank 0 is gone"):
+            high.wait(PATIENT_S)
+        high.close(PATIENT_S)
+
+    def test_killed_peer(self, native: ModuleType) -> None:
+        low, high = (os.pipe() for _ in range(2))
+
+        def victim() -> None:
+            node = make_node(native, 0)
+            node.open("shm", 1, os.read(low[0], 200).decode(), PATIENT_S)
+            send(node, 1, torch.ones(3), microbatch=4)
+            os.write(high[1], b"x")
+            time.sleep(PATIENT_S)
+
+        node = make_node(native, 1, describe=lambda rank: f"rank {rank} (stage 0, host h)")
+        address = node.listen("unix")
+        pid = in_child(victim)
+        os.write(low[1], address.encode())
+        node.open("shm", 0, "", PATIENT_S)
+        os.read(high[0], 1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert take(node)[2] == 1
+        with pytest.raises(
+            PeerLostError, match=r"rank 0 \(stage 0, host h\) is gone.*chunk 2 micr"
+        ):
+            node.wait(PATIENT_S)
+        assert node.wait(SOON_S) is None
+        with pytest.raises(PeerLostError):
+            send(node, 0, torch.ones(1))
+        node.close(PATIENT_S)  # waits for nobody
+        for fd in (*low, *high):
+            os.close(fd)
+
+    def test_a_fork_leaves_the_channels_alone(self, pair: tuple[Any, Any]) -> None:
+        low, high = pair
+        send(low, 1, torch.full((4,), 3.0))
+        received = take(high)
+
+        def child() -> None:
+            nonlocal received
+            assert received[0] == 3
+            with pytest.raises(TransportError, match="belong to the process that made them"):
+                send(low, 1, received)
+            del received
+            gc.collect()
+
+        pid = in_child(child)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for i in range(6):
+            send(low, 1, torch.full((4,), float(i)))
+            assert take(high)[0] == i
+        assert received[0] == 3
+
+
+class TestOpen:
+    def test_wrong_options(self, native: ModuleType) -> None:
+        node = make_node(native)
+        for kind, peer, options, error in (
+            ("pigeon", 1, {}, ValueError),
+            ("loopback", 1, {}, ValueError),
+            ("shm", 0, {}, ValueError),
+            ("loopback", 0, {"slotz": 1}, TypeError),
+            ("loopback", 0, {"slots": 65}, ValueError),
+            ("loopback", 0, {"slots": "x"}, TypeError),
+            ("loopback", 0, {"slots": -1}, TypeError),
+            ("shm", 1, {"device": "mlx5_0"}, TypeError),
+            ("shm", 1, {"silent_limit_s": 0.0}, ValueError),
+        ):
+            with pytest.raises(error):
+                node.open(kind, peer, "@x", SOON_S, **options)
+        with pytest.raises(ValueError, match="16 bytes"):
+            native.Node(0, b"short", 7, 1)
+        with pytest.raises(ValueError, match="'unix' or 'tcp'"):
+            node.listen("ipx")
+
+    def test_twice_or_without_listening(self, loop: Any) -> None:
+        with pytest.raises(TransportError, match="already has a channel"):
+            loop.open("loopback", 0, "", SOON_S)
+
+    def test_higher_ranks_listen(self, native: ModuleType) -> None:
+        with pytest.raises(TransportError, match="listen"):
+            make_node(native, 1).open("shm", 0, "", SOON_S)
+
+    def test_info(self, pair: tuple[Any, Any]) -> None:
+        info = pair[0].info(1)
+        assert info["kind"] == "shm"
+        assert (info["slots"], info["slot_bytes"]) == (3, 1 << 16)
+        assert info["huge_pages"] in ("none", "transparent", "reserved")
+        assert isinstance(info["distance_ns"], float)
+
+    def test_too_much_memory_is_an_error_with_a_remedy(self, native: ModuleType) -> None:
+        with pytest.raises(TransportError, match="fewer or smaller slots, or"):
+            open_pair(native, slots=64, slot_bytes=1 << 39)
