@@ -17,6 +17,7 @@ _SUBCOMMANDS = {
     "process-trace": ("process_trace", "aggregate a run's traces"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
+    "transport": ("transport", "check what can connect two nodes, and how fast"),
     "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
 }
 

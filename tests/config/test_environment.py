@@ -22,6 +22,19 @@ TORCHRUN = {
 }
 
 
+@pytest.mark.parametrize(
+    ("value", "interface"), [("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)]
+)
+def test_the_interface_of_gloo_is_known(value: str, interface: str | None) -> None:
+    assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
+
+
+def test_it_is_known_who_serves_the_store() -> None:
+    assert Environment.read({"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_agent_store
+    assert not Environment.read({"TORCHELASTIC_USE_AGENT_STORE": "False"}).has_agent_store
+    assert not Environment.read({}).has_agent_store
+
+
 def test_the_variables_of_torchrun_are_read() -> None:
     assert Environment.read(TORCHRUN) == Environment(
         rank=5,

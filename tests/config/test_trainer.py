@@ -9,6 +9,7 @@ import pytest
 
 from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError
 
 from .conftest import Parse
@@ -74,6 +75,13 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
     del saved["batch"]
     with pytest.raises(ConfigError, match="no group 'batch'"):
         TrainerConfig.from_dict(saved)
+
+
+def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
+    """Checkpoints of before there was a choice of transports are still read."""
+    saved = rich.to_dict()
+    del saved["transport"]
+    assert TrainerConfig.from_dict(saved).transport == TransportConfig()
 
 
 def test_a_setting_that_the_writer_did_not_know_takes_its_default(rich: TrainerConfig) -> None:

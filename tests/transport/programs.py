@@ -258,7 +258,7 @@ def refused(rank: Rank) -> list[Any]:
     transport.close()
     varying = rank.transport(1 - rank.rank)
     if rank.rank == 0:
-        odd = (torch.ones(2, dtype=torch.int64), torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 1))
+        odd = (torch.empty(2, dtype=torch.bits8), torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 1))
         seen += [error_of(lambda t=t: varying.send(1, label(0), t)) for t in odd]
         varying.send(1, label(6), torch.ones(5))
     else:

@@ -72,7 +72,7 @@ def test_what_a_channel_does_not_carry_is_refused_by_the_sender(start: Start) ->
     assert "shape (3, 2) of torch.float32" in sender[0][1]
     assert "opened for (2, 3) of torch.float32" in sender[0][1]
     assert "float16" in sender[1][1]
-    assert "int64" in sender[2][1]
+    assert "bits8" in sender[2][1]
     assert "9 dimensions" in sender[3][1]
     assert receiver == [5, 6]
 

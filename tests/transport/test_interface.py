@@ -33,7 +33,7 @@ def arrival(microbatch: int, tensor: torch.Tensor | None = None) -> Arrival:
     [
         Header(FORWARD, (3, 0, 5), torch.bfloat16, 0),
         Header(Label(10**9, Action(ActionKind.B, 0, 70_000)), (), torch.float64, 2**40),
-        Header(FORWARD, (1, 2, 3, 4, 5, 6), torch.float16, 1),
+        Header(FORWARD, (1, 2, 3, 4, 5, 6, 7), torch.float8_e5m2, 1),
         Header(None, (0,), torch.float32, 12),
     ],
     ids=["forward", "backward", "most-dimensions", "end"],
@@ -47,7 +47,7 @@ def test_header_survives_the_way(header: Header) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "said"),
-    [((2,), torch.int32, "torch.int32"), ((1,) * 7, torch.float32, "7 dimensions")],
+    [((2,), torch.bits8, "torch.bits8"), ((1,) * 8, torch.float32, "8 dimensions")],
 )
 def test_header_says_what_it_cannot_carry(
     shape: tuple[int, ...], dtype: torch.dtype, said: str
@@ -58,7 +58,7 @@ def test_header_says_what_it_cannot_carry(
 
 @pytest.mark.parametrize(
     ("word", "value"),
-    [(0, 7), (3, 2), (3, -2), (6, 4), (6, -1), (7, 7), (7, -1), (8, -3)],
+    [(0, 7), (3, 2), (3, -2), (6, 99), (6, -1), (7, 8), (7, -1), (8, -3)],
     ids=["magic", "kind", "kind-", "dtype", "dtype-", "dimensions", "dimensions-", "size"],
 )
 def test_foreign_words_are_refused(word: int, value: int) -> None:

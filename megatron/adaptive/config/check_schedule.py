@@ -30,6 +30,7 @@ def check_schedule(config: TrainerConfig) -> None:
     _check_rule_settings(config)
     _check_split(config)
     _check_files(config)
+    _check_transport(config)
     schedule, chunks = config.schedule.pipeline_schedule, config.parallel.num_chunks
     if schedule == "interleaved" or (schedule == "megatron" and chunks > 1):
         _check_microbatch_groups(config)
@@ -151,6 +152,27 @@ def _check_files(config: TrainerConfig) -> None:
                 f"{name} {path} with --pipeline-schedule auto, which changes the order's shape "
                 "after a few steps: name the schedule that it chose"
             )
+
+
+def _check_transport(config: TrainerConfig) -> None:
+    given = config.transport
+    schedule = config.schedule.pipeline_schedule
+    if given.forced is not None and schedule == "megatron":
+        raise ConfigError(
+            f"--transport {given.forced} with --pipeline-schedule megatron, whose messages are "
+            "megatron-core's own: drop it or use a schedule of this project"
+        )
+    if given.forced in ("shm", "tcp", "gloo", "nccl"):
+        for name, value in (
+            ("--rdma-device", given.rdma_device),
+            ("--rdma-gid-index", given.rdma_gid_index),
+            ("--rdma-mtu-bytes", given.rdma_mtu_bytes),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} {value} has no effect with --transport {given.forced}: drop it or "
+                    "use --transport rdma"
+                )
 
 
 def _check_microbatch_groups(config: TrainerConfig) -> None:

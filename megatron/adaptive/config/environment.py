@@ -34,6 +34,10 @@ class Environment:
         omp_num_threads: threads of CPU kernels, ``None`` if not limited.
         cuda_device_max_connections: hardware queues of a GPU, ``None`` if not set.
         is_launched: a launcher set the rank; otherwise this is rank 0 of 1.
+        socket_interface: network interface that gloo is told to use (``GLOO_SOCKET_IFNAME``),
+            ``None`` if not set.
+        has_agent_store: the launcher serves the store that ranks meet in
+            (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
     """
 
     rank: int = 0
@@ -48,6 +52,8 @@ class Environment:
     omp_num_threads: int | None = None
     cuda_device_max_connections: int | None = None
     is_launched: bool = False
+    socket_interface: str | None = None
+    has_agent_store: bool = False
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -83,6 +89,9 @@ class Environment:
                 given, "CUDA_DEVICE_MAX_CONNECTIONS", minimum=1
             ),
             is_launched="RANK" in given,
+            # gloo takes a list for several rails; messages between stages have one.
+            socket_interface=given.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None,
+            has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         )
 
 

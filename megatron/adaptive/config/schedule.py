@@ -9,6 +9,7 @@ from megatron.adaptive.config.flags import flag
 from megatron.adaptive.config.partition import parse_partition
 
 __all__ = [
+    "KEEPING_ALL",
     "PlacementKind",
     "RULES",
     "SPLIT_SCHEDULES",
@@ -28,6 +29,9 @@ V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
 
 SPLIT_SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Fixed orders that compute weight gradients by themselves."""
+
+KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
+"""Fixed orders that run the forwards of all microbatches before the first backward, or nearly."""
 
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY

@@ -26,6 +26,7 @@ from megatron.adaptive.config.schedule import (
     ScheduleConfig,
     default_placement,
 )
+from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["TrainerConfig", "groups"]
@@ -45,6 +46,7 @@ class TrainerConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     schedule: ScheduleConfig
+    transport: TransportConfig
     run: RunConfig
 
     @property
@@ -106,7 +108,7 @@ class TrainerConfig:
         """Read back what :meth:`to_dict` wrote.
 
         Only names and types are checked, not the rules between settings. A setting that the
-        writer did not know takes its default.
+        writer did not know takes its default, as do the settings of a whole group.
 
         Raises:
             ConfigError: a group or setting is unknown, missing without default, or of another
@@ -128,6 +130,10 @@ def _plain(value: object) -> object:
 
 def _read_group(group: str, kind: type, saved: Mapping[str, Any]) -> Any:
     values = saved.get(group)
+    if group not in saved and all(
+        spec.default is not dataclasses.MISSING for spec in fields_of(kind)
+    ):
+        return kind()
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"saved settings have no group {group!r}: they are incomplete or not of this program"

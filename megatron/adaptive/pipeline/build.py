@@ -1,11 +1,12 @@
 """Puts a rank's executor together from the process groups of megatron-core.
 
-Every rank of the job calls :func:`build_executor` at the same point: process groups are made by
-all ranks together, in one order.
+Every rank of the job calls :func:`build_executor` at the same point: channels and process groups
+are made by all ranks together, in one order.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,23 @@ from megatron.core import parallel_state
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.pipeline.agreement import Agreement, Alone, connect
 from megatron.adaptive.pipeline.board import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.gloo import GlooTransport
+from megatron.adaptive.transport.connect import (
+    Payloads,
+    connect_ranks,
+    network_address,
+    own_endpoint,
+)
+from megatron.adaptive.transport.groups import ProcessGroups, gloo_group
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.liveness import here
-from megatron.adaptive.transport.nccl import NcclTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,8 @@ def build_executor(
     payload_dtype: torch.dtype,
     timeout_s: float,
     recorder: Recorder | None,
+    transport: TransportConfig | None = None,
+    in_flight: int | None = None,
 ) -> Wiring:
     """Make this rank's executor with its channels and agreement.
 
@@ -69,6 +80,8 @@ def build_executor(
         payload_dtype: their element type.
         timeout_s: limit of every wait of the executor.
         recorder: where spans go.
+        transport: how to connect the ranks; chosen for each pair where ``None``.
+        in_flight: most inputs that a rank keeps at a time, see :func:`inputs_in_flight`.
     """
     pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -77,102 +90,115 @@ def build_executor(
         place = places[rank]
         return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
 
-    transport = _build_transport(
+    channels = _connect(
         pp_ranks,
         placement,
         accelerator,
-        {"payload_shape": payload_shape, "dtype": payload_dtype},
-        {"describe": describe, "timeout_s": timeout_s},
+        places,
+        describe,
+        Payloads(shape=payload_shape, dtype=payload_dtype, in_flight=in_flight),
+        transport or TransportConfig(),
+        timeout_s,
     )
-    agreement = _build_agreement(places, describe, transport, timeout_s)
+    agreement = _build_agreement(places, describe, channels, timeout_s)
     executor = Executor(
         placement=placement,
         pp_rank=pp_rank,
         peer_of=pp_ranks.__getitem__,
-        transport=transport,
+        transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),
         recorder=recorder,
         timeout_s=timeout_s,
     )
-    return Wiring(executor=executor, transport=transport, agreement=agreement)
+    return Wiring(executor=executor, transport=channels, agreement=agreement)
 
 
 def gather_places() -> list[dict[str, Any]]:
     """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, here(parallel_state.get_pipeline_model_parallel_rank()))
-    return places
+    return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
 
 
-def _all_groups(ranks: list[int]) -> list[list[int]]:
-    """Return every rank's list once, sorted: the order in which all ranks make groups."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, ranks)
-    return sorted({tuple(group): list(group) for group in gathered}.values())
+def inputs_in_flight(
+    placement: Placement, num_microbatches: int, *, cap: float | None, keeps_all: bool = False
+) -> int:
+    """Most inputs from other stages that a rank keeps at a time, for the size of its channels.
+
+    Args:
+        placement: where stages live.
+        num_microbatches: microbatches of a step.
+        cap: activations that a rank may hold, in whole-rank microbatches; ``None`` for the default.
+        keeps_all: the schedule runs all forwards before the first backward.
+    """
+    everything = num_microbatches * placement.num_chunks
+    if keeps_all:
+        return everything
+    limit = default_cap(placement, num_microbatches) if cap is None else cap
+    return min(everything, math.ceil(limit * placement.num_chunks))
 
 
-def _new_gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
-    """Make a gloo group for each distinct ``ranks`` of the job; returns this rank's."""
-    mine = None
-    for members in _all_groups(ranks):
-        group = dist.new_group(members, backend="gloo")
-        if members == ranks:
-            mine = group
-    return mine
+def _gather(value: Any) -> list[Any]:
+    """Return what every rank passed, by global rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def _build_transport(
+def _connect(
     pp_ranks: list[int],
     placement: Placement,
     accelerator: Accelerator,
-    payloads: dict[str, Any],
-    common: dict[str, Any],
+    places: list[dict[str, Any]],
+    describe: Describe,
+    payloads: Payloads,
+    options: TransportConfig,
+    timeout_s: float,
 ) -> Transport | None:
-    """Connect this rank with its neighbours.
-
-    Args:
-        pp_ranks: global ranks of its pipeline.
-        placement: where stages live.
-        accelerator: this rank's device, which decides between gloo and NCCL.
-        payloads: shape and type of all messages, for gloo.
-        common: arguments that every transport takes.
-    """
+    """Connect this rank with its neighbours. Collective over all ranks."""
     if len(pp_ranks) == 1:
         return None
-    group = _new_gloo_group(pp_ranks)
-    assert group is not None
-    pp_rank = pp_ranks.index(dist.get_rank())
-    peers = [pp_ranks[position] for position in placement.neighbours_of(pp_rank)]
-    device = accelerator.device
-    if accelerator.backend != "nccl":
-        return GlooTransport(group, peers=peers, device=device, **payloads, **common)
-    outgoing, incoming = _nccl_channels(pp_ranks, placement, accelerator)
-    return NcclTransport(
-        group, outgoing=outgoing, incoming=incoming, peers=peers, device=device, **common
+    rank = dist.get_rank()
+    peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
+    groups = ProcessGroups(
+        members=pp_ranks,
+        gather=_gather,
+        accelerator=accelerator,
+        payloads=payloads,
+        describe=describe,
+        timeout_s=timeout_s,
+    )
+    own = own_endpoint(
+        rank,
+        places[rank],
+        device=accelerator.device,
+        own_gpu=accelerator.backend == "nccl",
+        options=options,
+        address=network_address(
+            options.transport_interface or Environment.read().socket_interface,
+            _store_host(),
+            alone=len({place["machine"] for place in places}) == 1,
+        ),
+    )
+    return connect_ranks(
+        own=own,
+        peers=peers,
+        gather=_gather,
+        groups=groups,
+        options=options,
+        payloads=payloads,
+        device=accelerator.device,
+        describe=describe,
+        timeout_s=timeout_s,
+        log=lambda line: print(line, flush=True),
     )
 
 
-def _nccl_channels(
-    pp_ranks: list[int], placement: Placement, accelerator: Accelerator
-) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
-    """Make a communicator per directed channel, all ranks in one order, and connect each."""
-    device = accelerator.device
-    outgoing: dict[int, dist.ProcessGroup] = {}
-    incoming: dict[int, dist.ProcessGroup] = {}
-    me = dist.get_rank()
-    for members in _all_groups(pp_ranks):
-        for position, sender in enumerate(members):
-            for receiver in (members[place] for place in placement.neighbours_of(position)):
-                group = dist.new_group(sorted((sender, receiver)), backend="nccl", device_id=device)
-                if me == sender:
-                    outgoing[receiver] = group
-                    dist.send(torch.zeros(1, device=device), receiver, group=group)
-                elif me == receiver:
-                    incoming[sender] = group
-                    dist.recv(torch.zeros(1, device=device), sender, group=group)
-    accelerator.synchronize()
-    return outgoing, incoming
+def _store_host() -> str | None:
+    """Return the host that serves the job's store, ``None`` where it is none of the network."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 def _build_agreement(
@@ -185,8 +211,8 @@ def _build_agreement(
     if transport is None:
         return Alone()
     members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
-    group = _new_gloo_group(members)
-    if len(members) == 1 or group is None:
+    group = gloo_group(members, _gather)
+    if len(members) == 1:
         return Alone()
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()

@@ -30,13 +30,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.interface import (
-    HEADER_WORDS,
-    Arrival,
-    CompletionQueue,
-    Header,
-    Label,
-)
+from megatron.adaptive.transport.completions import Arrival, CompletionQueue, Completions
+from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
+from megatron.adaptive.transport.interface import Channel, DirectChannel
 from megatron.adaptive.transport.packet import Packet
 
 _DEPTH = 4
@@ -47,6 +43,13 @@ _PACKED_BYTES = 1 << 20
 _POSTED_FOR = datetime.timedelta(days=20)
 _CLOSE_S = 30.0
 _TICK_S = 0.002
+# Element types that gloo knows; others travel as their bytes.
+_OF_GLOO = frozenset(
+    (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
+)
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class GlooTransport:
         dtype: element type of the payloads.
         describe: text for a peer in error messages (host, stage).
         timeout_s: limit of a send that waits because the peer takes no messages.
+        completions: where messages and failures go; a queue of its own where ``None``.
     """
 
     name = "gloo"
@@ -85,8 +89,9 @@ class GlooTransport:
         dtype: torch.dtype,
         describe: Callable[[int], str] = lambda rank: f"rank {rank}",
         timeout_s: float = 600.0,
+        completions: Completions | None = None,
     ) -> None:
-        self.completions = CompletionQueue()
+        self.completions: Completions = completions or CompletionQueue()
         self._group = group
         self._device = device
         self._shape = payload_shape
@@ -112,9 +117,7 @@ class GlooTransport:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
-        payload = tensor.detach().to("cpu")  # a CPU tensor stays what it is
-        if not payload.is_contiguous():
-            payload = payload.contiguous()
+        payload = settled(tensor.detach().to("cpu"))  # a CPU tensor stays what it is
         if not self._fits(tuple(payload.shape), payload.dtype):
             raise TransportError(
                 f"{label.action} for {self._describe(peer)} has shape {tuple(payload.shape)} of "
@@ -124,6 +127,14 @@ class GlooTransport:
         self._send(peer, label, payload)
         while len(self._pending) > 4 * _DEPTH * len(self._sent):
             self._reap(self._send_limit)
+
+    def channel(self, peer: int) -> Channel:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        return DirectChannel(self, peer)
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        return {peer: {"kind": self.name} for peer in self._index}
 
     def flush(self, timeout_s: float) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
@@ -174,7 +185,7 @@ class GlooTransport:
         slot, index = self._send_header(peer, label, payload, ())
         if payload.numel():
             try:
-                work = self._group.send([payload], index, 2 * slot + 1)
+                work = self._group.send([raw(payload)], index, 2 * slot + 1)
             except RuntimeError as error:
                 raise self._lost(peer, error) from error
             self._pending.append((peer, None, payload, (work,)))
@@ -250,7 +261,7 @@ class GlooTransport:
         payload = torch.empty(self._shape, dtype=self._dtype)
         payload_work = None
         if payload.numel():
-            payload_work = self._group.recv([payload], index, 2 * slot + 1)
+            payload_work = self._group.recv([raw(payload)], index, 2 * slot + 1)
         return _Posted(header, header_work, payload, payload_work)
 
     def _complete(self, peer: int, posted: _Posted, sequence: int) -> tuple[Header, torch.Tensor]:
@@ -281,7 +292,7 @@ class GlooTransport:
     def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
         if payload.numel():
             tag = 2 * (sequence % _DEPTH) + 1
-            self._group.recv([payload], self._index[peer], tag).wait(_POSTED_FOR)
+            self._group.recv([raw(payload)], self._index[peer], tag).wait(_POSTED_FOR)
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
         return Arrival(label, peer, payload.nbytes, lambda: payload.to(self._device))
@@ -289,3 +300,8 @@ class GlooTransport:
     def _lost(self, peer: int, error: Exception) -> PeerLostError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerLostError(f"the connection to {self._describe(peer)} broke: {reason}")
+
+
+def raw(payload: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous payload as collectives take it: its bytes if they know not its type."""
+    return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)

@@ -2,213 +2,131 @@
 
 A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
 order; messages of different peers meet in one completion queue, in the order of their arrival.
-Sending never waits for the peer's work: a receiver takes messages out of the network whether or
-not its executor asks for them.
+Sending never waits for the peer's work: where the peer has no room, the message waits by itself.
 
 ::
 
     executor A                                         executor B
       send(peer, label, tensor) ──> channel A→B ──┐
-                                                  ├──> CompletionQueue.wait() -> Arrival
+                                                  ├──> completions.wait() -> Arrival
       executor C ──────────────── channel C→B ────┘
+
+Which transport connects which pair is decided in ``select.py`` from both ends' :class:`Endpoint`,
+and made in ``connect.py``. What a message says about itself is in ``header.py``.
 """
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from megatron.adaptive.errors import TransportError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.completions import (
+    Arrival,
+    CompletionQueue,
+    Completions,
+    Item,
+    Notice,
+)
+from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label
 
-HEADER_WORDS = 16
-_MAGIC = 0x4D41_5031  # "MAP1"
-_MAX_DIMENSIONS = 6
-_KINDS = (ActionKind.F, ActionKind.B)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_END = -1
+__all__ = [
+    "HEADER_WORDS",
+    "Arrival",
+    "Channel",
+    "CompletionQueue",
+    "Completions",
+    "DirectChannel",
+    "Endpoint",
+    "Header",
+    "Item",
+    "Label",
+    "Notice",
+    "Transport",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a message is: the input of ``action`` in step ``step`` on the receiving rank."""
-
-    step: int
-    action: Action
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The words that travel ahead of a payload.
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One rank as others see it: where it is, what it can do, where it listens.
 
     Attributes:
-        label: what the payload is; ``None`` says that the sender closes the channel.
-        shape: shape of the payload.
-        dtype: element type of the payload.
-        sequence: number of the message on its channel, from 0.
+        rank: global rank.
+        host: name of its host, for messages.
+        machine: tells whether two ranks can see each other's processes; see ``liveness.here``.
+        user: numeric user id.
+        device: type of its device, ``cpu`` or ``cuda``.
+        addresses: where it can be reached, by kind of link: ``unix``, ``tcp``.
+        ports: its active RDMA ports, such as ``mlx5_0:1``.
+        lacks: why it cannot take part in a transport, by the transport's name.
     """
 
-    label: Label | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sequence: int
+    rank: int
+    host: str
+    machine: str
+    user: int
+    device: str = "cpu"
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    ports: tuple[str, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
-    def encode(self) -> torch.Tensor:
-        """Return the header as ``[16] int64``; see :meth:`words`."""
-        return torch.tensor(self.words(), dtype=torch.int64)
+    def encode(self) -> str:
+        """Return the endpoint as text, to be published through a store."""
+        return json.dumps(asdict(self))
 
-    def words(self) -> list[int]:
-        """Return the header's 16 words.
+    @classmethod
+    def decode(cls, text: str | bytes) -> Endpoint:
+        """Read what :meth:`encode` made on another rank.
 
         Raises:
-            TransportError: the payload is of a type or has more dimensions than a header can say.
+            TransportError: the text is something else.
         """
-        if self.dtype not in _DTYPES or len(self.shape) > _MAX_DIMENSIONS:
+        try:
+            given = json.loads(text)
+            given["ports"] = tuple(given["ports"])
+            return cls(**given)
+        except (ValueError, TypeError, KeyError) as error:
             raise TransportError(
-                f"a payload of {len(self.shape)} dimensions and {self.dtype} cannot be sent; at "
-                f"most {_MAX_DIMENSIONS} dimensions of {', '.join(map(str, _DTYPES))} can"
-            )
-        step, kind, chunk, microbatch = 0, _END, 0, 0
-        if self.label is not None:
-            step, action = self.label.step, self.label.action
-            kind, chunk, microbatch = _KINDS.index(action.kind), action.chunk, action.microbatch
-        words = [_MAGIC, self.sequence, step, kind, chunk, microbatch]
-        words += [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return words + [0] * (HEADER_WORDS - len(words))
-
-    @staticmethod
-    def decode(words: Sequence[int], *, peer: int) -> Header:
-        """Read a header that came from ``peer``; nothing in it is trusted.
-
-        Raises:
-            TransportError: a field is outside its range.
-        """
-        magic, sequence, step, kind, chunk, microbatch, dtype, dimensions = words[:8]
-        sound = (
-            magic == _MAGIC
-            and kind in (_END, 0, 1)
-            and 0 <= dtype < len(_DTYPES)
-            and 0 <= dimensions <= _MAX_DIMENSIONS
-            and all(size >= 0 for size in words[8 : 8 + dimensions])
-        )
-        if not sound:
-            raise TransportError(
-                f"header {list(words)} from rank {peer} is not one of this format; "
-                "do both ranks run the same version?"
-            )
-        label = None if kind == _END else Label(step, Action(_KINDS[kind], chunk, microbatch))
-        return Header(label, tuple(words[8 : 8 + dimensions]), _DTYPES[dtype], sequence)
+                f"{str(text)[:80]!r} is no endpoint of a rank ({error}): do all ranks run the "
+                "same version?"
+            ) from None
 
 
-class Arrival:
-    """One message that has arrived.
+class Channel(Protocol):
+    """A directed connection: one writer, messages in order. One thread uses it."""
 
-    Attributes:
-        label: what it is.
-        peer: global rank of the sender.
-        nbytes: size of the payload.
-    """
-
-    __slots__ = ("_take", "label", "nbytes", "peer")
-
-    def __init__(
-        self, label: Label, peer: int, nbytes: int, take: Callable[[], torch.Tensor]
-    ) -> None:
-        self.label = label
-        self.peer = peer
-        self.nbytes = nbytes
-        self._take = take
-
-    def take(self) -> torch.Tensor:
-        """Return the payload; the caller owns it. Call once, in the order of arrival."""
-        return self._take()
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Word of another member of the tensor-parallel group that a message has arrived there.
-
-    Attributes:
-        label: what has arrived.
-        peer: global rank of the member.
-    """
-
-    label: Label
     peer: int
 
+    def send(self, tag: Label, tensor: torch.Tensor) -> None:
+        """Start sending ``tensor`` and return at once; see :meth:`Transport.send`.
 
-Item = Arrival | Notice
-"""What an executor takes out of a :class:`CompletionQueue`."""
-
-
-class CompletionQueue:
-    """Arrivals and failures of all channels of a process, in the order they happened.
-
-    Any thread may put, one thread takes. Waiting releases the GIL and never polls.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
-        self._listener: Callable[[Item | Exception], None] | None = None
-
-    def listen(self, listener: Callable[[Item | Exception], None]) -> None:
-        """Call ``listener`` with each item that is put from now on, right after it can be taken.
-
-        It runs in the thread that puts, so that others hear of the item even while the thread that
-        takes is busy. One listener; it must raise nothing.
+        A tensor that :meth:`reserve` gave goes out without a copy, also as a view that begins at
+        its first element. It belongs to the peer from then on: do not write to it.
         """
-        self._listener = listener
 
-    def put(self, item: Item | Exception) -> None:
-        """Add an arrival, or the error that ended a channel."""
-        self._queue.put(item)
-        if self._listener is not None:
-            self._listener(item)
+    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor to compute a payload into, to be sent under ``tag``.
 
-    def poll(self) -> Item | None:
-        """Return the oldest item, ``None`` if there is none now.
-
-        Raises:
-            TransportError: a channel failed.
+        It lies in the channel's own memory where there is room, else in ordinary memory; sending
+        it works either way. Dropping it unsent gives the memory back.
         """
-        try:
-            item = self._queue.get_nowait()
-        except queue.Empty:
-            return None
-        return self._open(item)
 
-    def wait(self, deadline_s: float) -> Item | None:
-        """Return the oldest item, waiting for one until ``deadline_s`` of ``time.monotonic``.
-
-        Returns:
-            ``None`` when the deadline passed.
-
-        Raises:
-            TransportError: a channel failed.
-        """
-        try:
-            item = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            return None
-        return self._open(item)
-
-    @staticmethod
-    def _open(item: Item | Exception) -> Item:
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def close(self) -> None:
+        """Say that nothing more comes, after what is under way. Idempotent."""
 
 
 class Transport(Protocol):
     """The channels of one rank. Only the executor's thread calls it."""
 
     name: str
-    completions: CompletionQueue
+
+    @property
+    def completions(self) -> Completions:
+        """Where messages and failures of all channels are taken."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` to global rank ``peer`` and return at once.
@@ -220,6 +138,12 @@ class Transport(Protocol):
             PeerLostError: the peer is gone.
         """
 
+    def channel(self, peer: int) -> Channel:
+        """Return the channel to global rank ``peer``."""
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        """Return what is known of the channel to each peer, ``kind`` at least."""
+
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent has left this process.
 
@@ -229,3 +153,26 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Tell the peers, drain the channels and stop the threads. Idempotent."""
+
+
+class DirectChannel:
+    """A channel of a transport that has no memory of its own to reserve."""
+
+    def __init__(self, transport: Transport, peer: int) -> None:
+        self.peer = peer
+        self._transport = transport
+        self._is_closed = False
+
+    def send(self, tag: Label, tensor: torch.Tensor) -> None:
+        """See :class:`Channel`."""
+        if self._is_closed:
+            raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
+        self._transport.send(self.peer, tag, tensor)
+
+    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Channel`."""
+        return torch.empty(shape, dtype=dtype)
+
+    def close(self) -> None:
+        """See :class:`Channel`; the peer is told when the transport closes."""
+        self._is_closed = True

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Arrival, Header, Label
+from megatron.adaptive.transport.completions import Arrival, Completions
+from megatron.adaptive.transport.gloo import GlooTransport, raw
+from megatron.adaptive.transport.header import Header, Label, settled
 
 
 class NcclTransport(GlooTransport):
@@ -34,6 +35,7 @@ class NcclTransport(GlooTransport):
         device: this rank's GPU.
         describe: text for a peer in error messages.
         timeout_s: limit of a send that waits because the peer takes no messages.
+        completions: where messages and failures go; a queue of its own where ``None``.
     """
 
     name = "nccl"
@@ -48,6 +50,7 @@ class NcclTransport(GlooTransport):
         device: torch.device,
         describe: Callable[[int], str],
         timeout_s: float = 600.0,
+        completions: Completions | None = None,
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
@@ -59,15 +62,16 @@ class NcclTransport(GlooTransport):
             dtype=torch.float32,
             describe=describe,
             timeout_s=timeout_s,
+            completions=completions,
         )
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
-        payload = tensor.detach().contiguous()
+        payload = settled(tensor.detach())
         # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
         Header(label, tuple(payload.shape), payload.dtype, 0).encode()
         group = self._outgoing[peer]
-        work = group.send([payload], dist.get_group_rank(group, peer), 0)
+        work = group.send([raw(payload)], dist.get_group_rank(group, peer), 0)
         self._send_header(peer, label, payload, (work,))
 
     def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
@@ -79,7 +83,7 @@ class NcclTransport(GlooTransport):
         def take() -> torch.Tensor:
             group: Any = self._incoming[peer]
             received = torch.empty(shape, dtype=dtype, device=self._device)
-            group.recv([received], dist.get_group_rank(group, peer), 0).wait()
+            group.recv([raw(received)], dist.get_group_rank(group, peer), 0).wait()
             return received
 
         return Arrival(label, peer, payload.nbytes, take)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.adaptive.transport.interface import HEADER_WORDS, Header
+from megatron.adaptive.transport.header import HEADER_WORDS, Header
 
 _HEADER_BYTES = 8 * HEADER_WORDS
 

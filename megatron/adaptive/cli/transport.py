@@ -1,0 +1,232 @@
+"""``transport``: checks what can connect two nodes, or two processes of one.
+
+::
+
+    python -m megatron.adaptive transport --check                       two processes here
+    torchrun ... -m megatron.adaptive transport --check                 one process on each node
+    python -m megatron.adaptive transport --check --rank 0 --world-size 2 \\
+        --master-addr 10.0.0.1 --master-port 29600                      the same by hand
+
+Every transport that is possible between two ranks is tried for about two seconds; a table says
+whether it works, after what time a message arrives, how many bytes go through, and why the others
+are not possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+
+_SECONDS = 2.0
+_MEETING_S = 120.0
+_EXIT_CHOSEN_FAILED = 1
+_COLUMNS = ("ranks", "transport", "half round trip", "bandwidth", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One transport between one pair.
+
+    Attributes:
+        ranks: the pair.
+        hosts: where they run.
+        transport: what was tried.
+        chosen: it is what a run would use.
+        works: it connected them and carried payloads unchanged.
+        latency_us: half of a round trip of 1 KiB.
+        gb_per_s: 10^9 bytes per second, 4 MiB messages.
+        note: why it does not work, or why it was chosen.
+    """
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    transport: str
+    chosen: bool = False
+    works: bool = False
+    latency_us: float | None = None
+    gb_per_s: float | None = None
+    note: str = ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"transport: {message}; see --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check and print the table on rank 0.
+
+    Returns:
+        1 if what a run would use does not work.
+
+    Raises:
+        ConfigError: an option is wrong.
+        TransportError: the ranks do not meet.
+    """
+    options = _parser().parse_args(argv)
+    if not options.check:
+        raise ConfigError("transport: say what to do: --check is all there is; see --help")
+    environment = Environment.read(_variables(options))
+    if not environment.is_launched:
+        return _alone(argv)
+    return _check(options, environment)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megatron.adaptive transport",
+        description="Check what can connect the ranks of a pipeline, and how fast.",
+    )
+    add = parser.add_argument
+    add("--check", action="store_true", help="try every transport between two ranks")
+    add("--seconds", type=float, default=_SECONDS, help="for each transport and pair")
+    add("--json", action="store_true", help="print the outcomes as JSON")
+    group = parser.add_argument_group("where the ranks meet, unless torchrun says it")
+    add = group.add_argument
+    add("--rank", type=int, help="of this process, from 0")
+    add("--world-size", type=int, help="number of processes")
+    add("--local-rank", type=int, default=0, help="of this process on its node, for its GPU")
+    add("--master-addr", help="where rank 0 listens")
+    add("--master-port", type=int, help="its port")
+    group = parser.add_argument_group("as in training")
+    for spec in fields_of(TransportConfig):
+        assert spec.flag is not None
+        words: dict[str, Any] = {"dest": spec.dest, "default": spec.default, "help": spec.flag.help}
+        if spec.is_switch:
+            words["action"] = "store_true"
+        else:
+            words |= {"type": _checked(spec.convert), "metavar": spec.flag.unit or "NAME"}
+        group.add_argument(spec.name, **words)
+    return parser
+
+
+def _checked(convert: Any) -> Any:
+    def read(word: str) -> Any:
+        try:
+            return convert(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment with what the command line says about the ranks."""
+    given = {
+        "RANK": options.rank,
+        "WORLD_SIZE": options.world_size,
+        "MASTER_ADDR": options.master_addr,
+        "MASTER_PORT": options.master_port,
+    }
+    variables = dict(os.environ)
+    variables.update({name: str(value) for name, value in given.items() if value is not None})
+    if options.rank is not None:
+        variables |= {"LOCAL_RANK": str(options.local_rank), "LOCAL_WORLD_SIZE": "1"}
+        variables["LOCAL_WORLD_SIZE"] = str(options.local_rank + 1)
+    return variables
+
+
+def _alone(argv: Sequence[str]) -> int:
+    """Run the check between two processes of this machine."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "megatron.adaptive", "transport", *argv]
+    command += ["--world-size", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(store.port)]
+    # Who serves the store is this process, as torchrun's agent would.
+    variables = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank), "--local-rank", str(rank)], env=variables)
+        for rank in range(2)
+    ]
+    try:
+        statuses = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return statuses[0] or statuses[1]
+
+
+def _check(options: argparse.Namespace, environment: Environment) -> int:
+    """Take part in the check as one rank."""
+    from megatron.adaptive.transport.trial import Trial
+
+    config = TransportConfig(**{spec.dest: getattr(options, spec.dest) for spec in _fields()})
+    if environment.world_size < 2:
+        raise ConfigError("transport: one rank has nobody to reach; start two or more")
+    trial = Trial(config, environment, timedelta(seconds=_MEETING_S))
+    outcomes = []
+    for pair in trial.pairs():
+        for kind in trial.kinds():
+            outcomes.append(_try(trial, pair, kind, options.seconds))
+    trial.close()
+    if environment.rank == 0:
+        _print(outcomes, as_json=options.json)
+    bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
+    return _EXIT_CHOSEN_FAILED if bad else 0
+
+
+def _fields() -> Any:
+    return fields_of(TransportConfig)
+
+
+def _try(trial: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcome:
+    """Try one transport. Collective; every rank gets the same outcome."""
+    choice = trial.choice_of(pair)
+    facts: dict[str, Any] = {
+        "ranks": pair,
+        "hosts": trial.hosts_of(pair),
+        "transport": kind,
+        "chosen": choice.kind == kind,
+        "note": choice.reason if choice.kind == kind else "",
+    }
+    reason = trial.why_not(pair, kind)
+    if reason is not None:
+        return Outcome(**facts | {"note": reason})
+    try:
+        speed = trial.run(pair, kind, seconds)
+    except AdaptiveError as error:
+        if not isinstance(error, TransportError):
+            raise
+        return Outcome(**facts | {"note": str(error)})
+    facts |= {"works": True, "latency_us": speed.latency_s * 1e6}
+    return Outcome(**facts, gb_per_s=speed.bytes_per_s / 1e9)
+
+
+def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+        return
+    rows = [_COLUMNS]
+    for one in outcomes:
+        low, high = one.ranks
+        rows.append(
+            (
+                f"{low}-{high}",
+                ("* " if one.chosen else "  ") + one.transport,
+                "-" if one.latency_us is None else f"{one.latency_us:.1f} us",
+                "-" if one.gb_per_s is None else f"{one.gb_per_s:.2f} GB/s",
+                one.note if one.works else f"no: {one.note}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:4], widths[2:], strict=True)]
+        print("  ".join([*cells, row[4]]).rstrip())
+    pairs = {one.ranks: one.hosts for one in outcomes}
+    places = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
+    print(f"\n* what a run would use. {places}", flush=True)

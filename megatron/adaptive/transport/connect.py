@@ -1,0 +1,434 @@
+"""Makes the channels of a job: every rank calls :func:`connect_ranks` at the same
+point.
+
+::
+
+    each rank tells what it is and can          gather
+    each decides for all pairs alike            select.choose
+    native channels: listen, tell addresses     gather
+                     open them, pair by pair
+                     tell whether it worked     gather
+    gloo and NCCL:   groups, made by all        TorchGroups
+
+A native channel that cannot be made after all (a limit on memory, a network that lets nothing
+through) is no reason to stop where the user left the choice to us: all pairs of that kind then use
+gloo. All ranks hear of it and do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.config.transport import NATIVE, TransportConfig
+from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
+from megatron.adaptive.transport.completions import Completions
+from megatron.adaptive.transport.composite import CompositeTransport
+from megatron.adaptive.transport.interface import Endpoint, Transport
+from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.select import (
+    ChannelSize,
+    Choice,
+    choose,
+    log_lines,
+    size_of_channel,
+)
+
+__all__ = ["Gather", "Payloads", "TorchGroups", "connect_ranks", "network_address", "own_endpoint"]
+
+Gather = Callable[[Any], list[Any]]
+"""Returns what every rank of the job passed, by rank. Collective."""
+
+# To open channels takes moments; ranks may come to it minutes apart.
+_OPEN_S = 300.0
+_ACTIVE = "ACTIVE"
+# Reserved for documentation: a socket connected to it tells the default route, nothing is sent.
+_ANYWHERE = "192.0.2.1"
+_PORT = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payloads:
+    """What is known of the messages beforehand, the same on all ranks.
+
+    Attributes:
+        shape: of every message where all are alike, else ``None``.
+        dtype: their element type.
+        in_flight: most messages of a channel that its receiver keeps at a time.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    in_flight: int | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Size of every message, ``None`` where it varies."""
+        if self.shape is None:
+            return None
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class TorchGroups(Protocol):
+    """Makes transports over process groups of torch."""
+
+    def make(
+        self, kind: str, peers: Sequence[int], completions: Completions | None
+    ) -> Transport | None:
+        """Make this rank's transport to ``peers``. Collective over all ranks of the job.
+
+        Args:
+            kind: ``gloo`` or ``nccl``.
+            peers: may be empty: the rank then only takes part.
+            completions: the queue to use; one of its own where ``None``.
+        """
+
+
+def own_endpoint(
+    rank: int,
+    place: Mapping[str, Any],
+    *,
+    device: torch.device,
+    own_gpu: bool,
+    options: TransportConfig,
+    address: str | None,
+) -> Endpoint:
+    """Return what this rank says about itself.
+
+    Args:
+        rank: global rank.
+        place: what ``liveness.here`` says.
+        device: its device.
+        own_gpu: it is a GPU that no other rank uses.
+        options: the settings, for the RDMA device.
+        address: its address on the network, ``None`` where it has none.
+    """
+    lacks: dict[str, str] = {}
+    ports: tuple[str, ...] = ()
+    module = extension.load()
+    if module is None:
+        reason = str(extension.why_missing())
+        lacks = dict.fromkeys(NATIVE, reason)
+    else:
+        ports, reason = _rdma_ports(module, options.rdma_device)
+        if not ports:
+            lacks["rdma"] = reason
+        if address is None:
+            lacks["tcp"] = lacks["rdma"] = "it has no network address"
+    if device.type != "cuda":
+        lacks["nccl"] = "it has no GPU"
+    elif not own_gpu:
+        lacks["nccl"] = "it shares its GPU, or the job's backend is gloo"
+    return Endpoint(
+        rank=rank,
+        host=place["host"],
+        machine=str(place.get("machine", place["host"])),
+        user=os.getuid(),
+        device=device.type,
+        addresses={} if address is None else {"tcp": address},
+        ports=ports,
+        lacks=lacks,
+    )
+
+
+def connect_ranks(
+    *,
+    own: Endpoint,
+    peers: Sequence[int],
+    gather: Gather,
+    groups: TorchGroups,
+    options: TransportConfig,
+    payloads: Payloads,
+    device: torch.device,
+    describe: Callable[[int], str],
+    timeout_s: float,
+    log: Callable[[str], None] = lambda line: None,
+) -> Transport | None:
+    """Connect this rank with its peers. Collective over all ranks of the job.
+
+    Args:
+        own: what this rank is.
+        peers: global ranks that it exchanges messages with; mutual.
+        gather: exchanges values between all ranks.
+        groups: makes what goes over torch.
+        options: the user's settings.
+        payloads: what the messages are like.
+        device: where received tensors go.
+        describe: text for a rank in error messages.
+        timeout_s: limit of sends that must wait.
+        log: told once per choice, on the job's first rank.
+
+    Returns:
+        The transport, ``None`` for a rank without peers.
+
+    Raises:
+        SetupError: a forced transport cannot connect a pair; on all ranks alike.
+        TransportError: it should have been possible, and failed.
+    """
+    told = gather({"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(24)})
+    ends = [Endpoint.decode(one["endpoint"]) for one in told]
+    pairs = sorted({(min(r, p), max(r, p)) for r, one in enumerate(told) for p in one["peers"]})
+    choices = {(low, high): choose(ends[low], ends[high], options.forced) for low, high in pairs}
+    native: NativeTransport | None = None
+    if any(choice.kind in NATIVE for choice in choices.values()):
+        size = size_of_channel(
+            payloads.nbytes, payloads.in_flight, options.transport_slot_bytes,
+            options.transport_slots,
+        )  # fmt: skip
+        opener = _Opener(own, ends, told[0]["seed"], options, size, device, describe, timeout_s)
+        native, failure = opener.open(choices, gather)
+        if failure is not None:
+            if options.forced is not None:
+                raise TransportError(failure)
+            choices = {pair: _instead(choice, failure) for pair, choice in choices.items()}
+    if own.rank == 0:
+        for line in log_lines(choices):
+            log(line)
+    return _assemble(own.rank, choices, native, groups)
+
+
+def _instead(choice: Choice, failure: str) -> Choice:
+    return Choice("gloo", f"no {choice.kind}: {failure}") if choice.kind in NATIVE else choice
+
+
+def _assemble(
+    rank: int,
+    choices: Mapping[tuple[int, int], Choice],
+    native: NativeTransport | None,
+    groups: TorchGroups,
+) -> Transport | None:
+    """Add what goes over torch, for all ranks together, and make one transport of all."""
+    mine = {sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair}
+    completions: Completions | None = None if native is None else native.completions
+    parts: dict[int, Transport] = {}
+    if native is not None:
+        parts = {peer: native for peer, kind in mine.items() if kind in NATIVE}
+    for kind in sorted({choice.kind for choice in choices.values()} - set(NATIVE)):
+        over_torch = [peer for peer, its in sorted(mine.items()) if its == kind]
+        part = groups.make(kind, over_torch, completions)
+        if part is not None and over_torch:
+            completions = completions or part.completions
+            parts.update(dict.fromkeys(over_torch, part))
+    distinct = list({id(part): part for part in parts.values()}.values())
+    if len(distinct) < 2:
+        return distinct[0] if distinct else None
+    assert completions is not None
+    return CompositeTransport(parts, completions)
+
+
+class _Opener:
+    """Opens the native channels of this rank."""
+
+    def __init__(
+        self,
+        own: Endpoint,
+        ends: Sequence[Endpoint],
+        seed: str,
+        options: TransportConfig,
+        size: ChannelSize,
+        device: torch.device,
+        describe: Callable[[int], str],
+        timeout_s: float,
+    ) -> None:
+        self._own = own
+        self._ends = ends
+        self._seed = bytes.fromhex(seed)
+        self._options = options
+        self._size = size
+        self._device = device
+        self._describe = describe
+        self._open_s = min(timeout_s, _OPEN_S)
+
+    def open(
+        self, choices: Mapping[tuple[int, int], Choice], gather: Gather
+    ) -> tuple[NativeTransport | None, str | None]:
+        """Open them. Collective over all ranks.
+
+        Returns:
+            The transport, if this rank has such channels, and why they failed somewhere.
+        """
+        rank = self._own.rank
+        kinds = {
+            sum(pair) - rank: choice.kind
+            for pair, choice in choices.items()
+            if rank in pair and choice.kind in NATIVE
+        }
+        node: Any = None
+        failure: str | None = None
+        addresses: dict[str, str] = {}
+        try:
+            if kinds:
+                node = self._make_node()
+                addresses = self._listen(node, set(kinds.values()))
+        except AdaptiveError as error:
+            failure = self._failed(error)
+        others = gather(replace(self._own, addresses=addresses).encode())
+        failures = gather(failure)
+        if not any(failures):
+            # In one order on all ranks. After a failure too: peers wait for this rank to come.
+            for peer, kind in sorted(kinds.items()):
+                address = Endpoint.decode(others[peer]).addresses[_link_of(kind)]
+                try:
+                    node.open(kind, peer, address, self._open_s, **self._channel_options(kind))
+                except (AdaptiveError, ValueError) as error:
+                    failure = failure or self._failed(error)
+            failures = gather(failure)
+        first = next((one for one in failures if one), None)
+        if first is not None:
+            if node is not None:
+                node.close(0.0)
+            return None, first
+        if node is None:
+            return None, None
+        made = NativeTransport(
+            node,
+            kinds,
+            device=self._device,
+            describe=self._describe,
+            least_free=self._size.least_free,
+        )
+        return made, None
+
+    def _make_node(self) -> Any:
+        module = extension.require("this transport")
+        here = sum(end.machine == self._own.machine for end in self._ends)
+        job = int.from_bytes(self._seed[16:], "little")
+        return module.Node(self._own.rank, self._seed[:16], job, here, self._describe)
+
+    def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
+        addresses = {}
+        if "shm" in kinds:
+            addresses["unix"] = node.listen("unix")
+        if kinds - {"shm"}:
+            addresses["tcp"] = node.listen("tcp", self._own.addresses["tcp"])
+        return addresses
+
+    def _channel_options(self, kind: str) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "slot_bytes": self._size.slot_bytes,
+            "slots": self._size.slots,
+            "crc": self._options.transport_crc,
+        }
+        if kind != "tcp":  # which has no memory to compute into
+            options["reservable"] = self._size.reservable
+        if kind == "rdma":
+            options |= self._rdma_options()
+        return options
+
+    def _rdma_options(self) -> dict[str, Any]:
+        wanted = self._options
+        options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
+        if wanted.rdma_device is not None:
+            # Else the extension finds the one that carries the link's address.
+            device, _, port = self._own.ports[0].partition(":")
+            options |= {"device": device, "port": int(port)}
+        elif self._device.type == "cuda":
+            options["near_pci"] = _pci_address(self._device)
+        if wanted.rdma_gid_index is not None:
+            options["gid_index"] = wanted.rdma_gid_index
+        if wanted.rdma_mtu_bytes is not None:
+            options["mtu"] = wanted.rdma_mtu_bytes
+        return options
+
+    def _failed(self, error: Exception) -> str:
+        return f"rank {self._own.rank} on {self._own.host}: {error}"
+
+
+def _link_of(kind: str) -> str:
+    return "unix" if kind == "shm" else "tcp"
+
+
+def _pci_address(device: torch.device) -> str:
+    """Return where a GPU sits, as Linux names it; empty where torch does not tell."""
+    found: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(found, "pci_bus_id"):
+        return ""
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _rdma_ports(module: ModuleType, wanted: str | None) -> tuple[tuple[str, ...], str]:
+    """Return this node's active ports, and why there are none."""
+    try:
+        devices = module.rdma_devices()
+    except AdaptiveError as error:
+        return (), str(error)
+    found = {
+        f"{device.name}:{port.number}": port.state for device in devices for port in device.ports
+    }
+    if wanted is not None:
+        found = {
+            name: state for name, state in found.items() if wanted in (name, name.split(":")[0])
+        }
+    active = tuple(name for name, state in found.items() if state.upper().endswith(_ACTIVE))
+    if active:
+        return active, ""
+    if found:
+        return (), "its RDMA ports are not active: " + ", ".join(map(" is ".join, found.items()))
+    return (), "it has no RDMA device" + (f" {wanted}" if wanted is not None else "")
+
+
+def network_address(interface: str | None, store_host: str | None, *, alone: bool) -> str | None:
+    """Return the numeric address that others reach this process at.
+
+    Args:
+        interface: the network interface to use.
+        store_host: host of the job's store, whose route decides where no interface is given.
+        alone: all ranks are on this machine, so that a loopback address will do.
+
+    Raises:
+        SetupError: there is no such interface, or it has no address.
+    """
+    if interface is not None:
+        found = _addresses_of(interface)
+        if not found:
+            known = ", ".join(sorted(psutil.net_if_addrs()))
+            raise SetupError(
+                f"network interface {interface} is unknown on {socket.gethostname()} or has no "
+                f"address: it has {known}"
+            )
+        return found[0]
+    address = None if store_host is None else _source_towards(store_host)
+    if address is None or (_is_local(address) and not alone):
+        address = _source_towards(_ANYWHERE) or next(iter(_outside_addresses()), address)
+    return address or ("127.0.0.1" if alone else None)
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface that need no scope, IPv4 first."""
+    entries = psutil.net_if_addrs().get(interface, [])
+    four = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    six = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+    return four + [address for address in six if "%" not in address]
+
+
+def _outside_addresses() -> list[str]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [one for name in sorted(up & set(psutil.net_if_addrs())) for one in _addresses_of(name)]
+    return [address for address in found if not _is_local(address)]
+
+
+def _source_towards(host: str) -> str | None:
+    """Return the address that packets to ``host`` leave from, ``None`` without a route."""
+    try:
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            host, _PORT, type=socket.SOCK_DGRAM
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    except OSError:
+        pass
+    return None
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,198 @@
+"""Transport over the C++ extension: shared memory, RDMA verbs, TCP, and loopback for tests.
+
+One ``_C.Node`` per process and job carries the channels to all peers and the queue that they meet
+in. A message goes out of the caller's memory at once where the channel has room, else its tensor is
+kept until it has::
+
+    send()      tensor ──copy──> slot of the channel ──> peer
+    reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
+    take()               slot <──────────────────────── peer      a view, no copy
+
+What arrives is in ``native_queue.py``, the GPU's part in ``staging.py``; what the bytes look like
+is in ``docs/transport.md``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import DeadlineError, TransportError
+from megatron.adaptive.transport.header import CODE_OF, KINDS, Label, code_of, settled
+from megatron.adaptive.transport.interface import Channel
+from megatron.adaptive.transport.native_queue import NativeQueue, tensor_of_capsule, uses_torch
+from megatron.adaptive.transport.staging import Staging
+
+__all__ = ["NativeChannel", "NativeTransport"]
+
+_CLOSE_S = 30.0
+_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+
+
+class NativeTransport:
+    """Channels of the C++ extension to some peers. ``connect.py`` makes it.
+
+    Args:
+        node: the ``_C.Node``, with its channels open.
+        kinds: transport of each peer.
+        device: where received tensors go.
+        describe: text for a peer in error messages.
+        least_free: slots of a channel that its receiver leaves to the sender.
+    """
+
+    def __init__(
+        self,
+        node: Any,
+        kinds: Mapping[int, str],
+        *,
+        device: torch.device,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+        least_free: int = 2,
+    ) -> None:
+        self.name = "+".join(sorted(set(kinds.values())))
+        self._node = node
+        is_direct = uses_torch(extension.require("a native transport"))
+        self._send = node.send_tensor if is_direct else _send_nothing
+        self._kinds = dict(kinds)
+        self._describe = describe
+        self._is_closed = False
+        # By address: what was reserved and neither sent nor dropped, as far as this side knows.
+        self._reserved: dict[int, tuple[int, Any]] = {}
+        self._staging = Staging(node, device, kinds) if device.type == "cuda" else None
+        finish = None if self._staging is None else self._staging.receive
+        self.completions = NativeQueue(node, finish, least_free)
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        action = label.action
+        if self._staging is not None:
+            self._staging.send(peer, label, tensor)
+        elif self._reserved and tensor.data_ptr() in self._reserved:
+            self._commit(peer, label, tensor)
+        elif not self._send(
+            peer, label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, tensor
+        ):
+            self._send_odd(peer, label, tensor)
+
+    def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """Send a tensor that is not plain memory of a common type, or under an older torch."""
+        action = label.action
+        if not tensor.is_cpu:
+            raise TransportError(
+                f"{action} for {self._describe(peer)} is on {tensor.device}, but this transport "
+                "was made for tensors of the CPU; make it with that device"
+            )
+        code, variant = code_of(tensor.dtype, tensor.dim())
+        tensor = settled(tensor)
+        self._node.send(
+            peer,
+            label.step,
+            _KIND_CODE[action.kind],
+            action.chunk,
+            action.microbatch,
+            code,
+            variant,
+            tensor.shape,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            # Not the tensor: its owner may put another storage into it.
+            tensor.untyped_storage(),
+        )
+
+    def channel(self, peer: int) -> Channel:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        return NativeChannel(self, peer)
+
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`~megatron.adaptive.transport.interface.Channel.reserve`."""
+        code, variant = code_of(dtype, len(shape))
+        if self._staging is not None:
+            return self._staging.empty(shape, dtype)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
+        if found is None:
+            return torch.empty(shape, dtype=dtype)
+        capsule, token = found
+        tensor = tensor_of_capsule(capsule)
+        # One that is dropped unsent stays noted until its memory is reserved again.
+        self._reserved[tensor.data_ptr()] = (peer, token)
+        return tensor.view(dtype) if variant else tensor
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        return {peer: {"kind": kind, **self._node.info(peer)} for peer, kind in self._kinds.items()}
+
+    def flush(self, timeout_s: float) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        end_s = time.monotonic() + timeout_s
+        done = self._staging is None or self._staging.flush(timeout_s)
+        if done and self._node.flush(max(0.0, end_s - time.monotonic())):
+            return
+        waiting = {peer: self._node.pending(peer) for peer in self._kinds}
+        slow = ", ".join(self._describe(peer) for peer, count in waiting.items() if count)
+        raise DeadlineError(
+            f"{sum(waiting.values())} messages were not taken within {timeout_s:g} s by "
+            f"{slow or 'the device'}; is it alive and on the network?"
+        )
+
+    def close(self) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.flush(_CLOSE_S)
+        finally:
+            if self._staging is not None:
+                self._staging.close()
+            self.completions.stop()
+            self._node.close(_CLOSE_S)
+
+    def _commit(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        reserved_for, token = self._reserved.pop(address)
+        if reserved_for != peer:
+            self.send(peer, label, tensor.clone())
+            return
+        action = label.action
+        self._node.commit(
+            peer,
+            token,
+            label.step,
+            _KIND_CODE[action.kind],
+            action.chunk,
+            action.microbatch,
+            *CODE_OF[tensor.dtype],
+            tensor.shape,
+        )
+
+
+def _send_nothing(*_: Any) -> bool:
+    return False
+
+
+class NativeChannel:
+    """A directed channel of a :class:`NativeTransport`."""
+
+    def __init__(self, transport: NativeTransport, peer: int) -> None:
+        self.peer = peer
+        self._transport = transport
+        self._is_closed = False
+
+    def send(self, tag: Label, tensor: torch.Tensor) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        if self._is_closed:
+            raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
+        self._transport.send(self.peer, tag, tensor)
+
+    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        return self._transport.reserve(self.peer, shape, dtype)
+
+    def close(self) -> None:
+        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        self._is_closed = True

@@ -1,0 +1,188 @@
+"""GPU tensors through the pinned memory of a channel, without a synchronization.
+
+::
+
+    send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
+    receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
+                                               └─────> worker: give the slot back
+
+A private stream in each direction lets copies overlap with computation. A worker thread per
+direction waits for their events, asleep and without the GIL, so that the executor never does.
+
+Slots of shared memory are pinned when the channel is there: the driver can then copy to and from
+them by itself. Where that is refused (a limit on locked memory) and over networks copies still
+work, through the driver's own buffers, at its speed and with its waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from megatron.adaptive.transport.header import KINDS, Label, code_of, settled
+
+__all__ = ["Staging"]
+
+_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
+
+
+class Staging:
+    """The GPU's part of a native transport.
+
+    Args:
+        node: the ``_C.Node``. Its channels are used by the executor's thread and by a worker here,
+            one at a time.
+        device: the GPU.
+        peers: ranks with a channel.
+    """
+
+    def __init__(self, node: Any, device: torch.device, peers: Iterable[int]) -> None:
+        self._node = node
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        self._pinned: list[int] = []
+        self._lock = threading.Lock()  # of the node's channels
+        self._pin(peers)
+        self._committing = _Worker("device-to-host", self._failed)
+        self._releasing = _Worker("host-to-device", self._failed)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialized memory of the device, to compute a payload into."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """Start the copy of a tensor to the host; it leaves for ``peer`` when it is there."""
+        payload = settled(tensor.detach())
+        code, variant = code_of(payload.dtype, payload.dim())
+        with self._lock:
+            found = self._node.reserve(peer, payload.nbytes, code, tuple(payload.shape))
+        if found is None:  # no slot is free, or it is larger than one
+            token = None
+            host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+        else:
+            capsule, token = found
+            host = torch.utils.dlpack.from_dlpack(capsule)
+            host = host.view(payload.dtype) if variant else host
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._out):
+            host.copy_(payload, non_blocking=True)
+            done.record()
+        payload.record_stream(self._out)  # its memory is not given to another before the copy
+        action = label.action
+        tag = (label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant)
+
+        def go() -> None:
+            done.synchronize()
+            with self._lock:
+                if token is None:
+                    place = (host.data_ptr(), host.nbytes, host.untyped_storage())
+                    self._node.send(peer, *tag, tuple(host.shape), *place)
+                else:
+                    self._node.commit(peer, token, *tag, tuple(host.shape))
+
+        self._committing.do(go)
+
+    def receive(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a payload on the device.
+
+        The current stream waits for it; ``host``, a slot, is let go of when it is copied.
+        """
+        done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._in):
+            # Memory of this stream: nothing computed before has to end first.
+            tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+            tensor.copy_(host, non_blocking=True)
+            done.record()
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(done)
+        tensor.record_stream(current)
+        self._releasing.do(_Release(done, host))
+        return tensor
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all copies are done and handed on; false when the time passed."""
+        end_s = time.monotonic() + timeout_s
+        return self._committing.flush(end_s) and self._releasing.flush(end_s)
+
+    def close(self) -> None:
+        """Stop the threads and unpin the slots; nothing may be under way."""
+        self._committing.close()
+        self._releasing.close()
+        runtime = torch.cuda.cudart()
+        for address in self._pinned:
+            runtime.cudaHostUnregister(address)
+        self._pinned.clear()
+
+    def _pin(self, peers: Iterable[int]) -> None:
+        """Lock the pages of all slots, where a channel tells where they are."""
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            for peer in peers:
+                info = self._node.info(peer)
+                for way in ("send", "receive"):
+                    address, size = info.get(f"{way}_address"), info.get(f"{way}_bytes")
+                    if address and int(runtime.cudaHostRegister(address, size, _PORTABLE)) == 0:
+                        self._pinned.append(address)
+
+    def _failed(self, error: Exception) -> None:
+        self._node.put(error)
+
+
+class _Release:
+    """Holds a view of a slot until the device has read it."""
+
+    def __init__(self, done: Any, host: torch.Tensor) -> None:
+        self._done = done
+        self._host: torch.Tensor | None = host
+
+    def __call__(self) -> None:
+        self._done.synchronize()
+        self._host = None
+
+
+class _Worker:
+    """A thread that does jobs in their order."""
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failed = failed
+        self._given = self._done = 0
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Add a job; only one thread does so."""
+        self._given += 1
+        self._jobs.put(job)
+
+    def flush(self, end_s: float) -> bool:
+        """Wait until all jobs are done; false when ``time.monotonic`` passed ``end_s``."""
+        with self._moved:
+            return self._moved.wait_for(
+                lambda: self._done == self._given, max(0.0, end_s - time.monotonic())
+            )
+
+    def close(self) -> None:
+        """Stop the thread after the jobs it has."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self._failed(error)
+            del job  # and with it the slot
+            with self._moved:
+                self._done += 1
+                self._moved.notify_all()

@@ -1,0 +1,129 @@
+"""``python -m megatron.adaptive transport --check``: the table, the choice, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron.adaptive import extension
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.transport import Outcome, _print, main
+
+LIMIT_S = 150
+FAST = "--check --seconds 0.2"
+
+has_extension = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
+
+
+def start(words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron.adaptive", "transport", *words.split()],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(words: str, **variables: str) -> tuple[int | None, str, str]:
+    process = start(words, **variables)
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@has_extension
+@pytest.mark.multiprocess
+def test_alone_it_tries_two_processes_of_this_machine() -> None:
+    status, out, err = run(f"{FAST} --json")
+    assert status == 0, err
+    outcomes: dict[str, Any] = {one["transport"]: one for one in json.loads(out)}
+    assert list(outcomes) == ["shm", "rdma", "tcp", "gloo", "nccl"]
+    assert [name for name, one in outcomes.items() if one["chosen"]] == ["shm"]
+    for name in ("shm", "tcp", "gloo"):
+        assert outcomes[name]["works"], outcomes[name]
+        assert outcomes[name]["latency_us"] > 0
+        assert outcomes[name]["gb_per_s"] > 0
+    assert outcomes["nccl"]["note"].endswith("it has no GPU")
+    assert outcomes["shm"]["note"] == "same machine"
+
+
+@has_extension
+@pytest.mark.multiprocess
+def test_the_chosen_one_decides_the_status() -> None:
+    status, out, err = run(f"{FAST} --transport nccl")
+    assert status == 1, err
+    assert "* nccl" in out
+    assert "no: rank 0 on " in out
+
+
+@has_extension
+@pytest.mark.multiprocess
+def test_two_nodes_meet_by_hand() -> None:
+    """The same command on both, as on two nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = f"{FAST} --transport tcp --world-size 2 --master-addr 127.0.0.1 --master-port {port}"
+    ranks = [start(f"{words} --rank {rank}") for rank in range(2)]
+    try:
+        texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert "* tcp" in texts[0][0]
+    assert texts[1][0] == ""
+
+
+def test_the_table_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    pair, hosts = (0, 3), ("a", "b")
+    outcomes = [
+        Outcome(
+            ranks=pair,
+            hosts=hosts,
+            transport="rdma",
+            chosen=True,
+            works=True,
+            latency_us=3.25,
+            gb_per_s=11.5,
+            note="both have an active port",
+        ),
+        Outcome(ranks=pair, hosts=hosts, transport="shm", note="they run elsewhere"),
+    ]
+    _print(outcomes, as_json=False)
+    head, rdma, shm, _, foot = capsys.readouterr().out.splitlines()
+    assert head.split() == ["ranks", "transport", "half", "round", "trip", "bandwidth"]
+    assert rdma.split()[:6] == ["0-3", "*", "rdma", "3.2", "us", "11.50"]
+    assert shm.endswith("no: they run elsewhere")
+    assert foot == "* what a run would use. 0-3: a to b"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "--check is all there is"),
+        ("--check --transport udp", "'udp' is not one of auto, shm"),
+        ("--check --seconds soon", "soon"),
+        ("--check --rank 0", "RANK is set to 0 but WORLD_SIZE is not"),
+        ("--check --rank 0 --world-size 1", "one rank has nobody to reach"),
+        ("--check --rank 0 --world-size 2", "nowhere to meet: give --master-addr"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_cli(main, words.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

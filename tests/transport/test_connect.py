@@ -1,0 +1,326 @@
+"""Channels of a job are made by all ranks alike; here the ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive import extension
+from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport import connect
+from megatron.adaptive.transport.completions import Arrival, CompletionQueue, Completions
+from megatron.adaptive.transport.composite import CompositeTransport
+from megatron.adaptive.transport.connect import (
+    Payloads,
+    connect_ranks,
+    network_address,
+    own_endpoint,
+)
+from megatron.adaptive.transport.exchange import StoreGather
+from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import DirectChannel, Transport
+
+LIMIT_S = 30.0
+CPU = torch.device("cpu")
+LABEL = Label(0, Action(ActionKind.F, 0, 1))
+ROW = [[1], [0, 2], [1]]
+
+needs_extension = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
+
+
+class Gather:
+    """What ranks in threads exchange values by."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=LIMIT_S)
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return gather
+
+
+class Wire:
+    """Stands in for gloo: what is sent is put into the peer's queue."""
+
+    name = "gloo"
+
+    def __init__(self, net: dict[int, Wire], rank: int, completions: Completions | None) -> None:
+        self.completions: Completions = completions or CompletionQueue()
+        self.is_closed = False
+        self._net = net
+        self._rank = rank
+        net[rank] = self
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        item = Arrival(label, self._rank, tensor.nbytes, lambda: tensor)
+        self._net[peer].completions.put(item)
+
+    def channel(self, peer: int) -> DirectChannel:
+        return DirectChannel(self, peer)
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        return {peer: {"kind": self.name} for peer in ROW[self._rank]}
+
+    def flush(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Wires:
+    def __init__(self, net: dict[int, Wire], rank: int, calls: list[Any]) -> None:
+        self._net, self._rank, self._calls = net, rank, calls
+
+    def make(
+        self, kind: str, peers: Sequence[int], completions: Completions | None
+    ) -> Transport | None:
+        self._calls.append((self._rank, kind, list(peers)))
+        return Wire(self._net, self._rank, completions) if peers else None
+
+
+class Outcome:
+    """What came of connecting some ranks.
+
+    Attributes:
+        made: each rank's transport, or the error it raised.
+        log: what was logged.
+        calls: who made what over process groups.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.made: list[Any] = [None] * size
+        self.log: list[str] = []
+        self.calls: list[Any] = []
+
+
+def connect_all(
+    peers: list[list[int]], lacks: dict[int, dict[str, str]] | None = None, **options: Any
+) -> Outcome:
+    outcome = Outcome(len(peers))
+    gather, net = Gather(len(peers)), dict[int, Wire]()
+    config = TransportConfig(**options)
+
+    def run(rank: int) -> None:
+        place = {"host": "here", "machine": "m"}
+        own = own_endpoint(
+            rank, place, device=CPU, own_gpu=False, options=config, address="127.0.0.1"
+        )
+        own.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
+        try:
+            outcome.made[rank] = connect_ranks(
+                own=own,
+                peers=peers[rank],
+                gather=gather.of(rank),
+                groups=Wires(net, rank, outcome.calls),
+                options=config,
+                payloads=Payloads(shape=(4,), dtype=torch.float32, in_flight=2),
+                device=CPU,
+                describe=lambda peer: f"rank {peer}",
+                timeout_s=LIMIT_S,
+                log=outcome.log.append,
+            )
+        except Exception as error:
+            outcome.made[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(peers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive()
+    return outcome
+
+
+def close_all(made: list[Any]) -> None:
+    threads = [threading.Thread(target=one.close) for one in made if one is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def take(transport: Transport) -> Arrival:
+    arrival = transport.completions.wait(time.monotonic() + LIMIT_S)
+    assert isinstance(arrival, Arrival)
+    return arrival
+
+
+def exchange(made: list[Any], peers: list[list[int]]) -> None:
+    for rank, transport in enumerate(made):
+        for peer in peers[rank]:
+            transport.send(peer, LABEL, torch.full((4,), float(rank)))
+    for rank, transport in enumerate(made):
+        arrivals = [take(transport) for _ in peers[rank]]
+        assert sorted(arrival.peer for arrival in arrivals) == peers[rank]
+        for arrival in arrivals:
+            assert arrival.take().tolist() == [float(arrival.peer)] * 4
+
+
+@needs_extension
+def test_all_pairs_of_a_node_are_connected_by_memory() -> None:
+    ring = [[1, 3], [0, 2], [1, 3], [0, 2]]
+    outcome = connect_all(ring)
+    assert [made.name for made in outcome.made] == ["shm"] * 4
+    assert outcome.log == ["transport: shm for ranks 0-1 0-3 1-2 2-3 (same machine)"]
+    assert outcome.calls == []
+    exchange(outcome.made, ring)
+    link = outcome.made[0].describe_links()[1]
+    assert (link["kind"], link["slot_bytes"], link["slots"]) == ("shm", 4096, 6)
+    close_all(outcome.made)
+
+
+@needs_extension
+def test_a_rank_without_peers_takes_part() -> None:
+    outcome = connect_all([[], [2], [1]])
+    assert outcome.made[0] is None
+    exchange(outcome.made[1:], [[], []])
+    close_all(outcome.made)
+
+
+@needs_extension
+def test_a_rank_may_lack_what_others_have() -> None:
+    outcome = connect_all(ROW, lacks={2: dict.fromkeys(("shm", "tcp", "rdma"), "not built")})
+    assert [made.name for made in outcome.made] == ["shm", "shm+gloo", "gloo"]
+    assert outcome.calls.count((0, "gloo", [])) == 1
+    middle = outcome.made[1]
+    assert isinstance(middle, CompositeTransport)
+    exchange(outcome.made, ROW)
+    middle.channel(2).send(LABEL, torch.ones(4))
+    assert take(outcome.made[2]).take().tolist() == [1.0] * 4
+    middle.flush(1.0)
+    close_all(outcome.made)
+    assert "transport: gloo for ranks 1-2 (no shm: rank 2 on here: not built;" in outcome.log[1]
+
+
+def test_without_the_extension_everything_is_gloo() -> None:
+    lacks = {rank: dict.fromkeys(("shm", "tcp", "rdma"), "not built") for rank in range(3)}
+    outcome = connect_all(ROW, lacks=lacks)
+    assert [made.name for made in outcome.made] == ["gloo"] * 3
+    exchange(outcome.made, ROW)
+
+
+@needs_extension
+def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
+    """A channel of 64 times 4 GiB is more than this machine has."""
+    assert psutil.virtual_memory().total < 256 << 30
+    outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
+    assert [made.name for made in outcome.made] == ["gloo"] * 3
+    (line,) = outcome.log
+    assert line.startswith("transport: gloo for ranks 0-1 1-2 (no shm: rank ")
+    exchange(outcome.made, ROW)
+
+
+@needs_extension
+def test_what_fails_though_asked_for_is_an_error_on_all_ranks() -> None:
+    outcome = connect_all(ROW, transport="shm", transport_slot_bytes=1 << 32, transport_slots=64)
+    assert [type(error) for error in outcome.made] == [TransportError] * 3
+    assert len({str(error) for error in outcome.made}) == 1
+    assert "on here" in str(outcome.made[0])
+
+
+def test_what_cannot_be_though_asked_for_is_an_error_on_all_ranks() -> None:
+    outcome = connect_all(ROW, transport="nccl")
+    assert [type(error) for error in outcome.made] == [SetupError] * 3
+    assert "--transport nccl cannot connect ranks 0 and 1: rank 0 on here: it has no GPU" in str(
+        outcome.made[2]
+    )
+
+
+def fake_module(*ports: tuple[str, int, str]) -> Any:
+    devices: dict[str, Any] = {}
+    for name, number, state in ports:
+        device = devices.setdefault(name, SimpleNamespace(name=name, ports=[]))
+        device.ports.append(SimpleNamespace(number=number, state=state))
+    return SimpleNamespace(rdma_devices=lambda: list(devices.values()))
+
+
+PORTS = fake_module(("mlx5_0", 1, "DOWN"), ("mlx5_0", 2, "ACTIVE"), ("mlx5_1", 1, "ACTIVE"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "why"),
+    [
+        (None, ("mlx5_0:2", "mlx5_1:1"), ""),
+        ("mlx5_1", ("mlx5_1:1",), ""),
+        ("mlx5_0:2", ("mlx5_0:2",), ""),
+        ("mlx5_0:1", (), "its RDMA ports are not active: mlx5_0:1 is DOWN"),
+        ("mlx4_0", (), "it has no RDMA device mlx4_0"),
+    ],
+)
+def test_active_ports_are_found(wanted: str | None, found: tuple[str, ...], why: str) -> None:
+    assert connect._rdma_ports(PORTS, wanted) == (found, why)
+
+
+def test_no_rdma_says_why() -> None:
+    def fail() -> None:
+        raise TransportError("built without RDMA")
+
+    failing: Any = SimpleNamespace(rdma_devices=fail)
+    assert connect._rdma_ports(failing, None) == ((), "built without RDMA")
+    assert connect._rdma_ports(fake_module(), None) == ((), "it has no RDMA device")
+
+
+def test_the_address_is_that_of_the_interface() -> None:
+    assert network_address("lo", None, alone=False) == "127.0.0.1"
+    with pytest.raises(SetupError, match="network interface eth77 is unknown on .*it has .*lo"):
+        network_address("eth77", None, alone=True)
+
+
+def test_the_address_is_that_of_the_way_to_the_store() -> None:
+    assert network_address(None, "127.0.0.1", alone=True) == "127.0.0.1"
+    assert network_address(None, None, alone=True) is not None
+    assert network_address(None, "no-such-host.invalid", alone=True) is not None
+
+
+def test_a_job_of_several_machines_has_no_use_for_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = {"master": "127.0.1.1", connect._ANYWHERE: "10.1.2.3"}
+    monkeypatch.setattr(connect, "_source_towards", ways.get)
+    assert network_address(None, "master", alone=True) == "127.0.1.1"
+    assert network_address(None, "master", alone=False) == "10.1.2.3"
+    ways.clear()
+    monkeypatch.setattr(connect, "_outside_addresses", lambda: ["10.9.9.9"])
+    assert network_address(None, "master", alone=False) == "10.9.9.9"
+
+
+def test_endpoints_go_through_a_store() -> None:
+    store = dist.HashStore()
+    seen: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        gather = StoreGather(store, rank, 2, "job", LIMIT_S)
+        seen[rank] = [gather({"rank": rank}), gather(None), gather([rank, "x"])]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert seen[0] == seen[1]
+    assert seen[0] == [[{"rank": 0}, {"rank": 1}], [None, None], [[0, "x"], [1, "x"]]]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    gather = StoreGather(dist.HashStore(), 1, 3, "job", 0.2)
+    with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come to exchange 0"):
+        gather("here")

@@ -1,0 +1,226 @@
+"""The GPU's part of a native transport, with a device that is the host: who waits for whom.
+
+Copies are real, streams and events are stand-ins that write down what is asked of them. On a GPU
+the same is tested in ``tests/gpu/test_transport.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import TransportError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.completions import Arrival
+from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.staging import Staging
+
+pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
+
+LIMIT_S = 20.0
+CPU = torch.device("cpu")
+
+
+class Device:
+    """Stands in for ``torch.cuda``.
+
+    Attributes:
+        said: what was asked of streams and events, in order.
+        copied: events are done only once this is set.
+    """
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.copied = threading.Event()
+        self.copied.set()
+        self.registered: list[tuple[int, int]] = []
+        self.current = self.stream("compute")
+        self._streams = 0
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.said.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.said.append(f"{name} waits for {event.name}"),
+        )
+
+    def make_stream(self, device: Any) -> Any:
+        self._streams += 1
+        return self.stream(("out", "in")[(self._streams - 1) % 2])
+
+    @contextlib.contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        former, self.current = self.current, stream
+        yield
+        self.current = former
+
+    def make_event(self, *, blocking: bool) -> Any:
+        assert blocking, "a thread that waits must sleep"
+        event = SimpleNamespace(name="")
+
+        def record() -> None:
+            event.name = f"copy on {self.current.name}"
+
+        event.record = record
+        event.synchronize = lambda: self.copied.wait(LIMIT_S)
+        return event
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        self.registered.append((address, size))
+        return 0
+
+    def unregister(self, address: int) -> int:
+        self.registered = [one for one in self.registered if one[0] != address]
+        return 0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", made.make_stream)
+    monkeypatch.setattr(torch.cuda, "Event", made.make_event)
+    monkeypatch.setattr(torch.cuda, "stream", made.within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda self, stream: made.said.append(f"memory kept for {stream.name}"),
+    )
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more)
+    )
+    return made
+
+
+@pytest.fixture
+def transport(device: Device) -> Iterator[NativeTransport]:
+    node = extension.require("a test").Node(0, bytes(16), 1, 1)
+    node.open("loopback", 0, "", LIMIT_S, slot_bytes=4096, slots=8, reservable=2)
+    made = NativeTransport(node, {0: "loopback"}, device=CPU, least_free=4)
+    staging = Staging(node, CPU, [0])
+    made._staging = staging
+    made.completions.finish = staging.receive
+    yield made
+    device.copied.set()
+    made.close()
+    assert device.registered == []
+
+
+def label(number: int) -> Label:
+    return Label(1, Action(ActionKind.F, 0, number))
+
+
+def take(transport: NativeTransport) -> Arrival:
+    item = transport.completions.wait(time.monotonic() + LIMIT_S)
+    assert isinstance(item, Arrival)
+    return item
+
+
+def test_copies_wait_for_the_computation_and_are_waited_for(
+    transport: NativeTransport, device: Device
+) -> None:
+    sent = torch.arange(100.0)
+    transport.send(0, label(0), sent)
+    received = take(transport).take()
+    assert torch.equal(received, sent)
+    assert device.said == [
+        "out waits for compute",
+        "memory kept for out",
+        "compute waits for copy on in",
+        "memory kept for compute",
+    ]
+
+
+def test_a_message_leaves_when_its_copy_is_there(
+    transport: NativeTransport, device: Device
+) -> None:
+    device.copied.clear()
+    transport.send(0, label(0), torch.ones(10))
+    assert transport.completions.wait(time.monotonic() + 0.1) is None
+    device.copied.set()
+    assert take(transport).label == label(0)
+
+
+def test_a_slot_goes_back_when_its_copy_is_there(
+    transport: NativeTransport, device: Device
+) -> None:
+    node = transport._node
+    transport.send(0, label(0), torch.ones(10))
+    arrival = take(transport)
+    device.copied.clear()
+    received = arrival.take()
+    transport.send(0, label(1), torch.ones(10))  # waits in the worker
+    device.copied.set()
+    transport.flush(LIMIT_S)
+    second = take(transport)
+    assert second._native.free_slots == 7  # only its own is taken, though `received` lives
+    assert received.sum() == 10.0
+    assert node.pending(0) == 0
+
+
+def test_order_is_kept_with_and_without_a_slot(transport: NativeTransport) -> None:
+    """Some are reserved, some too large, some find no slot; strided ones are settled first."""
+    tensors = []
+    for number in range(40):
+        size = (10, 2000, 600, 900)[number % 4]
+        tensor = torch.arange(2.0 * size).view(size, 2)[:, number % 2]
+        tensors.append(tensor + number if number % 3 else tensor)
+        transport.send(0, label(number), tensors[-1])
+    for number, tensor in enumerate(tensors):
+        arrival = take(transport)
+        assert arrival.label == label(number)
+        assert torch.equal(arrival.take(), tensor)
+    transport.flush(LIMIT_S)
+
+
+def test_reserved_memory_is_the_devices(transport: NativeTransport) -> None:
+    channel = transport.channel(0)
+    tensor = channel.reserve(label(0), (4, 4), torch.bfloat16).fill_(2.0)
+    channel.send(label(0), tensor)
+    assert take(transport).take().sum() == 32.0
+
+
+def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
+    info = {"send_address": 4096, "send_bytes": 100, "receive_address": 8192, "receive_bytes": 50}
+    node = SimpleNamespace(info=lambda peer: info if peer == 1 else {})
+    staging = Staging(node, CPU, [0, 1])
+    assert device.registered == [(4096, 100), (8192, 50)]
+    staging.close()
+    assert device.registered == []
+
+
+def test_an_error_of_a_worker_comes_out_of_the_queue(
+    transport: NativeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging: Any = transport._staging
+    transport.flush(LIMIT_S)
+
+    def fail() -> None:
+        raise TransportError("the device is lost")
+
+    staging._committing.do(fail)
+    with pytest.raises(TransportError, match="the device is lost"):
+        transport.completions.wait(time.monotonic() + LIMIT_S)
+    assert staging.flush(LIMIT_S)
+
+
+def test_flush_ends_at_its_deadline(transport: NativeTransport, device: Device) -> None:
+    device.copied.clear()
+    transport.send(0, label(0), torch.ones(10))
+    with pytest.raises(TransportError, match=r"within 0.05 s by the device"):
+        transport.flush(0.05)
+    device.copied.set()
+    take(transport).take()
