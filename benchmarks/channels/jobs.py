@@ -1,0 +1,198 @@
+"""Rows of whole jobs: a 1F1B step, four ranks, a soak, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import gpt_ranks, soak
+from .pair import PairError
+from .report import Result, Row, measured, ratios
+from .transfers import MIB, Bench, channel_options
+
+ADDED_MS = 0.1
+FOUR_RANKS = 0.97
+SURVIVORS_S = 5.0
+GROWTH_MIB = 2.0
+ARENAS = 1.05
+MICROBATCHES = 32
+PRODUCTS = 6
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def one_f_one_b(bench: Bench) -> Result:
+    """What messages add to a microbatch."""
+    names = ("shm", "gloo transport", "tcp")
+    nbytes = MIB
+    added: dict[str, list[float]] = {name: [] for name in names}
+    ideal_ms = []
+    for repetition in range(-1, bench.repetitions):
+        shared = {"nbytes": nbytes, "products": PRODUCTS, "microbatches": MICROBATCHES}
+        pair = bench.pairs["torch"]
+        alone = pair.call("pipeline_steps", "step", connector=None, options={}, **shared)
+        ideal_s = max(alone) * (MICROBATCHES + 1) / MICROBATCHES
+        for name in names:
+            options = {**channel_options(nbytes), "fixed": True}
+            taken = pair.call("pipeline_steps", "step", connector=name, options=options, **shared)
+            if repetition >= 0:
+                added[name].append(1e3 * (max(taken) - ideal_s) / MICROBATCHES)
+        if repetition >= 0:
+            ideal_ms.append(1e3 * ideal_s / (MICROBATCHES + 1))
+    note = f"{statistics.median(ideal_ms):.3g} ms of compute per microbatch"
+    return Result(
+        rows=[
+            measured(
+                f"{name}: added to a microbatch of 1F1B, 1 MiB each way",
+                added[name],
+                unit="ms",
+                goal=ADDED_MS if name == "shm" else None,
+                note=note if name == "shm" else "",
+            )
+            for name in names
+        ]
+    )
+
+
+def four_ranks(rounds: int) -> Result:
+    """More ranks than processors."""
+    what = f"{gpt_ranks.RANKS} ranks of a small GPT: step time, shm over gloo"
+    try:
+        times = gpt_ranks.measure(rounds)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        return Result(rows=[Row(what=what, value=None, goal=FOUR_RANKS, note=_one_line(error))])
+    cores = len(os.sched_getaffinity(0))
+    gloo_ms = 1e3 * statistics.median(times["gloo"])
+    return Result(
+        rows=[
+            measured(
+                what,
+                ratios(times["shm"], times["gloo"]),
+                goal=FOUR_RANKS if cores < gpt_ranks.RANKS else None,
+                note=f"{cores} processors; gloo {gloo_ms:.4g} ms",
+            ),
+            measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"])),
+        ]
+    )
+
+
+def long_run(bench: Bench, messages: int) -> Result:
+    """The soak."""
+    what = f"soak, {messages:,} messages over shm: memory gained"
+    options = {"slot_bytes": soak.SLOT_BYTES, "slots": soak.SLOTS}
+    try:
+        answers = bench.pairs["torch"].call(
+            "soak",
+            "run",
+            connector="shm",
+            messages=messages,
+            options=options,
+            limit_s=60.0 + messages / 5e3,
+        )
+    except PairError as error:
+        print(f"error: {error}", file=sys.stderr)
+        note = _one_line(str(error).strip().splitlines()[-1])
+        bench.close()
+        bench.start()
+        return Result(rows=[Row(what=what, value=None, goal=GROWTH_MIB, note=note)])
+    asked_bytes = 2 * soak.SLOTS * soak.SLOT_BYTES
+    gains = [soak.growth(answer["looks"]) for answer in answers]
+    rate = messages / max(answer["seconds"] for answer in answers)
+    return Result(
+        rows=[
+            Row(
+                what=what,
+                value=max(gain[0] for gain in gains) / MIB,
+                unit="MiB",
+                goal=GROWTH_MIB,
+                note=f"after the first fifth; {rate:,.0f} a second, all checked",
+            ),
+            Row(what="the same: descriptors gained", value=max(g[1] for g in gains), goal=0),
+            Row(
+                what="the same: memory of the channels, both ways, over what was asked for",
+                value=max(answer["mapped_bytes"] for answer in answers) / asked_bytes,
+                goal=ARENAS,
+            ),
+        ],
+        facts={"soak": [answer["looks"] for answer in answers]},
+    )
+
+
+def kills(count: int, kind: str = "shm") -> Result:
+    """Ranks that are killed."""
+    what = f"{count} kills at random moments, {kind}"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "result.json")
+        private = Path(folder, "tmp")
+        private.mkdir()
+        try:
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "benchmarks.channels.kills", "--kind", kind),
+                    *("--count", str(count), "--output", str(output)),
+                ],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                    "TMPDIR": str(private),
+                },
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120.0 + 60.0 * count,
+            )
+            found = json.loads(output.read_text(encoding="utf-8"))
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            return Result(rows=[Row(what=what, value=None, goal=0, note=_one_line(error))])
+    if done.stderr.strip():
+        print(done.stderr.strip()[-2000:], file=sys.stderr)
+    return Result(rows=kill_rows(found, what), facts={f"kills, {kind}": found})
+
+
+def kill_rows(found: dict[str, Any], what: str) -> list[Row]:
+    """Sum up what ``kills.py`` wrote."""
+    trials = found["trials"]
+    failed = [trial["failed"] for trial in trials if "failed" in trial]
+    whole = [trial for trial in trials if "failed" not in trial]
+    neighbours = [
+        outcome
+        for trial in whole
+        for outcome in trial["outcomes"].values()
+        if outcome["seconds"] is not None
+    ]
+    strange = [one for one in neighbours if one["raised"] != "PeerLostError"]
+    left = found["litter"] + [name for trial in whole for name in trial["left"]]
+    seconds = [one["seconds"] for one in neighbours]
+    notes = [*failed[:1], *(f"{one['raised']}: {one['text']}" for one in strange[:1])]
+    return [
+        Row(
+            what=f"{what}: neighbours without PeerLostError",
+            value=len(failed) + len(strange),
+            goal=0,
+            note=_one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
+        ),
+        Row(
+            what="the same: slowest to raise",
+            value=max(seconds, default=None),
+            unit="s",
+            goal=SURVIVORS_S,
+            note=f"median {statistics.median(seconds):.3g} s" if seconds else "",
+        ),
+        Row(
+            what="the same: segments, files, sockets and processes left",
+            value=len(left),
+            goal=0,
+            note=_one_line(", ".join(left)),
+        ),
+    ]
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()).replace("|", "/")[:300]

@@ -1,0 +1,220 @@
+"""Kills one of three ranks at a random moment, again and again, and looks at what is left.
+
+::
+
+    rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and drop at random;
+                                    one is killed
+
+Run as a process of its own: it imports everything once and forks the ranks, so that a kill costs
+moments. ``victim`` 1 leaves two survivors, another one leaves one neighbour, and a third rank that
+ends in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import PeerLostError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.native import NativeTransport
+
+RANKS = 3
+SLOT_BYTES, SLOTS = 256 << 10, 6
+SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
+START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
+_LATEST_KILL_S = 0.06
+_FORWARD = Label(0, Action(ActionKind.F, 0, 0))
+
+
+def neighbours(rank: int) -> list[int]:
+    """Ranks that a rank has channels with."""
+    return [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
+
+
+def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
+    """Body of a rank; says over ``connection`` where it is, and what ended it."""
+    node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
+    connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
+    addresses = connection.recv()
+    for peer in neighbours(rank):
+        node.open(kind, peer, addresses[peer], START_S, slot_bytes=SLOT_BYTES, slots=SLOTS)
+    transport = NativeTransport(
+        node, dict.fromkeys(neighbours(rank), kind), device=torch.device("cpu")
+    )
+    connection.send("open")
+    try:
+        live(transport, rank, random.Random(seed * RANKS + rank), connection)
+        connection.send(("told to end", time.monotonic(), ""))
+    except PeerLostError as error:
+        connection.send(("PeerLostError", time.monotonic(), str(error)))
+    except Exception as error:
+        connection.send((type(error).__name__, time.monotonic(), str(error)))
+    try:
+        transport.close()
+    except Exception as error:
+        print(f"rank {rank}: close: {type(error).__name__}: {error}", file=sys.stderr)
+    connection.send("closed")
+
+
+def live(
+    transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
+) -> None:
+    """Send and receive at random until the other end of ``connection`` says stop."""
+    payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
+    held: list[torch.Tensor] = []
+    turn = 0
+    while True:
+        turn += 1
+        if turn % 16 == 0 and connection.poll():
+            return
+        peer = draw.choice(neighbours(rank))
+        choice = draw.random()
+        if choice < 0.4:
+            transport.send(peer, _FORWARD, draw.choice(payloads))
+        elif choice < 0.5:
+            channel = transport.channel(peer)
+            channel.send(_FORWARD, channel.reserve(_FORWARD, (SLOT_BYTES,), torch.uint8))
+        item: Any = transport.completions.wait(time.monotonic() + draw.choice((0.0, 0.002)))
+        if item is not None:
+            held.append(item.take())
+        while len(held) > SLOTS // 2:
+            held.pop(draw.randrange(len(held)))
+
+
+class Trial:
+    """One kill.
+
+    Args:
+        kind: transport.
+        seed: of all draws.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self._draw = random.Random(seed)
+        context = multiprocessing.get_context("fork")
+        self._ends: list[Connection] = []
+        self._ranks = []
+        for rank in range(RANKS):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=be_rank, args=(rank, kind, theirs, seed), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._ranks.append(process)
+
+    def run(self) -> dict[str, Any]:
+        """Kill one; returns what its neighbours did and how long that took."""
+        addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
+        for end in self._ends:
+            end.send(addresses)
+        for rank in range(RANKS):
+            assert self._expect(rank, START_S) == "open"
+        victim = self._draw.randrange(RANKS)
+        time.sleep(self._draw.uniform(0.0, _LATEST_KILL_S))
+        killed_at = time.monotonic()
+        pid = self._ranks[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        outcomes = {}
+        survivors = [rank for rank in range(RANKS) if rank != victim]
+        for rank in neighbours(victim):
+            name, at, text = self._expect(rank, SURVIVE_S)
+            outcomes[rank] = {"raised": name, "seconds": at - killed_at, "text": text}
+        for rank in survivors:
+            if rank not in outcomes:
+                self._say_stop(rank)
+                outcomes[rank] = {"raised": self._expect(rank, SURVIVE_S)[0], "seconds": None}
+        for rank in survivors:
+            assert self._expect(rank, END_S) == "closed"
+            self._ranks[rank].join(END_S)
+        return {"victim": victim, "outcomes": outcomes, "left": self._left()}
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        for end in self._ends:
+            end.close()
+
+    def _say_stop(self, rank: int) -> None:
+        with contextlib.suppress(OSError):  # it has heard of the loss, and ended
+            self._ends[rank].send("stop")
+
+    def _expect(self, rank: int, limit_s: float) -> Any:
+        if not self._ends[rank].poll(limit_s):
+            raise TimeoutError(f"rank {rank} said nothing for {limit_s:g} s")
+        return self._ends[rank].recv()
+
+    def _left(self) -> list[str]:
+        """Processes that did not end."""
+        return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
+
+
+def litter() -> set[str]:
+    """What a process may leave behind: shared memory, sockets, temporary files, children."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
+    sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
+    found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
+    for thread in Path("/proc/self/task").iterdir():
+        found |= {f"process {pid}" for pid in (thread / "children").read_text().split()}
+    found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
+    return found
+
+
+def _open(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Run the trials; writes JSON to the output."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", default="shm", choices=("shm", "tcp"))
+    parser.add_argument("--count", type=int, required=True, help="kills")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, required=True, help="where the outcomes go")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    before = litter()
+    trials = []
+    for index in range(options.count):
+        trial = Trial(options.kind, options.seed + index)
+        try:
+            trials.append(trial.run())
+        except (AssertionError, EOFError, OSError, TimeoutError) as error:
+            trials.append({"failed": f"{type(error).__name__}: {error}"})
+        finally:
+            trial.end()
+    # Other programs' files come and go; what this one left stays.
+    left = litter() - before
+    end = time.monotonic() + END_S
+    while left and time.monotonic() < end:
+        time.sleep(0.2)
+        left &= litter()
+    result = {"trials": trials, "litter": sorted(left)}
+    options.output.write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Rows of what two processes send each other: bandwidth, latency, hand-over."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import peers as libraries
+from .copies import Copies
+from .machine import Cores, state_of
+from .ours import NODE
+from .pair import Pair, PairError
+from .report import Point, Result, Row, measured, missing, ratios, size_text
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+MEMORY_SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+GLOO_SIZES = (MIB, 4 * MIB, 16 * MIB)
+MEMORY_SPEED = 0.90
+GLOO_NEAR, GLOO_FAR = 5.0, 10.0
+PEERS, FRESH_NEAR, FRESH_FAR = 1.7, 1.5, 4.0
+HALF_ROUND_TRIP_US, GLOO_OVER_SHM = 2.0, 25.0
+HAND_OVER_US = 3.0
+_MOST_CHANNEL_BYTES = 256 * MIB
+_SLOTS = 8
+COPIES = ("plain", "streaming")
+NO_COMPILER = "no C compiler for benchmarks/channels/copies.c; on Debian: gcc"
+Series = dict[tuple[str, int], list[float]]
+"""Seconds by name and size, one per repetition."""
+
+
+@dataclass
+class Bench:
+    """What the parts share.
+
+    Attributes:
+        copies: the compiled helpers; without a compiler there are none.
+        library: their file.
+        cores: processors of a pair.
+        repetitions: of everything.
+        pool_bytes: cold memory.
+        pairs: by name; ``torch`` is always there.
+        absent: why other pairs are not.
+        distances_ns: cache-line ping-pongs, in the order they were taken.
+    """
+
+    copies: Copies | None
+    library: Path | None
+    cores: Cores
+    repetitions: int
+    pool_bytes: int
+    pairs: dict[str, Pair] = field(default_factory=dict)
+    absent: str = ""
+    distances_ns: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start all pairs that can be.
+
+        Raises:
+            PairError: the one with our transports did not start.
+        """
+        shared: dict[str, Any] = {
+            "cores": self.cores,
+            "copies": self.library,
+            "pool_bytes": self.pool_bytes,
+        }
+        self.pairs["torch"] = Pair("torch", "torch", **shared)
+        found, self.absent = libraries.find()
+        for peer in found:
+            try:
+                self.pairs[peer.name] = Pair(
+                    peer.name,
+                    "mpi",
+                    launcher=peer.launcher,
+                    environment=peer.environment,
+                    **shared,
+                )
+            except PairError as error:
+                self.absent = str(error).splitlines()[0]
+                print(f"left out: {error}", file=sys.stderr)
+
+    def distance(self) -> float:
+        """Measure how far apart the processors are now; not-a-number where that is impossible."""
+        if self.copies is None:
+            return math.nan
+        value = self.copies.cache_line_ns(self.cores.first, self.cores.second)
+        self.distances_ns.append(value)
+        return value
+
+    def close(self) -> None:
+        """End all pairs."""
+        for pair in self.pairs.values():
+            try:
+                pair.close()
+            except PairError as error:
+                print(f"warning: {error}", file=sys.stderr)
+        self.pairs.clear()
+
+
+def channel_options(nbytes: int) -> dict[str, Any]:
+    """Slots that hold a message of that size whole."""
+    slots = max(2, min(_SLOTS, _MOST_CHANNEL_BYTES // nbytes))
+    return {"slot_bytes": max(4 * KIB, nbytes), "slots": slots}
+
+
+def bandwidth(bench: Bench, sizes: Sequence[int], tcp: bool = True) -> Result:
+    """Streams of cold tensors, and of tensors that are written and read."""
+    if bench.copies is None:
+        return Result(rows=[missing("shm: speed of the faster memcpy", NO_COMPILER)])
+    one_way: Series = defaultdict(list)
+    fresh: Series = defaultdict(list)
+    states: dict[int, str] = {}
+    for nbytes in sizes:
+        options = channel_options(nbytes)
+        messages = max(6, bench.pool_bytes // nbytes)
+        shared = {"nbytes": nbytes, "messages": min(messages, 512)}
+        ours = ["shm", "shm" + NODE, *(["tcp"] if tcp else []), "gloo"]
+        distances = []
+        for repetition in range(-1, bench.repetitions):
+            distances.append(bench.distance())
+            taken: dict[tuple[str, str], float] = {}
+            for kind in COPIES:
+                answer = bench.pairs["torch"].call("patterns", "copy", kind=kind, **shared)
+                taken["memcpy " + kind, "stream"] = answer[0]
+            order = [
+                *(("torch", name) for name in ours),
+                *((p, p) for p in bench.pairs if p != "torch"),
+            ]
+            turn = repetition % len(order)
+            for pair, name in order[turn:] + order[:turn]:
+                opened = {} if name in ("gloo", "mpi", "ucx") else options
+                for pattern in ("stream", "fresh"):
+                    if pattern == "fresh" and name.endswith(NODE):
+                        continue
+                    taken[name, pattern] = bench.pairs[pair].call(
+                        "patterns", pattern, connector=name, options=opened, **shared
+                    )[0]
+            if repetition < 0:
+                continue  # first touches and connections
+            taken["shm, in place", "fresh"] = bench.pairs["torch"].call(
+                "patterns", "in_place", connector="shm", options=options, **shared
+            )[0]
+            for (name, pattern), seconds in taken.items():
+                (one_way if pattern == "stream" else fresh)[name, nbytes].append(seconds)
+        states[nbytes] = state_of(statistics.median(distances))
+    points = [
+        Point(name=name, pattern=pattern, nbytes=nbytes, seconds=seconds)
+        for pattern, series in (("stream", one_way), ("written, sent and read", fresh))
+        for (name, nbytes), seconds in series.items()
+    ]
+    return Result(
+        rows=bandwidth_rows(one_way, fresh, states, bench.absent),
+        points=points,
+        facts={"state of the cores by size": {size_text(n): s for n, s in states.items()}},
+    )
+
+
+def bandwidth_rows(
+    one_way: Series, fresh: Series, states: dict[int, str], absent: str
+) -> list[Row]:
+    """Compare the series, size by size."""
+    rows = []
+    for nbytes in (n for n in MEMORY_SIZES if n in states):
+        fastest = min((one_way["memcpy " + kind, nbytes] for kind in COPIES), key=statistics.median)
+        for name in ("shm", "shm" + NODE):
+            rows.append(
+                measured(
+                    f"{name}, {size_text(nbytes)}: speed of the faster memcpy",
+                    ratios(fastest, one_way[name, nbytes]),
+                    goal=MEMORY_SPEED if name == "shm" else None,
+                    least=True,
+                    note=_times(one_way[name, nbytes], fastest),
+                )
+            )
+    for nbytes in (n for n in GLOO_SIZES if n in states):
+        state = states[nbytes]
+        gloo, ours = one_way["gloo", nbytes], one_way["shm", nbytes]
+        rows.append(
+            measured(
+                f"shm over gloo, {size_text(nbytes)}",
+                ratios(gloo, ours),
+                goal=GLOO_FAR if state == "far" else GLOO_NEAR,
+                least=True,
+                note=f"{state}; {_times(ours, gloo)}",
+            )
+        )
+    for what, series, near, far in (
+        ("shm over the best of MPI and UCX", one_way, PEERS, PEERS),
+        ("the same, written and read", fresh, FRESH_NEAR, FRESH_FAR),
+    ):
+        for nbytes in (n for n in GLOO_SIZES if n in states):
+            state = states[nbytes]
+            goal = far if state == "far" else near
+            found = {
+                name: series[name, nbytes] for name in ("mpi", "ucx") if series.get((name, nbytes))
+            }
+            label = f"{what}, {size_text(nbytes)}"
+            if not found:
+                rows.append(missing(label, absent, goal=goal, least=True))
+                continue
+            best = min(found, key=lambda name: statistics.median(found[name]))
+            ours = series["shm", nbytes]
+            rows.append(
+                measured(
+                    label,
+                    ratios(found[best], ours),
+                    goal=goal,
+                    least=True,
+                    note=f"{state}; {best}: {_times(ours, found[best])}",
+                )
+            )
+    return rows
+
+
+def latency(bench: Bench, rounds: int) -> Result:
+    """Half a round trip of a small tensor."""
+    nbytes, options = KIB, channel_options(KIB)
+    taken: dict[str, list[float]] = defaultdict(list)
+    names = [("torch", name) for name in ("shm", "shm" + NODE, "tcp", "gloo")]
+    names += [(pair, pair) for pair in bench.pairs if pair != "torch"]
+    distances = []
+    for repetition in range(-1, bench.repetitions):
+        distances.append(bench.distance())
+        for pair, name in names:
+            slow = name in ("gloo", "tcp")
+            answer = bench.pairs[pair].call(
+                "patterns",
+                "half_round_trip",
+                connector=name,
+                nbytes=nbytes,
+                rounds=max(50, rounds // 10) if slow else rounds,
+                options={} if name in ("gloo", "mpi", "ucx") else options,
+            )
+            if repetition >= 0:
+                taken[name].append(1e6 * answer[0])
+    state = state_of(statistics.median(distances))
+    rows = [
+        measured(
+            "shm, 1 KiB: half a round trip",
+            taken["shm"],
+            unit="us",
+            goal=HALF_ROUND_TRIP_US,
+            note=state,
+        ),
+        measured(
+            "the same, gloo over shm",
+            ratios(taken["gloo"], taken["shm"]),
+            goal=GLOO_OVER_SHM,
+            least=True,
+            note=f"gloo {statistics.median(taken['gloo']):.3g} us",
+        ),
+    ]
+    rows += [
+        measured(f"{name}, 1 KiB: half a round trip", taken[name], unit="us")
+        for _, name in names
+        if name not in ("shm", "gloo")
+    ]
+    return Result(rows=rows)
+
+
+def hand_over(bench: Bench, rounds: int, sizes: Sequence[int]) -> Result:
+    """Memory of the channel that changes hands, whatever its size."""
+    rows = []
+    for nbytes in sizes:
+        taken: dict[str, list[float]] = defaultdict(list)
+        for repetition in range(-1, bench.repetitions):
+            for name in ("shm", "shm" + NODE):
+                left, arrived = bench.pairs["torch"].call(
+                    "patterns",
+                    "hand_over",
+                    connector=name,
+                    nbytes=nbytes,
+                    rounds=rounds,
+                    options=channel_options(nbytes),
+                )
+                if repetition >= 0:
+                    pairs = zip(left, arrived, strict=True)
+                    taken[name].append(1e6 * statistics.median(end - start for start, end in pairs))
+        for name, samples in taken.items():
+            rows.append(
+                measured(
+                    f"{name}, {size_text(nbytes)} reserved: hand-over",
+                    samples,
+                    unit="us",
+                    goal=HAND_OVER_US if name == "shm" else None,
+                )
+            )
+    return Result(rows=rows)
+
+
+def _times(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    return f"{1e3 * statistics.median(ours):.3g} ms against {1e3 * statistics.median(theirs):.3g}"

@@ -1,0 +1,271 @@
+"""The benchmark of the transports: its rows and goals, the compiled helpers, its processes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.channels import copies, jobs, lab, machine, peers, report, soak, transfers
+from benchmarks.channels.connectors import WINDOW, Posted
+from benchmarks.channels.pair import Pair, PairError
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return copies.build(tmp_path_factory.mktemp("copies"))
+    except copies.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+# ---- rows
+
+
+def test_a_goal_is_a_least_or_a_most_value() -> None:
+    least = report.measured("speed", [0.8, 1.0, 0.9], goal=0.9, least=True)
+    assert (least.value, least.met) == (0.9, True)
+    assert report.measured("speed", [0.8, 0.89, 0.9], goal=0.9, least=True).met is False
+    assert report.measured("time", [2.0], goal=2.0).met is True
+    assert report.measured("time", [2.1], goal=2.0).met is False
+    assert report.measured("time", [2.1]).met is None
+    assert "| >= 0.9 | met |" in least.line
+
+
+def test_what_could_not_be_measured_misses_its_goal_unless_it_is_a_peer_that_is_not_here() -> None:
+    assert report.Row(what="time", value=None, goal=1.0).met is False
+    absent = report.missing("time", "not installed: do this", goal=1.0)
+    assert absent.met is None
+    assert absent.line == "| time | not measured | <= 1 |  | not installed: do this |"
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    assert report.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    with pytest.raises(ValueError, match="zip"):
+        report.ratios([1.0], [1.0, 2.0])
+
+
+def test_bandwidth_table_and_chart_have_a_cell_per_transport_and_size(tmp_path: Path) -> None:
+    points = [
+        report.Point(name=name, pattern="stream", nbytes=size, seconds=[size / 1e9, size / 2e9])
+        for name, size in (("shm", MIB), ("shm", 4 * MIB), ("gloo", MIB))
+    ]
+    table = report.bandwidths(points)
+    assert "| stream, GB/s | 1 MiB | 4 MiB |" in table
+    assert "| gloo | 1.33 |  |" in table
+    report.chart(points, "any", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def series(**times: float) -> transfers.Series:
+    return {(name.replace("_", " "), MIB): [seconds] * 5 for name, seconds in times.items()}
+
+
+@pytest.mark.parametrize(("state", "least"), [("near", 5.0), ("between", 5.0), ("far", 10.0)])
+def test_far_processors_have_goals_of_their_own(state: str, least: float) -> None:
+    times = {"memcpy_plain": 2.0, "memcpy_streaming": 1.0, "shm": 1.25, "shm_node": 1.0}
+    one_way = series(**times, gloo=8.0, mpi=4.0, ucx=2.5)
+    fresh = series(shm=2.0, mpi=4.0, ucx=8.0)
+    rows = transfers.bandwidth_rows(one_way, fresh, {MIB: state}, "")
+    found = {row.what: row for row in rows}
+    memory = found["shm, 1 MiB: speed of the faster memcpy"]
+    assert (memory.value, memory.met) == (0.8, False)
+    assert found["shm node, 1 MiB: speed of the faster memcpy"].met is None
+    gloo = found["shm over gloo, 1 MiB"]
+    assert (gloo.value, gloo.goal) == (6.4, least)
+    best = found["shm over the best of MPI and UCX, 1 MiB"]
+    assert (best.value, best.met) == (2.0, True)
+    assert "ucx" in best.note
+    written = found["the same, written and read, 1 MiB"]
+    assert (written.value, written.goal) == (2.0, 4.0 if state == "far" else 1.5)
+
+
+def test_a_peer_that_is_not_installed_is_no_failure() -> None:
+    one_way = series(memcpy_plain=2.0, memcpy_streaming=1.0, shm=1.0, shm_node=1.0, gloo=9.0)
+    rows = transfers.bandwidth_rows(one_way, series(shm=1.0), {MIB: "near"}, "install it so")
+    absent = [row for row in rows if row.value is None]
+    assert [row.met for row in absent] == [None, None]
+    assert {row.note for row in absent} == {"install it so"}
+    assert not any(row.met is False for row in rows)
+
+
+def test_slots_hold_a_message_and_the_memory_of_a_channel_is_bounded() -> None:
+    for nbytes in transfers.SIZES:
+        options = transfers.channel_options(nbytes)
+        assert options["slot_bytes"] >= nbytes
+        assert options["slots"] >= 4
+        assert options["slots"] * options["slot_bytes"] <= 256 * MIB
+
+
+def test_kills_count_wrong_errors_slow_survivors_and_what_is_left() -> None:
+    told = {"raised": "PeerLostError", "seconds": 0.5, "text": ""}
+    good = {"victim": 1, "outcomes": {"0": told, "2": told}, "left": []}
+    rows = jobs.kill_rows({"trials": [good], "litter": []}, "kills")
+    assert [(row.value, row.met) for row in rows] == [(0, True), (0.5, True), (0, True)]
+    slow = {"raised": "DeadlineError", "seconds": 6.0, "text": "waited"}
+    bad = {"victim": 0, "outcomes": {"1": slow, "2": {"raised": "x", "seconds": None}}, "left": []}
+    found = {"trials": [good, bad, {"failed": "hung"}], "litter": ["/dev/shm/x"]}
+    rows = jobs.kill_rows(found, "kills")
+    assert [(row.value, row.met) for row in rows] == [(2, False), (6.0, False), (1, False)]
+    assert "hung" in rows[0].note
+    assert "/dev/shm/x" in rows[2].note
+    assert jobs.kill_rows({"trials": [], "litter": []}, "kills")[1].met is False
+
+
+def test_rdma_is_compared_with_perftest_of_the_same_repetition() -> None:
+    samples = {
+        "perftest 65536": [1.0, 2.0],
+        "rdma 65536": [1.0, 2.2],
+        "gloo 65536": [2.0, 4.4],
+        "perftest latency": [1e-4, 1e-4],
+        "rdma latency": [1.3e-4, 1.1e-4],
+        "gloo latency": [2.6e-4, 2.2e-4],
+    }
+    result = lab.rows(samples)
+    met = {row.what: row.met for row in result.rows}
+    assert met["rdma over ib_write_bw, 64 KiB"] is True
+    assert met["rdma, 1 KiB: half a round trip over ib_write_lat"] is True
+    assert [row.value for row in result.rows if row.goal is None] == pytest.approx([2.0, 2.0])
+    assert {point.name for point in result.points} == {"ib_write_bw", "rdma", "gloo over TCP"}
+
+
+# ---- soak
+
+
+def test_growth_is_what_does_not_come_back() -> None:
+    steady = [(100 + number % 3, 10) for number in range(50)]
+    assert soak.growth(steady) == (0, 0)
+    growing = [(100 + number, 10 + number // 40) for number in range(50)]
+    assert soak.growth(growing) == (30, 1)
+    warming_up = [(min(number * 10, 90), 10) for number in range(50)]
+    assert soak.growth(warming_up) == (0, 0)
+
+
+def test_a_soak_has_empty_messages_whole_slots_and_pieces() -> None:
+    sizes = {8 * soak.words_of(number) for number in range(2000)}
+    assert 0 in sizes
+    assert soak.SLOT_BYTES in sizes
+    assert max(sizes) > 4 * soak.SLOT_BYTES
+
+
+# ---- the machine
+
+
+def test_states_of_the_processors() -> None:
+    states = [machine.state_of(value) for value in (60.0, 120.0, 131.0, math.nan)]
+    assert states == ["near", "between", "far", "unknown"]
+    assert machine.resident_bytes() > MIB
+    assert machine.descriptors() >= 3
+
+
+def test_peers_that_are_not_here_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found, reason = peers.find()
+    assert found == []
+    assert peers.INSTALL in reason
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 4096 + 17, MIB])
+@pytest.mark.parametrize("kind", ["plain", "streaming"])
+def test_copies_are_whole(library: Path, kind: str, size: int) -> None:
+    found = copies.Copies(library)
+    source = bytes(range(256)) * (size // 256 + 1)
+    target = ctypes.create_string_buffer(size + 128)
+    start = -ctypes.addressof(target) % 64
+    getattr(found, kind)(ctypes.addressof(target) + start, source, size)
+    assert target.raw[start : start + size] == source[:size]
+    assert not any(target.raw[start + size :])
+
+
+def test_written_bytes_are_read(library: Path) -> None:
+    found = copies.Copies(library)
+    memory = (ctypes.c_uint64 * 1000)()
+    found.write(ctypes.addressof(memory), 8000, 7)
+    assert list(memory[:3]) == [7, 8, 9]
+    assert found.read(ctypes.addressof(memory), 8000) == sum(range(7, 1007))
+
+
+def test_a_machine_without_a_compiler_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(copies.NoCompilerError, match="no C compiler"):
+        copies.build(tmp_path)
+
+
+# ---- processes
+
+
+class Recorded(Posted):
+    """Notes what is posted; a request is done when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda nbytes: object())
+        self.events: list[str] = []
+
+    def start_send(self, payload: Any) -> Any:
+        self.events.append("send")
+        return "send"
+
+    def start_receive(self, buffer: Any) -> Any:
+        self.events.append("post")
+        return "receive"
+
+    def wait(self, request: Any) -> None:
+        self.events.append(f"wait {request}")
+
+
+def test_peers_have_some_messages_under_way_and_post_no_receive_too_many() -> None:
+    link = Recorded()
+    link.expect(MIB, WINDOW + 2)
+    assert link.events == ["post"] * WINDOW
+    seen = {id(link.receive()) for _ in range(WINDOW + 2)}
+    assert link.events.count("post") == link.events.count("wait receive") == WINDOW + 2
+    assert len(seen) == WINDOW + 1
+    link.events.clear()
+    for _ in range(WINDOW + 2):
+        link.send(None)
+    assert link.events.count("wait send") == 2
+    link.settle()
+    assert link.events.count("wait send") == WINDOW + 2
+
+
+@pytest.fixture
+def pair(library: Path) -> Iterator[Pair]:
+    cores = machine.Cores.choose()
+    made = Pair("two", "torch", cores=cores, copies=library, pool_bytes=MIB)
+    yield made
+    made.kill()
+
+
+@pytest.mark.multiprocess
+def test_a_pair_measures_and_ends(pair: Pair) -> None:
+    shared = {"nbytes": 1 << 16, "messages": 8}
+    for pattern in ("stream", "fresh"):
+        first, second = pair.call("patterns", pattern, connector="gloo", options={}, **shared)
+        assert 0 < first < 10
+        assert second is None
+    plain = pair.call("patterns", "copy", kind="plain", **shared)
+    assert 0 < plain[0] < 1
+    trip = pair.call(
+        "patterns", "half_round_trip", connector="gloo", nbytes=1024, rounds=5, options={}
+    )
+    assert all(0 < seconds < 10 for seconds in trip)
+    with pytest.raises(PairError, match="unknown pattern|has no attribute"):
+        pair.call("patterns", "no_such_pattern")
+
+
+@pytest.mark.multiprocess
+def test_a_pair_whose_process_dies_says_so(pair: Pair) -> None:
+    os.kill(pair.pids[1], signal.SIGKILL)
+    with pytest.raises(PairError, match="two: "):
+        pair.call("patterns", "copy", kind="plain", nbytes=64, messages=1)
