@@ -73,13 +73,14 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "torch", str(int(installed_version("torch") is not None))
 
 
-def packages(*, exact: bool, test: bool) -> Iterator[tuple[str, str]]:
+def packages(*, exact: bool, test: bool, benchmarks: bool = False) -> Iterator[tuple[str, str]]:
     """Yields what is missing, in conflict and to be kept.
 
     Args:
         exact: every package must have its pinned version, as in an environment of our own;
             otherwise whatever the project accepts may stay.
         test: include the tools that run the tests and checks.
+        benchmarks: include the libraries that benchmarks compare with.
     """
     with (ROOT / "pyproject.toml").open("rb") as file:
         project: dict[str, Any] = tomllib.load(file)
@@ -88,6 +89,8 @@ def packages(*, exact: bool, test: bool) -> Iterator[tuple[str, str]]:
     wanted = list(pins(ROOT / "requirements.txt"))
     if test:
         wanted += pins(ROOT / "requirements-test.txt")
+    if benchmarks:
+        wanted += pins(ROOT / "requirements-benchmarks.txt")
     for pin in wanted:
         name = name_of(pin)
         found = installed_version(name)
@@ -108,12 +111,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")
+    parser.add_argument("--benchmarks", action="store_true", help="include what they compare with")
     arguments = parser.parse_args()
     for key, value in environment():
         print(f"{key}={value}")
     if not HAS_PIP:
         return
-    for key, value in packages(exact=arguments.exact, test=arguments.test):
+    for key, value in packages(
+        exact=arguments.exact, test=arguments.test, benchmarks=arguments.benchmarks
+    ):
         print(f"{key}={value}")
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -307,6 +308,60 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
     assert before <= clock.resolve_ns(mark) <= time.monotonic_ns()
 
 
+class MadeUpDevice:
+    """A device whose clock drifts from the host's; it passes a mark some time after it was put."""
+
+    def __init__(self, drift: float) -> None:
+        self.host_ns = 10**12
+        self._drift = drift
+        self.delay_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.host_ns
+
+    def event(self, **_: bool) -> MadeUpEvent:
+        return MadeUpEvent(self)
+
+    def now_ns(self) -> float:
+        return (self.host_ns + self.delay_ns) * (1 + self._drift)
+
+
+class MadeUpEvent:
+    def __init__(self, device: MadeUpDevice) -> None:
+        self._device = device
+        self.passed_ns = 0.0
+
+    def record(self) -> None:
+        self.passed_ns = self._device.now_ns()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: MadeUpEvent) -> float:
+        return float(np.float32((other.passed_ns - self.passed_ns) / 1e6))
+
+
+@pytest.mark.parametrize("drift", [0.0, 5e-5, -5e-5])
+def test_cuda_clock_keeps_with_the_host_for_hours(
+    monkeypatch: pytest.MonkeyPatch, drift: float
+) -> None:
+    device = MadeUpDevice(drift)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(accelerator.time, "monotonic_ns", device.monotonic_ns)
+    clock = CudaClock()
+    for step in range(3 * 3600 // 2):
+        device.host_ns += 2 * 10**9
+        # The first mark of a step finds the device idle, later ones queue up.
+        for number in range(4):
+            device.host_ns += 3_000_000
+            device.delay_ns = 8_000 + number * 40_000_000
+            mark = clock.mark()
+            expected_ns = device.host_ns + device.delay_ns
+            error_ns = abs(clock.resolve_ns(mark) - expected_ns)
+            assert error_ns < 250_000, (step, number)
+
+
 @needs_gpu
 @pytest.mark.gpu
 def test_cuda_clock_places_events_on_the_host_clock() -> None:
@@ -331,4 +386,4 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
         square = square @ square / 4096
     mark = clock.mark()
     clock.wait(mark)
-    assert mark.query()
+    assert clock.is_passed(mark)

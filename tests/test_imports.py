@@ -16,8 +16,7 @@ WITHOUT_TORCH = [
     "megatron.adaptive.extension",
     "megatron.adaptive.config",
     "megatron.adaptive.schedule",
-    "megatron.adaptive.trace.event",
-    "megatron.adaptive.trace.recorder",
+    "megatron.adaptive.trace",
 ]
 
 # Imports every module below a package (or one module) with torch and megatron-core out of reach.

@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,10 @@ _PEAK_FLOPS = {
 # Of <malloc.h>; the second is the largest value that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _HEAP_KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
+
+# How long a CUDA event serves as anchor of others, and how far clocks may have drifted meanwhile.
+_ANCHOR_FOR_NS, _MOST_DRIFT_NS = 1_000_000_000, 2_000_000
+_NO_DELAY_NS = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +142,30 @@ class CpuClock:
         """Return ``mark``."""
         return mark
 
+    def is_passed(self, mark: int) -> bool:
+        """Whether the work before ``mark`` is done: it is."""
+        return True
+
     def wait(self, mark: int) -> None:
         """Return at once: the work before ``mark`` is done."""
+
+
+class CudaMark(NamedTuple):
+    """A place in a CUDA stream, and the host's time when it was put there."""
+
+    event: torch.cuda.Event
+    host_ns: int
 
 
 class CudaClock:
     """Marks are events in the current CUDA stream; nothing is synchronized to take one.
 
-    An event is placed on the host's clock by its distance from an anchor, an event taken while the
-    device was idle together with the host's time.
+    An event is placed on the host's clock by its distance from an anchor, at first one taken while
+    the device was idle together with the host's time. CUDA tells distances as 32-bit milliseconds,
+    coarser than a kernel after some minutes, so about every second a mark becomes the new anchor.
+    The clocks of device and host drift apart; but the device passes no mark before the host has
+    put it there, and some soon after: the least delay of the last second says how far they have
+    come apart.
     """
 
     def __init__(self) -> None:
@@ -155,21 +174,35 @@ class CudaClock:
         self._anchor.record()
         self._anchor.synchronize()
         self._anchor_ns = time.monotonic_ns()
+        self._least_delay_ns = _NO_DELAY_NS
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> CudaMark:
         """Record an event in the current stream."""
         # Blocking: who waits for it sleeps, and leaves the processor to threads that receive.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
+        host_ns = time.monotonic_ns()
         event.record()
-        return event
+        return CudaMark(event, host_ns)
 
-    def resolve_ns(self, mark: torch.cuda.Event) -> int:
+    def resolve_ns(self, mark: CudaMark) -> int:
         """Return the host time at which the device passed ``mark``; it must have passed it."""
-        return self._anchor_ns + int(self._anchor.elapsed_time(mark) * 1e6)
+        passed_ns = int(self._anchor.elapsed_time(mark.event) * 1e6)
+        time_ns = self._anchor_ns + passed_ns
+        self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
+        if passed_ns > _ANCHOR_FOR_NS:
+            if abs(self._least_delay_ns) < _MOST_DRIFT_NS:  # else the device was never idle
+                time_ns -= self._least_delay_ns
+            self._anchor, self._anchor_ns = mark.event, time_ns
+            self._least_delay_ns = _NO_DELAY_NS
+        return time_ns
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def is_passed(self, mark: CudaMark) -> bool:
+        """Whether the device has passed ``mark``."""
+        return mark.event.query()
+
+    def wait(self, mark: CudaMark) -> None:
         """Sleep until the device has passed ``mark``, without the GIL."""
-        mark.synchronize()
+        mark.event.synchronize()
 
 
 def current_device() -> torch.device:

@@ -202,6 +202,21 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
+# The default is shared memory; few small slots make receivers copy and messages go in pieces.
+FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
+TRANSPORTED = tuple(
+    dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
+    for kind in ("shm", "tcp", "gloo")
+    for case in (
+        Case("1f1b", pp=4),
+        Case("adaptive", pp=2, chunks=2, dp=2),
+        Case("adaptive", tp=2, pp=2),
+        Case("adaptive", tp=2, pp=2, extra="--transport-slots 2"),
+        Case("gpipe", pp=2, extra=FEW),
+        Case("zb-v", pp=2, chunks=2, extra=f"{FEW} --transport-crc"),
+        Case("interleaved", pp=2, chunks=2, extra=FEW),
+    )
+)
 # First and last stage on the first rank; with three chunks the last one is on the last rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
@@ -395,6 +410,11 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
     schedule = free_order(case.extra.split()[-1])
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank]]
+
+
+@pytest.mark.parametrize("case", TRANSPORTED, ids=str)
+def test_transport_equals_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
 
 
 @pytest.mark.parametrize("case", OPTIONS, ids=str)

@@ -30,6 +30,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.training.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
@@ -123,11 +125,15 @@ def end(job: Job, run: Run) -> None:
 class Orders:
     """Writes down the order in which a rank runs its actions; stands in for the trace."""
 
+    is_recording = True
+
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def record(self, kind: str, chunk: int, microbatch: int, *_: int, **__: int) -> None:
-        self.words.append(f"{kind}{chunk}-{microbatch}")
+    def extend(self, rows: Iterable[Row]) -> None:
+        for kind, chunk, microbatch, *_ in rows:
+            if KINDS[kind] in DRAWN_ACTIONS:
+                self.words.append(f"{KINDS[kind]}{chunk}-{microbatch}")
 
 
 def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:

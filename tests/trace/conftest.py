@@ -1,11 +1,13 @@
 """Traces to look at: a small pipeline simulated event by event, written by the real recorder."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, trace_file_name
 from megatron.adaptive.trace.recorder import Recorder
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
@@ -50,6 +52,55 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
     return TraceHeader.create(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def old_line(record: TraceHeader | IterationStart | Span) -> str:
+    """A record as version 1 wrote it."""
+    if isinstance(record, IterationStart):
+        numbers = {"begin_iteration": record.iteration, "num_microbatches": record.num_microbatches}
+        return json.dumps(numbers)
+    values = asdict(record)
+    if isinstance(record, TraceHeader):
+        del values["layout"], values["clock"]
+        return json.dumps({"format": "megatron-adaptive-trace", "version": 1, **values})
+    for newer in ("piece", "queue_depth", "peer", "of", "reason"):
+        del values[newer]
+    return json.dumps(values)
+
+
+def write_old(folder: Path, header: TraceHeader, *records: IterationStart | Span) -> Path:
+    """Write a file of version 1."""
+    folder.mkdir(exist_ok=True)
+    path = folder / trace_file_name(header.rank)
+    path.write_text("".join(old_line(record) + "\n" for record in (header, *records)))
+    return path
+
+
+def write_spans(
+    folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
+) -> Path:
+    """Write spans with the recorder; iterations begin where the spans do."""
+    with Recorder(folder, header) as recorder:
+        iteration = None
+        for span in spans:
+            if span.iteration != iteration:
+                iteration = span.iteration
+                recorder.begin_iteration(iteration, num_microbatches, start_ns=span.start_ns)
+            recorder.record(
+                span.action,
+                span.chunk,
+                span.microbatch,
+                span.start_ns,
+                span.end_ns,
+                piece=span.piece,
+                bytes=span.bytes,
+                in_flight_bytes=span.in_flight_bytes,
+                queue_depth=span.queue_depth,
+                peer=span.peer,
+                of=span.of,
+                reason=span.reason,
+            )
+    return recorder.path
+
+
 @pytest.fixture(name="simulate")
 def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
     """The function that tells what :func:`write_run` writes, from time 0."""
@@ -60,6 +111,18 @@ def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
 def make_header_fixture() -> Callable[..., TraceHeader]:
     """A function ``(rank, num_ranks=2, **changes)`` that returns a header."""
     return make_header
+
+
+@pytest.fixture(name="write_old")
+def write_old_fixture() -> Callable[..., Path]:
+    """A function ``(folder, header, *records)`` that writes a file of version 1."""
+    return write_old
+
+
+@pytest.fixture(name="write_spans")
+def write_spans_fixture() -> Callable[..., Path]:
+    """A function ``(folder, header, spans, num_microbatches=4)`` that writes a file."""
+    return write_spans
 
 
 @pytest.fixture
@@ -88,16 +151,17 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             with Recorder(target, header) as recorder:
                 for iteration in range(1, iterations + 1):
                     shift = START_NS + iteration * 10**10
-                    recorder.begin_iteration(iteration, num_microbatches)
+                    recorder.begin_iteration(iteration, num_microbatches, start_ns=shift - 60)
                     recorder.record("data", -1, -1, shift - 50, shift - 10)
                     for action, chunk, microbatch, start, end in row:
+                        begin = shift + start
                         recorder.record(
-                            action,
-                            chunk,
-                            microbatch,
-                            shift + start,
-                            shift + end,
-                            wait_ns=7,
+                            *("wait", chunk, microbatch, begin - 7, begin),
+                            of=action,
+                            reason="input",
+                        )
+                        recorder.record(
+                            *(action, chunk, microbatch, begin, shift + end),
                             bytes=100,
                             in_flight_bytes=1 << 20,
                         )

@@ -1,23 +1,21 @@
-"""Reading a run back: resumed, killed, incomplete and mixed folders; one clock for all ranks."""
+"""Reading a run back: resumed, killed, incomplete and mixed folders, both versions."""
 
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace import index as index_module
 from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
 
-
-def write_lines(folder: Path, header: TraceHeader, *records: IterationStart | Span) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / trace_file_name(header.rank)
-    path.write_text("".join(record.to_line() + "\n" for record in (header, *records)))
-    return path
+FOUR = (("F", 0), ("F", 1), ("B", 0), ("B", 1))
 
 
 def test_a_run_is_read_whole(write_run: Callable[..., Path]) -> None:
@@ -96,15 +94,26 @@ def test_a_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_renamed_file_and_a_chunk_out_of_range_are_refused(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
 ) -> None:
-    path = write_lines(tmp_path, make_header(0))
+    path = write_spans(tmp_path, make_header(0), [])
     path.rename(tmp_path / trace_file_name(1))
     with pytest.raises(TraceError, match=r"header of rank 0.*named after rank 1"):
         read_run(tmp_path)
     (tmp_path / trace_file_name(1)).unlink()
-    write_lines(tmp_path, make_header(0), Span("F", 1, 0, 1, 2, 1))
+    write_spans(tmp_path, make_header(0), [Span("F", 1, 0, 1, 2, 1)])
     with pytest.raises(TraceError, match="chunk 1, the header says 1 chunks"):
+        read_run(tmp_path).ranks[0].table()
+
+
+def test_a_file_that_goes_on_with_another_shape_is_refused(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
+) -> None:
+    path = write_spans(tmp_path, make_header(0), [Span("F", 0, 0, 1, 2, 1)])
+    path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
+    with pytest.raises(
+        TraceError, match=r"goes on with run 'run-1' \(2, 2, 2\) behind run 'run-1'"
+    ):
         read_run(tmp_path)
 
 
@@ -136,41 +145,116 @@ def test_the_microbatch_count_follows_the_marker(
     assert run.complete_iterations() == (1,)
 
 
-def test_ranks_of_one_host_keep_their_monotonic_times(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
+def test_a_killed_block_that_a_resumed_run_follows_is_incomplete(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
 ) -> None:
-    # The pairs of readings differ by the time between them and by small corrections.
-    header = make_header(0)
-    write_lines(tmp_path, header, Span("F", 0, 0, 100, 200, 1))
-    later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)
-    later = replace(later, monotonic_ns=header.monotonic_ns + 7_000_000_000)
-    write_lines(tmp_path, later, Span("F", 0, 0, 200, 300, 1))
+    header = make_header(0, 1, num_microbatches=2)
+    spans = [Span(a, 0, m, 10 * n, 10 * n + 5, 1) for n, (a, m) in enumerate(FOUR)]
+    path = write_spans(tmp_path, header, spans, num_microbatches=2)
+    path.write_bytes(path.read_bytes()[:-8])
+    again = [replace(span, iteration=2) for span in spans]
+    write_spans(tmp_path, header, again, num_microbatches=2)
     run = read_run(tmp_path)
-    assert run.ranks[0].spans[1][0].start_ns == 100
-    assert run.ranks[1].spans[1][0].start_ns == 200
+    assert run.iterations == (1, 2)
+    assert run.complete_iterations() == (2,)
+    assert [len(run.ranks[0].table([i])) for i in (1, 2)] == [3, 4]
 
 
-def test_ranks_of_two_hosts_are_moved_onto_unix_time(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
+def test_only_what_is_asked_for_is_parsed(
+    write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unix = 1_700_000_000_000_000_000
-    here = replace(make_header(0), host="a", monotonic_ns=1_000, unix_ns=unix)
-    there = replace(make_header(1), host="b", monotonic_ns=9_000_000, unix_ns=unix + 500)
-    write_lines(tmp_path, here, Span("F", 0, 0, 1_100, 1_200, 1))
-    write_lines(tmp_path, there, Span("F", 0, 0, 9_000_700, 9_000_900, 1))
+    folder = write_run(2, 1, 4, iterations=50)
+    parsed: list[int] = []
+    original = index_module.parse_spans
+
+    def counting(data: bytes, *rest: Any) -> Any:
+        parsed.append(data.count(b"\n"))
+        return original(data, *rest)
+
+    monkeypatch.setattr(index_module, "parse_spans", counting)
+    run = read_run(folder)
+    assert run.complete_iterations() == tuple(range(1, 51))
+    assert parsed == []
+    table = run.ranks[1].table([7, 30, 99])
+    assert parsed == [2 * 17]
+    assert sorted(set(table.iteration.tolist())) == [7, 30]
+    assert read_run(folder, ranks=[1]).missing_ranks == (0,)
+
+
+def test_a_clock_that_was_set_back_is_named(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
+) -> None:
+    starts = {1: 10**10, 2: 2 * 10**10, 3: 5 * 10**9, 4: 6 * 10**9}
+    spans = [Span("F", 0, 0, start, start + 10, i) for i, start in starts.items()]
+    write_spans(tmp_path, make_header(0, 1), spans)
     run = read_run(tmp_path)
-    assert run.ranks[0].spans[1][0].start_ns == unix + 100
-    assert run.ranks[1].spans[1][0].start_ns == unix + 1_200
-    assert run.ranks[1].spans[1][0].duration_ns == 200
+    assert run.ranks[0].clock_jumps() == (3,)
+    assert run.notes() == [
+        "the clock of rank 0 was set back before iterations 3; times across that moment mean "
+        "nothing"
+    ]
+
+
+def test_a_span_that_ends_before_it_starts_has_no_length(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
+) -> None:
+    write_spans(tmp_path, make_header(0, 1), [Span("F", 0, 0, 1000, 900, 1)])
+    assert read_run(tmp_path).ranks[0].spans[1] == (Span("F", 0, 0, 1000, 1000, 1),)
+
+
+def test_version_1_is_read(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_old: Callable[..., Path]
+) -> None:
+    spans = [Span(a, 0, m, 50 * n + 9, 50 * n + 40, 3, 9, 64, 128) for n, (a, m) in enumerate(FOUR)]
+    write_old(tmp_path, make_header(0, 1), IterationStart(3, 2), *spans)
+    run = read_run(tmp_path)
+    assert (run.iterations, run.complete_iterations()) == ((3,), (3,))
+    found = run.ranks[0].spans[3]
+    assert [span for span in found if span.action != "wait"] == spans
+    waits = [span for span in found if span.action == "wait"]
+    assert [(span.end_ns, span.duration_ns, span.of) for span in waits] == [
+        (span.start_ns, 9, span.action) for span in spans
+    ]
+
+
+def test_version_1_that_a_newer_program_goes_on_with(
+    tmp_path: Path,
+    make_header: Callable[..., TraceHeader],
+    write_old: Callable[..., Path],
+    write_spans: Callable[..., Path],
+) -> None:
+    header = make_header(0, 1)
+    write_old(tmp_path, header, *(Span("F", 0, 0, 1, 2, i) for i in (1, 2)))
+    write_spans(tmp_path, header, [Span("F", 0, 0, 5, 9, i) for i in (2, 3)])
+    trace = read_run(tmp_path).ranks[0]
+    assert {i: spans[0].start_ns for i, spans in trace.spans.items()} == {1: 1, 2: 5, 3: 5}
+    assert trace.table().iteration.tolist() == [1, 2, 3]
+
+
+def test_a_damaged_line_of_version_1_is_named(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_old: Callable[..., Path]
+) -> None:
+    path = write_old(tmp_path, make_header(0, 1), Span("F", 0, 0, 1, 2, 1))
+    good = path.read_text()
+    for line, message in (
+        ("garbage\n", ":3 is not a line of JSON"),
+        (good.splitlines()[1].replace('"chunk": 0', '"chunk": 4') + "\n", ":3: span of chunk 4"),
+    ):
+        path.write_text(good + line)
+        with pytest.raises(TraceError, match=message):
+            read_run(tmp_path)
+    path.write_text("".join(reversed(good.splitlines(keepends=True))))
+    with pytest.raises(TraceError, match=":1 stands before the header"):
+        read_run(tmp_path)
 
 
 def test_replica_picks_one_pipeline(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
 ) -> None:
     for rank in range(8):
         places = {"pp_rank": rank // 4, "dp_rank": rank // 2 % 2, "tp_rank": rank % 2}
         header = make_header(rank, 2, world_size=8, **places)
-        write_lines(tmp_path, header, Span("F", 0, 0, 1, 2, 1))
+        write_spans(tmp_path, header, [Span("F", 0, 0, 1, 2, 1)])
     run = read_run(tmp_path)
     assert [trace.header.rank for trace in run.replica() if trace] == [0, 4]
     assert [trace.header.rank for trace in run.replica(1) if trace] == [2, 6]

@@ -1,5 +1,6 @@
 """The recorder writes every span, survives its own process and reports a full disk."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, parse_line
+from megatron.adaptive.trace.event import (
+    COLUMNS,
+    KINDS,
+    ClockSamples,
+    IterationStart,
+    Row,
+    Span,
+    TraceHeader,
+)
+from megatron.adaptive.trace.lines import parse_line
+from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
 
 HEADER = TraceHeader.create(
@@ -23,26 +34,87 @@ HEADER = TraceHeader.create(
 )
 
 
-def records(path: Path) -> list[TraceHeader | IterationStart | Span | None]:
-    return [parse_line(line, str(path)) for line in path.read_bytes().splitlines()]
+def records(path: Path) -> list[object]:
+    """Headers and markers as they were written, spans as lists of their numbers."""
+    lines = path.read_text().splitlines()
+    return [
+        json.loads(line) if line.startswith("[") else parse_line(line, str(path)) for line in lines
+    ]
+
+
+def spans_of(path: Path) -> list[list[int]]:
+    return [record for record in records(path) if isinstance(record, list)]
+
+
+def markers_of(path: Path) -> list[IterationStart]:
+    return [record for record in records(path) if isinstance(record, IterationStart)]
 
 
 def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:
     with Recorder(tmp_path / "new" / "traces", HEADER) as recorder:
-        recorder.begin_iteration(1, 2)
+        recorder.begin_iteration(1, 2, start_ns=5)
         recorder.record("F", 0, 0, 10, 20)
-        recorder.record("B", 0, 0, 25, 40, wait_ns=5, bytes=64, in_flight_bytes=128)
-        recorder.begin_iteration(2, 4)
+        recorder.record("B", 0, 0, 25, 40, bytes=64, in_flight_bytes=128, queue_depth=2)
+        recorder.begin_iteration(2, 4, start_ns=45)
+        recorder.record("wait", 0, 1, 46, 48, of="F", peer=3, reason="memory")
         recorder.record("optimizer", -1, -1, 50, 60)
     assert recorder.path == tmp_path / "new" / "traces" / "trace_rank_00000.jsonl"
-    assert records(recorder.path) == [
-        HEADER,
-        IterationStart(1, 2),
+    header, first, *_ = records(recorder.path)
+    assert header == HEADER
+    assert isinstance(first, IterationStart)
+    assert (first.iteration, first.num_microbatches, first.counts[:2]) == (1, 2, (1, 1))
+    spans = read_run(recorder.path.parent).ranks[0].spans
+    assert spans[1] == (
         Span("F", 0, 0, 10, 20, 1),
-        Span("B", 0, 0, 25, 40, 1, 5, 64, 128),
-        IterationStart(2, 4),
+        Span("B", 0, 0, 25, 40, 1, bytes=64, in_flight_bytes=128, queue_depth=2),
+    )
+    assert spans[2] == (
+        Span("wait", 0, 1, 46, 48, 2, of="F", peer=3, reason="memory"),
         Span("optimizer", -1, -1, 50, 60, 2),
+    )
+
+
+def test_rows_go_in_many_at_a_time(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        (KINDS.index("W"), 0, 1, 3, 10, 30, 0, 9, 1, -1, -1, 0),
+        (KINDS.index("send"), 1, 1, 0, 30, 35, 4096, 0, 0, 7, 1, 0),
     ]
+    with Recorder(tmp_path, HEADER) as recorder:
+        assert not recorder.is_recording
+        recorder.extend(rows)
+        recorder.begin_iteration(1, 2, start_ns=0)
+        assert recorder.is_recording
+        recorder.extend(rows)
+    assert spans_of(recorder.path) == [[*row[:5], row[5] - row[4], *row[6:]] for row in rows]
+    assert len(COLUMNS) == len(rows[0])
+
+
+def test_late_spans_and_clock_samples_follow(tmp_path: Path) -> None:
+    row: Row = (KINDS.index("checkpoint"), -1, -1, 0, 900, 950, 0, 0, 0, -1, -1, 0)
+    samples = ClockSamples(0, ((1, 2, 3, 4),))
+    with Recorder(tmp_path, HEADER) as recorder:
+        recorder.begin_iteration(1, 2)
+        recorder.record("F", 0, 0, 1, 2)
+        recorder.end_iteration()
+        recorder.add_late(1, 2, [row])
+        recorder.add_late(1, 2, [])
+        recorder.add_clock_samples(samples)
+        recorder.begin_iteration(2, 2)
+    assert [marker.is_late for marker in markers_of(recorder.path)] == [False, True, False]
+    assert samples in records(recorder.path)
+    trace = read_run(tmp_path).ranks[0]
+    assert [span.action for span in trace.spans[1]] == ["F", "checkpoint"]
+    assert trace.spans[1][1].start_ns == 900
+    recorder.add_late(1, 2, [row])
+    recorder.add_clock_samples(samples)
+
+
+def test_words_that_the_format_lacks_are_a_mistake(tmp_path: Path) -> None:
+    with Recorder(tmp_path, HEADER) as recorder:
+        recorder.begin_iteration(1, 2)
+        for wrong in ({"action": "G"}, {"action": "F", "reason": "luck"}):
+            with pytest.raises(KeyError):
+                recorder.record(chunk=0, microbatch=0, start_ns=1, end_ns=2, **wrong)  # type: ignore[arg-type]
 
 
 def test_only_chosen_iterations_are_recorded(tmp_path: Path) -> None:
@@ -53,8 +125,7 @@ def test_only_chosen_iterations_are_recorded(tmp_path: Path) -> None:
             recorder.record("F", 0, 0, 1, 2)
             recorder.end_iteration()
             recorder.record("optimizer", 0, 0, 1, 2)
-    written = {r.iteration for r in records(recorder.path) if isinstance(r, Span)}
-    assert written == {4, 6, 8}
+    assert [marker.iteration for marker in markers_of(recorder.path)] == [4, 6, 8]
     assert len(records(recorder.path)) == 1 + 2 * 3
 
 
@@ -64,8 +135,8 @@ def test_more_iterations_than_the_queue_holds(tmp_path: Path) -> None:
         for iteration in range(count):
             recorder.begin_iteration(iteration, 2)
             recorder.record("F", 0, 0, iteration, iteration + 1)
-    spans = [r for r in records(recorder.path) if isinstance(r, Span)]
-    assert [span.iteration for span in spans] == list(range(count))
+    assert [marker.iteration for marker in markers_of(recorder.path)] == list(range(count))
+    assert len(spans_of(recorder.path)) == count
 
 
 def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None:
@@ -84,11 +155,11 @@ def test_a_resumed_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> Non
         recorder.begin_iteration(1, 2)
         recorder.record("F", 0, 0, 1, 2)
     with recorder.path.open("ab") as file:
-        file.write(b'{"action": "F", "chun')
+        file.write(b"[0,0,1,0,5")
     with Recorder(tmp_path, HEADER) as resumed:
         resumed.begin_iteration(2, 2)
     kinds = [type(record) for record in records(resumed.path)]
-    assert kinds == [TraceHeader, IterationStart, Span, TraceHeader, IterationStart]
+    assert kinds == [TraceHeader, IterationStart, list, TraceHeader, IterationStart]
 
 
 @pytest.mark.parametrize(
@@ -199,14 +270,14 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
             recorder.begin_iteration(iteration, 2)
             for microbatch in range(20):
                 recorder.record("F", 0, microbatch, 1, 2)
-        while b'"iteration": 20,' not in path.read_bytes():
+        while b'"begin_iteration": 20,' not in path.read_bytes():
             pass
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
     )
     assert result.returncode == -9
-    spans = [r for r in records(tmp_path / "trace_rank_00000.jsonl") if isinstance(r, Span)]
+    spans = spans_of(tmp_path / "trace_rank_00000.jsonl")
     assert len(spans) >= 20 * 20
     assert len(spans) % 20 == 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.step import pipeline_step, stages_of_rank
@@ -75,6 +75,21 @@ def test_missing_ranks_keep_their_empty_row(write_run: Callable[..., Path]) -> N
     step = pipeline_step(read_run(folder))
     assert step.missing == (1,)
     assert [len(row) for row in step.rows] == [8, 0, 8]
+
+
+def test_a_clock_set_back_within_the_step_is_noticed(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
+) -> None:
+    ms = 1_000_000
+    for rank, starts in enumerate(((0, 10, 20), (5, 15, 2))):
+        spans = [Span("F", 0, m, at * ms, (at + 1) * ms, 1) for m, at in enumerate(starts)]
+        write_spans(tmp_path, make_header(rank), spans)
+    assert pipeline_step(read_run(tmp_path)).clock_jumps == (1,)
+
+
+def test_waits_are_put_down_to_their_actions(write_run: Callable[..., Path]) -> None:
+    step = pipeline_step(read_run(write_run()))
+    assert all(span.wait_ns == 7 for row in step.rows for span in row)
 
 
 @pytest.mark.parametrize(

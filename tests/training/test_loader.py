@@ -43,7 +43,7 @@ class Numbered:
         return sample
 
 
-def _loader(dataset: Any, **changes: int) -> MicrobatchLoader:
+def _loader(dataset: Any, **changes: Any) -> MicrobatchLoader:
     settings: dict[str, Any] = {
         "consumed_samples": 0,
         "micro_batch_size": 2,
@@ -144,6 +144,18 @@ def test_without_workers_nothing_is_read_before_it_is_needed() -> None:
     assert dataset.reads == []
     assert _numbers(step[3]) == [6, 7]
     assert dataset.reads == [6, 7]
+
+
+def test_every_read_is_told_with_its_time(workers: int) -> None:
+    told: list[tuple[int, int, int]] = []
+    loader = _loader(Numbered(20), num_workers=workers, on_read=lambda *read: told.append(read))
+    step = loader.step(3)
+    assert _numbers(step[1]) == [2, 3]
+    assert _numbers(step[1]) == [2, 3]
+    loader.close()
+    # Workers deliver in order, so the one before it came along.
+    assert [index for index, _, _ in told] == ([0, 1] if workers else [1])
+    assert all(start_ns < end_ns for _, start_ns, end_ns in told)
 
 
 def test_shapes_and_types(workers: int) -> None:

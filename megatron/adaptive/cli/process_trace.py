@@ -16,11 +16,12 @@ from typing import NoReturn
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.chrome import write_chrome
+from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.step import pipeline_step
-from megatron.adaptive.trace.summary import StepSummary, format_table, summarize
+from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.summary import NS_PER_MS, StepSummary, format_table, summarize
 
 __all__ = ["add_source_arguments", "main", "output_stem", "source_parser", "warnings_of"]
 
@@ -96,13 +97,14 @@ def output_stem(arguments: argparse.Namespace, run: RunTrace) -> Path:
     return Path(arguments.output_dir or "") / legacy_name(run.num_ranks, run.num_chunks)
 
 
-def warnings_of(run: RunTrace) -> list[str]:
+def warnings_of(run: RunTrace, step: PipelineStep) -> list[str]:
     """What the reader of a chart must know about the trace behind it, a line each."""
-    lines = []
-    if run.missing_ranks:
-        lines.append(f"no trace of ranks {describe_numbers(run.missing_ranks)} in {run.origin}")
-    if run.truncated_lines:
-        lines.append(f"{run.truncated_lines} truncated lines at file ends dropped; run killed?")
+    lines = run.notes()
+    if step.clock_jumps:
+        lines.append(
+            f"the clock of pipeline ranks {describe_numbers(step.clock_jumps)} was set back in "
+            f"iteration {step.iteration}; its times mean nothing"
+        )
     return lines
 
 
@@ -137,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         written = complete[-EVENT_ITERATIONS:] or (step.iteration,)
     target = Path(f"{output_stem(arguments, run)}.json")
     write_chrome(run, target, written, dp_rank=arguments.dp_rank)
-    for line in warnings_of(run):
+    for line in warnings_of(run, step):
         print(f"warning: {line}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({**summary.to_json(), "run": run.run, "events": str(target)}, indent=2))
@@ -160,9 +162,10 @@ def _heading(run: RunTrace, summary: StepSummary, num_microbatches: int) -> str:
 
 
 def _over_iterations(run: RunTrace, complete: Sequence[int], dp_rank: int) -> str:
-    summaries = [summarize(pipeline_step(run, i, dp_rank=dp_rank)) for i in complete]
-    steps = [summary.step_ms for summary in summaries]
-    bubbles = [summary.bubble_fraction for summary in summaries]
+    ranks = [trace.header.rank for trace in run.replica(dp_rank) if trace is not None]
+    figures = run_figures(run, complete, ranks=ranks)
+    steps = (figures.step_ns[:, 0] / NS_PER_MS).tolist()
+    bubbles = figures.bubble_fraction.mean(axis=1).tolist()
     return (
         f"over {len(complete)} complete iterations ({describe_numbers(complete)}): "
         f"step median {statistics.median(steps):.2f} ms ({min(steps):.2f} to {max(steps):.2f}), "

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     step = pipeline_step(run, arguments.iteration, dp_rank=arguments.dp_rank)
-    for line in warnings_of(run):
+    for line in warnings_of(run, step):
         print(f"warning: {line}", file=sys.stderr)
     chosen = FORMATS if arguments.format == "all" else (arguments.format,)
     writers = [(kind, _writer(kind)) for kind in chosen]

@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import (
     Arrival,
-    CompletionQueue,
+    Completions,
     Item,
     Label,
     Notice,
@@ -137,7 +137,7 @@ class Leader:
         self,
         decisions: Writer,
         reports: Mapping[int, Reader],
-        completions: CompletionQueue,
+        completions: Completions,
         describe: Describe,
     ) -> None:
         self._decisions = decisions
@@ -244,7 +244,7 @@ class Follower:
         self,
         decisions: Reader,
         reports: Writer,
-        completions: CompletionQueue,
+        completions: Completions,
         timeout_s: float,
     ) -> None:
         self._decisions = decisions
@@ -345,7 +345,7 @@ def connect(
     links: Links,
     members: Sequence[int],
     rank: int,
-    completions: CompletionQueue,
+    completions: Completions,
     timeout_s: float,
 ) -> Leader | Follower:
     """Make a member's side of the agreement. Collective over ``members``.

@@ -26,6 +26,7 @@ import torch
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.pipeline.agreement import Agreement
+from megatron.adaptive.pipeline.step_log import StepLog
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
@@ -34,6 +35,10 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
 
 _NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+
+# A tensor, its size and sender (-1: this rank), when it arrived and whether that is exact.
+_Input = tuple[torch.Tensor | None, int, int, int, bool]
+_NO_INPUT: _Input = (None, 0, -1, 0, True)
 
 
 class Stages(Protocol):
@@ -146,11 +151,10 @@ class Executor:
         self._step = -1
         self._early: list[Item] = []
         self._codes: list[int] = []
-        self._inputs: dict[Action, torch.Tensor] = {}
-        self._received_bytes: dict[Action, int] = {}
-        self._wait_ns = 0
+        self._inputs: dict[Action, _Input] = {}
         self._held_bytes = 0
-        self._spans: list[tuple[Action, object, object, int, int, int]] = []
+        self._done: list[tuple[Action, object, object, int, int, int]] = []
+        self._log: StepLog | None = None
 
     @property
     def last_codes(self) -> tuple[int, ...]:
@@ -175,10 +179,10 @@ class Executor:
         """
         self._step += 1
         self._inputs.clear()
-        self._spans.clear()
+        self._done.clear()
         self._codes.clear()
-        self._wait_ns = 0
         self._held_bytes = 0
+        self._log = self._new_log(policy, state)
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
         early, self._early = self._early, []
@@ -212,37 +216,39 @@ class Executor:
         busy_ns = 0
         start_ns = end_ns = 0
         actions = []
-        for action, start, end, wait_ns, nbytes, held in self._spans:
+        resolved = []
+        for action, start, end, nbytes, held, depth in self._done:
             begin_ns, end_ns = resolve(start), resolve(end)
             start_ns = start_ns or begin_ns
             busy_ns += end_ns - begin_ns
             actions.append((action, end_ns - begin_ns))
-            if self._recorder is not None:
-                self._recorder.record(
-                    action.kind.value,
-                    action.chunk,
-                    action.microbatch,
-                    begin_ns,
-                    end_ns,
-                    wait_ns=wait_ns,
-                    bytes=nbytes,
-                    in_flight_bytes=held,
-                )
-        self._spans.clear()
+            resolved.append((action, begin_ns, end_ns, nbytes, held, depth))
+        log, self._log = self._log, None
+        if log is not None and self._recorder is not None:
+            self._recorder.extend(log.rows(resolved, self._codes))
+        self._done.clear()
         return StepTimes(
             busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9, actions=tuple(actions)
         )
 
     def _let_device_catch_up(self) -> None:
         """Wait until no more than ``launch_ahead`` of the launched actions are unfinished."""
-        if len(self._spans) > self._launch_ahead:
+        if len(self._done) > self._launch_ahead:
             wait: Callable[[Any], None] = self._clock.wait
-            wait(self._spans[-1 - self._launch_ahead][2])
+            wait(self._done[-1 - self._launch_ahead][2])
+
+    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
+        """What notes down this step, ``None`` where it is not traced."""
+        if self._recorder is None or state.forward_only or not self._recorder.is_recording:
+            return None
+        return StepLog(policy, self._num_chunks)
 
     def _next_action(self, policy: Policy, state: RankState) -> Action | None:
-        asked_ns = time.monotonic_ns()
+        log, asked_ns = self._log, 0
+        if log is not None and not self._agreement.decides:
+            asked_ns = time.monotonic_ns()
         try:
-            return self._agreement.next_action(policy, state, self._timeout_s)
+            action = self._agreement.next_action(policy, state, self._timeout_s)
         except TransportError as error:
             self._drain(state)  # a channel that failed says more than the group's silence
             if isinstance(error, DeadlineError):
@@ -251,16 +257,18 @@ class Executor:
                     f"waits for {state.missing()}"
                 ) from error
             raise
-        finally:
-            self._wait_ns += time.monotonic_ns() - asked_ns  # a follower waits in there
+        if log is not None and asked_ns:
+            log.decision(asked_ns, time.monotonic_ns(), state)
+        return action
 
     def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
-        wait_ns, self._wait_ns = self._wait_ns, 0
-        nbytes = self._received_bytes.pop(action, 0)
+        received, nbytes, peer, arrived_ns, is_exact = self._inputs.pop(action, _NO_INPUT)
+        if self._log is not None:
+            self._log.begins(action, time.monotonic_ns(), peer, nbytes, arrived_ns, is_exact)
+        depth = len(self._inputs)
         start = self._clock.mark()
         state.start(action)
         self._codes.append(_NUMBER[action.kind] * self._num_chunks + action.chunk)
-        received = self._inputs.pop(action, None)
         chunk, microbatch = action.chunk, action.microbatch
         if action.kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
@@ -284,7 +292,7 @@ class Executor:
             if action.piece == state.weight_pieces - 1:
                 self._held_bytes -= stages.retained_bytes(chunk)
             state.finish(action)
-        self._spans.append((action, start, self._clock.mark(), wait_ns, nbytes, held))
+        self._done.append((action, start, self._clock.mark(), nbytes, held, depth))
 
     def _hand_forward(self, action: Action, output: torch.Tensor, state: RankState) -> int:
         target = self._targets[ActionKind.F][action.chunk]
@@ -312,11 +320,15 @@ class Executor:
         rank, chunk = target
         action = Action(of.kind, chunk, of.microbatch)
         if rank == self._pp_rank:
-            self._inputs[action] = tensor.detach()
+            self._inputs[action] = (tensor.detach(), 0, -1, 0, True)
             state.arrive(action.kind, chunk, action.microbatch)
             return 0
         assert self._transport is not None
-        self._transport.send(self._peer_of(rank), Label(self._step, action), tensor)
+        peer, log = self._peer_of(rank), self._log
+        start_ns = 0 if log is None else time.monotonic_ns()
+        self._transport.send(peer, Label(self._step, action), tensor)
+        if log is not None:
+            log.sent(action, peer, tensor.nbytes, start_ns, time.monotonic_ns())
         return tensor.nbytes
 
     def _drain(self, state: RankState) -> None:
@@ -330,9 +342,10 @@ class Executor:
             raise ScheduleError(
                 f"no action can start and no other rank could change that: {state.describe()}"
             )
-        start = time.monotonic_ns()
-        item = self._transport.completions.wait(start / 1e9 + self._timeout_s)
-        self._wait_ns += time.monotonic_ns() - start
+        start_ns, log = time.monotonic_ns(), self._log
+        if log is not None:
+            log.wait_begins(start_ns, state)
+        item = self._transport.completions.wait(start_ns / 1e9 + self._timeout_s)
         if item is None:
             elsewhere = self._agreement.missing()
             raise DeadlineError(
@@ -340,9 +353,11 @@ class Executor:
                 f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
                 "those ranks, or raise --pipeline-timeout-s"
             )
-        self._accept(item, state)
+        if log is not None:
+            log.wait_ends(time.monotonic_ns(), item)
+        self._accept(item, state, is_awaited=True)
 
-    def _accept(self, item: Item, state: RankState) -> None:
+    def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
         step, action = item.label.step, item.label.action
         if step > self._step:
             # Evaluation has no barrier between steps: the first stage may be steps ahead.
@@ -355,8 +370,13 @@ class Executor:
                     f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
                     "steps"
                 )
-            self._inputs[action] = item.take()
-            self._received_bytes[action] = item.nbytes
+            arrived_ns = 0
+            if self._log is not None:
+                # Not every transport can tell; what was waited for arrives as it is taken.
+                told: int | None = getattr(item, "arrived_ns", None)
+                arrived_ns = told or time.monotonic_ns()
+                is_awaited = is_awaited or told is not None
+            self._inputs[action] = (item.take(), item.nbytes, item.peer, arrived_ns, is_awaited)
         elif step != self._step:
             return  # word about a step that ended: nobody waits for it
         if self._agreement.is_everywhere(item):

@@ -26,6 +26,7 @@ def install(
     split_backward: bool = False,
     weight_pieces: int = 4,
     trace_dir: str | os.PathLike[str] | None = None,
+    transport: str = "auto",
     timeout_s: float = 600.0,
 ) -> None:
     """Let Megatron-LM run its pipeline steps on the engine of this package.
@@ -46,6 +47,8 @@ def install(
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
         trace_dir: folder for a trace of every rank; none is written where ``None``.
+        transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
+            ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
         timeout_s: limit of every wait for a message of the pipeline.
 
     Raises:
@@ -59,6 +62,7 @@ def install(
         split_backward=split_backward,
         weight_pieces=weight_pieces,
         trace_dir=None if trace_dir is None else os.fspath(trace_dir),
+        transport=transport,
         timeout_s=timeout_s,
     )
     # Each import needs what is done before it: megatron-core must find its device, and the engine

@@ -19,8 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive.config.schedule import KEEPING_ALL
+from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
-from megatron.adaptive.pipeline.build import Wiring, build_executor, gather_places
+from megatron.adaptive.pipeline.build import (
+    Wiring,
+    build_executor,
+    gather_places,
+    inputs_in_flight,
+)
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
 from megatron.adaptive.plugin.refused import check_call, check_model
@@ -130,7 +137,7 @@ class Engine:
         if self._wiring is None:
             self._group, self._placement, self._payload = group, placement, payload
             self._recorder = self._make_recorder(placement, given["num_microbatches"])
-            self._build(config)
+            self._build(config, given["num_microbatches"])
             atexit.register(self._close_at_exit)
         elif group is not self._group or placement != self._placement:
             raise ConfigError(
@@ -140,11 +147,11 @@ class Engine:
             )
         elif self._payload is not None and payload != self._payload:
             self._payload = None  # not all alike, as it seemed
-            self._build(config)
+            self._build(config, given["num_microbatches"])
         if self._forward_backward is None:
             self._forward_backward = self._make_forward_backward(config, placement)
 
-    def _build(self, config: Any) -> None:
+    def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
         assert self._placement is not None
         dtype = config.pipeline_dtype
@@ -157,6 +164,13 @@ class Engine:
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
             recorder=self._recorder,
+            transport=TransportConfig(transport=self._settings.transport),
+            in_flight=inputs_in_flight(
+                self._placement,
+                num_microbatches,
+                cap=self._settings.activation_cap,
+                keeps_all=self._settings.schedule in KEEPING_ALL,
+            ),
         )
         self._forward_backward = None
         if former is not None:

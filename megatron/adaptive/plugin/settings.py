@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.transport import AUTO, TRANSPORTS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
 
@@ -34,6 +35,7 @@ _FIELD_OF = {
     "split_backward": "split_backward",
     "weight_pieces": "weight_pieces",
     "trace_dir": "trace_dir",
+    "transport": "transport",
     "pipeline_timeout_s": "timeout_s",
 }
 
@@ -51,6 +53,7 @@ class Settings:
     split_backward: bool = False
     weight_pieces: int = 4
     trace_dir: str | None = None
+    transport: str = AUTO
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -76,6 +79,11 @@ class Settings:
             raise ConfigError(
                 f"{given} has weight gradients as work of their own: give split_backward=True "
                 "(--split-backward True) with a model whose layers defer them, or use 1f1b"
+            )
+        if self.transport not in (AUTO, *TRANSPORTS):
+            raise ConfigError(
+                f"transport {self.transport} is unknown: choose one of {AUTO}, "
+                f"{', '.join(TRANSPORTS)}"
             )
         if self.weight_pieces < 1:
             raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
@@ -142,6 +150,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Parts into which a run-time choice may cut each weight gradient.",
     )
     group.add_argument("--trace-dir", metavar="DIR", help="Folder for traces of all ranks.")
+    group.add_argument(
+        "--transport",
+        choices=(AUTO, *TRANSPORTS),
+        help="What connects neighbouring ranks of the pipeline; auto chooses for each pair.",
+    )
     group.add_argument(
         "--pipeline-timeout-s",
         type=float,

@@ -1,50 +1,119 @@
-"""The lines of a trace file and their JSON form.
+"""What a trace is made of: the header of a file, iterations, spans, clock samples, and their words.
 
-A trace file belongs to one rank. Each line is one JSON object::
+A trace file belongs to one rank. This module owns the vocabulary and the records; their text form
+is in ``lines``. It reads no clock except in :meth:`TraceHeader.create` and opens no trace file.
 
-    {"format": "megatron-adaptive-trace", "version": 1, "run": ..., "rank": 0, ...}   header
-    {"begin_iteration": 7, "num_microbatches": 8}                                     marker
-    {"action": "F", "chunk": 0, "microbatch": 3, "start_ns": ..., "end_ns": ..., ...}  span
+::
 
-The header comes first; it comes again where a resumed run went on in the same file. Readers
-ignore fields they do not know, so a version only rises when an old field changes its meaning.
-This module owns the text; it reads no clock except in :meth:`TraceHeader.create` and opens no
-file.
+    kind         what it is                                    what its other columns say
+    ===========  ============================================  =================================
+    F B W        forward, backward, weight gradient            chunk, microbatch, piece, bytes
+                                                               received and sent, memory held,
+                                                               inputs waiting, why it was picked
+    wait         nothing could start                           of, chunk, microbatch: the action
+                                                               that ended it; peer that its input
+                                                               came from; the cause
+    send         a result handed to the transport              of, chunk, microbatch: the action
+                                                               it is the input of; peer, bytes
+    receive      an input, from its arrival to the start of    the same
+                 the action that took it
+    data         a microbatch read                             microbatch
+    reduce       gradients reduced and made whole
+    optimizer    parameters updated
+    evaluate     losses of other data
+    checkpoint   state written
+    step         the whole iteration
+    ===========  ============================================  =================================
+
+``of`` and ``chunk`` of a message are those of the receiving rank, so that both ends name it alike.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
-
-from megatron.adaptive.errors import TraceError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 __all__ = [
+    "CAUSES",
+    "COLUMNS",
     "DRAWN_ACTIONS",
     "FORMAT_NAME",
     "FORMAT_VERSION",
+    "KINDS",
+    "REASONS",
+    "ClockSamples",
     "IterationStart",
+    "Layout",
+    "Row",
     "Span",
     "TraceHeader",
-    "parse_line",
     "trace_file_name",
 ]
 
 FORMAT_NAME = "megatron-adaptive-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-DRAWN_ACTIONS = ("F", "B", "W")
-"""The kinds of span that the charts draw; every other kind is skipped by them."""
+KINDS = (
+    *("F", "B", "W", "wait", "send", "receive"),
+    *("data", "reduce", "optimizer", "evaluate", "checkpoint", "step"),
+)
+"""Kinds of span; a row names one by its place."""
+
+DRAWN_ACTIONS = KINDS[:3]
+"""The kinds of span that the charts of the order draw; every other kind is skipped by them."""
+
+CAUSES = ("input", "memory", "order", "group")
+"""Why a rank waited: no input was there; one was, but its activations would not have fitted the
+cap; something was ready, but the order wanted another; a member of the tensor-parallel group had
+no input or no decision yet."""
+
+REASONS = (
+    "",
+    *CAUSES,
+    *("seen", "found"),
+    *("hint", "filler", "overtake", "deepest", "broadest", "turn"),
+)
+"""Short words of a row, named by their place: the cause of a wait; whether the arrival of a message
+was ``seen`` when it happened or ``found`` later; why the policy picked an action (see
+``schedule.reasons``)."""
+
+COLUMNS = (
+    *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),
+    *("in_flight_bytes", "queue_depth", "peer", "of", "reason"),
+)
+"""What the numbers of a span's line mean, from the left."""
+
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+"""A span as it is recorded: :data:`COLUMNS`, with absolute start and end on the rank's monotonic
+clock in the places of ``start_ns`` and ``duration_ns``. Nothing is said by -1 for chunk,
+microbatch, peer and of, by 0 elsewhere."""
 
 
 def trace_file_name(rank: int) -> str:
     """The name of the trace file of a global rank."""
     return f"trace_rank_{rank:05d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How to read the lines below a header.
+
+    Attributes:
+        version: of the format; 1 has no columns, its spans are objects.
+        columns: what the numbers of a line mean.
+        kinds: what the numbers of the column ``kind`` mean, and of ``of``.
+        reasons: what the numbers of the column ``reason`` mean.
+    """
+
+    version: int = FORMAT_VERSION
+    columns: tuple[str, ...] = COLUMNS
+    kinds: tuple[str, ...] = KINDS
+    reasons: tuple[str, ...] = REASONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +136,9 @@ class TraceHeader:
         pid: process id.
         monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
         unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
+        clock: id of the monotonic clock; ranks with one id share one. Empty if the file does not
+            say it, as those of version 1.
+        layout: how the lines below it are to be read.
     """
 
     run: str
@@ -84,6 +156,8 @@ class TraceHeader:
     pid: int
     monotonic_ns: int
     unix_ns: int
+    clock: str = ""
+    layout: Layout = Layout()
 
     @classmethod
     def create(
@@ -101,7 +175,7 @@ class TraceHeader:
         dp_rank: int = 0,
         placement: str = "loop",
     ) -> TraceHeader:
-        """A header of this process: host, pid and the pair of clocks are read here."""
+        """A header of this process: host, pid, clock and its readings are taken here."""
         return cls(
             run=run,
             rank=rank,
@@ -118,6 +192,7 @@ class TraceHeader:
             pid=os.getpid(),
             monotonic_ns=time.monotonic_ns(),
             unix_ns=time.time_ns(),
+            clock=_clock_id(),
         )
 
     @property
@@ -125,44 +200,69 @@ class TraceHeader:
         """``(world_size, num_ranks, num_chunks)``: what all files of a folder agree on."""
         return (self.world_size, self.num_ranks, self.num_chunks)
 
-    def to_line(self) -> str:
-        """The header as one line of JSON, without the line end."""
-        return json.dumps({"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)})
+
+def _clock_id() -> str:
+    """What processes with the same monotonic clock share: the boot and the namespace of times."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        name = f"{name} {os.readlink('/proc/self/ns/time')}"
+    return name
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """The marker before the spans of an iteration.
+    """The marker before spans of an iteration.
 
     Attributes:
         iteration: number of the iteration, as in the training log.
         num_microbatches: microbatches of this iteration (they change while the batch ramps up).
+        start_ns: what the starts of its spans count from, on the rank's monotonic clock.
+        counts: how many spans of each of the header's kinds follow.
+        size_bytes: length of their lines together, to pass over them; -1 if it is not known.
+        is_late: the iteration has a marker before this one, these spans belong to it as well.
     """
 
     iteration: int
     num_microbatches: int
+    start_ns: int = 0
+    counts: tuple[int, ...] = ()
+    size_bytes: int = -1
+    is_late: bool = False
 
-    def to_line(self) -> str:
-        """The marker as one line of JSON, without the line end."""
-        return (
-            f'{{"begin_iteration": {self.iteration}, "num_microbatches": {self.num_microbatches}}}'
-        )
+
+@dataclass(frozen=True, slots=True)
+class ClockSamples:
+    """Readings of this rank's clock beside another rank's.
+
+    Attributes:
+        reference: global rank whose clock is the other one.
+        samples: per exchange: sent here, received there, answered there, answer received here.
+    """
+
+    reference: int
+    samples: tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a rank did, from start to end.
+    """One thing a rank did, from start to end; the columns of a row with names for numbers.
 
     Attributes:
-        action: ``F``, ``B``, ``W``, or another word for what the charts skip.
-        chunk: local index of the model chunk.
-        microbatch: microbatch within the iteration.
-        start_ns: start on the rank's monotonic clock.
-        end_ns: end on the same clock, not before the start.
+        action: one of :data:`KINDS`.
+        chunk: local index of the model chunk, -1 for none.
+        microbatch: microbatch within the iteration, -1 for none.
+        start_ns: start.
+        end_ns: end, not before the start.
         iteration: number of the iteration.
-        wait_ns: idle time directly before, spent waiting for this action's input.
-        bytes: payload received for this action plus payload it sent.
+        wait_ns: idle time before, spent waiting for this action to become possible.
+        bytes: payload of a message; of an action what it received plus what it sent.
         in_flight_bytes: activation bytes held after it started.
+        piece: part of a weight gradient.
+        queue_depth: inputs that had arrived and were not taken when it started.
+        peer: global rank at the other end, -1 for none.
+        of: the kind of action that a wait or a message is about, empty for none.
+        reason: one of :data:`REASONS`.
     """
 
     action: str
@@ -174,110 +274,13 @@ class Span:
     wait_ns: int = 0
     bytes: int = 0
     in_flight_bytes: int = 0
+    piece: int = 0
+    queue_depth: int = 0
+    peer: int = -1
+    of: str = ""
+    reason: str = ""
 
     @property
     def duration_ns(self) -> int:
         """End minus start."""
         return self.end_ns - self.start_ns
-
-    def to_line(self) -> str:
-        """The span as one line of JSON, without the line end."""
-        return json.dumps(asdict(self))
-
-
-_HEADER_FIELDS = {field.name: field.type for field in fields(TraceHeader)}
-_SPAN_REQUIRED = ("chunk", "microbatch", "start_ns", "end_ns", "iteration")
-_SPAN_OPTIONAL = ("wait_ns", "bytes", "in_flight_bytes")
-
-
-def parse_line(line: str | bytes, origin: str) -> TraceHeader | IterationStart | Span | None:
-    """Read one line of a trace file.
-
-    Args:
-        line: the line, with or without its end.
-        origin: where it stands (``file:line``), for the message of an error.
-
-    Returns:
-        The header, marker or span; ``None`` for a record of a kind this version does not know.
-
-    Raises:
-        TraceError: the line is no JSON object, lacks a field, has one of the wrong type, or
-            belongs to a newer version of the format.
-    """
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise TraceError(
-            f"{origin} is not a line of JSON; the file is damaged, remove it or that line"
-        ) from None
-    if not isinstance(record, dict):
-        raise TraceError(f"{origin} is not a JSON object; this is no trace file")
-    if "action" in record:
-        return _span(record, origin)
-    if "format" in record or "version" in record:
-        return _header(record, origin)
-    if "begin_iteration" in record:
-        return IterationStart(
-            _integer(record, "begin_iteration", origin),
-            _integer(record, "num_microbatches", origin),
-        )
-    return None
-
-
-def _header(record: Mapping[str, Any], origin: str) -> TraceHeader:
-    name, version = record.get("format"), record.get("version")
-    if name != FORMAT_NAME:
-        raise TraceError(f"{origin} has format {name!r}, expected {FORMAT_NAME!r}; no trace file")
-    if not isinstance(version, int) or version < 1:
-        raise TraceError(f"{origin} has version {version!r}, expected a number from 1 on")
-    if version > FORMAT_VERSION:
-        raise TraceError(
-            f"{origin} has format version {version}, this program reads up to "
-            f"{FORMAT_VERSION}; use a newer version of it"
-        )
-    values: dict[str, Any] = {}
-    for field, kind in _HEADER_FIELDS.items():
-        if kind == "int":
-            values[field] = _integer(record, field, origin)
-        elif isinstance(record.get(field), str):
-            values[field] = record[field]
-        else:
-            raise TraceError(f"{origin}: header lacks the text field {field!r}")
-    header = TraceHeader(**values)
-    _check_header(header, origin)
-    return header
-
-
-def _check_header(header: TraceHeader, origin: str) -> None:
-    for field in ("world_size", "num_ranks", "num_chunks"):
-        if getattr(header, field) < 1:
-            raise TraceError(f"{origin}: {field} is {getattr(header, field)}, expected at least 1")
-    for position, size in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
-        if not 0 <= getattr(header, position) < size:
-            raise TraceError(
-                f"{origin}: {position} is {getattr(header, position)}, expected 0..{size - 1}"
-            )
-
-
-def _span(record: Mapping[str, Any], origin: str) -> Span:
-    action = record["action"]
-    try:
-        numbers = [record[field] for field in _SPAN_REQUIRED]
-    except KeyError as error:
-        raise TraceError(f"{origin}: span lacks the field {error.args[0]!r}") from None
-    numbers += [record.get(field, 0) for field in _SPAN_OPTIONAL]
-    if not isinstance(action, str) or any(type(number) is not int for number in numbers):
-        raise TraceError(f"{origin}: span has a field of the wrong type, expected whole numbers")
-    span = Span(action, *numbers)
-    if span.end_ns < span.start_ns:
-        raise TraceError(
-            f"{origin}: span {action} ends {span.start_ns - span.end_ns} ns before it starts"
-        )
-    return span
-
-
-def _integer(record: Mapping[str, Any], field: str, origin: str) -> int:
-    value = record.get(field)
-    if type(value) is not int:
-        raise TraceError(f"{origin}: field {field!r} is {value!r}, expected a whole number")
-    return value

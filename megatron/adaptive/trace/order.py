@@ -250,7 +250,7 @@ class _Reader:
                 f"{self._num_ranks} pipeline ranks; give another --pipeline_parallel"
             )
         traces = {
-            rank: self._rank_trace(rank, world_size, replicas, state)
+            rank: self._rank_trace(path, rank, world_size, replicas, state)
             for rank, state in sorted(self._ranks.items())
         }
         return RunTrace(
@@ -258,10 +258,9 @@ class _Reader:
         )
 
     def _rank_trace(
-        self, rank: int, world_size: int, replicas: int, state: _RankState
+        self, path: Path, rank: int, world_size: int, replicas: int, state: _RankState
     ) -> RankTrace:
-        spans = {iteration: tuple(found) for iteration, found in state.spans.items()}
-        counts = {i: 1 + max(span.microbatch for span in found) for i, found in spans.items()}
+        counts = {i: 1 + max(span.microbatch for span in s) for i, s in state.spans.items()}
         header = TraceHeader(
             run=self._notes["run"],
             rank=rank,
@@ -279,4 +278,4 @@ class _Reader:
             monotonic_ns=0,
             unix_ns=0,
         )
-        return RankTrace(header, spans, counts, len(state.begun))
+        return RankTrace.of_spans(path, header, state.spans, counts, len(state.begun))

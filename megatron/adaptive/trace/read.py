@@ -1,60 +1,176 @@
 """Reads the trace files of a run back.
 
-A folder holds one file per rank. Each file is a sequence of segments, one per start of the
-process, because a resumed run goes on in the same files; an iteration that was done again after a
-restart replaces its first form. Files may end in the middle of a line if the run was killed: that
-line is dropped and counted. Every other irregularity is refused by name.
-
-Clocks: spans carry the monotonic clock of their host. Ranks of one host (and one boot of it) share
-that clock and are left alone. Where a folder holds several, each is moved onto unix time by the
-pair of readings in its header, so it is as good as the hosts' clocks agree.
+A folder holds one file per rank. Reading it finds out what is there (see ``index``) and puts all
+ranks on one clock (see ``align``); spans are read when they are asked for, as a table per rank, of
+all iterations or only some. A resumed run goes on in the same files; an iteration that was done
+again after a restart replaces its first form. Every irregularity but a line cut off at the end of a
+file is refused by name.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
-    DRAWN_ACTIONS,
-    IterationStart,
-    Span,
-    TraceHeader,
-    parse_line,
-)
+from megatron.adaptive.trace.align import Alignment, align, clock_names, refine
+from megatron.adaptive.trace.clock import ClockFit, shift
+from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
+from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.table import TraceTable
 
 __all__ = ["RankTrace", "RunTrace", "describe_numbers", "read_run", "trace_files"]
 
-SAME_BOOT_NS = 2_000_000_000
-"""Two headers of one host belong to one boot if unix minus monotonic differs by less than this;
-less than any reboot takes, more than a running clock is usually corrected by."""
+REFINED_ITERATIONS = 5
+"""How many iterations' messages are held against the clocks, spread over the run."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,})\.jsonl")
+_STARTS_BACK_NS = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankTrace:
     """What one rank wrote.
 
     Attributes:
-        header: the last header of the file.
-        spans: spans by iteration, in the order written, all kinds.
-        num_microbatches: microbatches by iteration.
-        truncated_lines: lines lost at the end of the file, 0 or 1.
+        index: where its file has what.
+        fits: by header, what turns its clock into the run's common time.
     """
 
-    header: TraceHeader
-    spans: Mapping[int, tuple[Span, ...]]
-    num_microbatches: Mapping[int, int]
-    truncated_lines: int = 0
+    index: FileIndex
+    fits: tuple[ClockFit, ...]
+
+    @classmethod
+    def of_spans(
+        cls,
+        path: Path,
+        header: TraceHeader,
+        spans: Mapping[int, Sequence[Span]],
+        num_microbatches: Mapping[int, int],
+        truncated_lines: int = 0,
+    ) -> RankTrace:
+        """A trace that does not lie in a file of ours.
+
+        Args:
+            path: where it comes from.
+            header: who wrote it.
+            spans: by iteration.
+            num_microbatches: by iteration.
+            truncated_lines: what its source lacks.
+        """
+        blocks = [
+            Block(IterationStart(i, num_microbatches[i]), 0, table=TraceTable.from_spans(found))
+            for i, found in spans.items()
+        ]
+        index = FileIndex(path, [header], blocks, truncated_lines=truncated_lines)
+        return cls(index, (shift(0),))
+
+    @property
+    def header(self) -> TraceHeader:
+        """The last header of the file."""
+        return self.index.headers[-1]
+
+    @property
+    def truncated_lines(self) -> int:
+        """Lines lost at the end of the file."""
+        return self.index.truncated_lines
+
+    @property
+    def iterations(self) -> tuple[int, ...]:
+        """The iterations it recorded, ascending."""
+        return tuple(sorted(self._blocks))
+
+    @cached_property
+    def num_microbatches(self) -> Mapping[int, int]:
+        """Microbatches by iteration."""
+        return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
+
+    @property
+    def spans(self) -> Mapping[int, tuple[Span, ...]]:
+        """Spans by iteration as objects, read and made when they are looked up."""
+        return _Spans(self)
+
+    def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
+        """The spans of some iterations; those that it lacks are left out.
+
+        Args:
+            iterations: numbers of iterations, ``None`` for all.
+
+        Raises:
+            TraceError: a line is damaged, or the file is gone.
+        """
+        wanted = self._blocks if iterations is None else set(iterations)
+        blocks = sorted(
+            (b for i, found in self._blocks.items() if i in wanted for b in found),
+            key=lambda block: (block.segment, block.offset),
+        )
+        tables = []
+        for segment, part in groupby(blocks, key=lambda block: block.segment):
+            tables.append(_moved(read_blocks(self.index, list(part)), self.fits[segment]))
+        return TraceTable.concat(tables)
+
+    def is_complete(self, iteration: int) -> bool:
+        """Whether every F and every B of an iteration is there."""
+        blocks = self._blocks.get(iteration)
+        if not blocks:
+            return False
+        needed = self.header.num_chunks * self.num_microbatches[iteration]
+        return all(sum(_count(self, b, kind) for b in blocks) >= needed for kind in ("F", "B"))
+
+    def clock_jumps(self) -> tuple[int, ...]:
+        """Iterations that begin before the one above them in the file: the clock was set back."""
+        jumps = []
+        for _, part in groupby(self.index.blocks, key=lambda block: block.segment):
+            last = None
+            for block in part:
+                if block.marker.is_late or not block.marker.start_ns:
+                    continue
+                start = block.marker.start_ns
+                if last is not None and start < last - _STARTS_BACK_NS:
+                    jumps.append(block.marker.iteration)
+                last = start
+        return tuple(jumps)
+
+    @cached_property
+    def _blocks(self) -> dict[int, list[Block]]:
+        """Blocks by iteration, of the last start of the process that did it."""
+        found: dict[int, list[Block]] = {}
+        for block in self.index.blocks:
+            iteration = block.marker.iteration
+            held = found.setdefault(iteration, [])
+            if held and (not block.marker.is_late or held[0].segment != block.segment):
+                held.clear()
+            held.append(block)
+        return found
 
 
-@dataclass(frozen=True)
+class _Spans(Mapping[int, tuple[Span, ...]]):
+    """A rank's spans by iteration."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._trace = trace
+
+    def __getitem__(self, iteration: int) -> tuple[Span, ...]:
+        if iteration not in self._trace.num_microbatches:
+            raise KeyError(iteration)
+        return self._trace.table([iteration]).spans()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._trace.iterations)
+
+    def __len__(self) -> int:
+        return len(self._trace.iterations)
+
+
+@dataclass(frozen=True, eq=False)
 class RunTrace:
     """The traces of all ranks of a run, on one clock.
 
@@ -65,6 +181,7 @@ class RunTrace:
         num_ranks: pipeline ranks.
         num_chunks: chunks per rank.
         ranks: the rank traces by global rank.
+        alignment: how the clocks relate to each other.
     """
 
     origin: Path
@@ -73,6 +190,7 @@ class RunTrace:
     num_ranks: int
     num_chunks: int
     ranks: Mapping[int, RankTrace]
+    alignment: Alignment = field(default_factory=lambda: Alignment(()))
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -87,7 +205,7 @@ class RunTrace:
     @cached_property
     def iterations(self) -> tuple[int, ...]:
         """Every iteration that some rank recorded, ascending."""
-        return tuple(sorted({i for trace in self.ranks.values() for i in trace.spans}))
+        return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
         """The traces of one pipeline, indexed by pipeline rank; ``None`` where there is no file.
@@ -110,7 +228,38 @@ class RunTrace:
     def complete_iterations(self, dp_rank: int = 0) -> tuple[int, ...]:
         """Iterations in which each present rank of a pipeline did every F and every B."""
         present = [trace for trace in self.replica(dp_rank) if trace is not None]
-        return tuple(i for i in self.iterations if all(_is_complete(t, i) for t in present))
+        return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
+
+    def require_iteration(self, iteration: int) -> None:
+        """Refuse an iteration that no rank recorded.
+
+        Raises:
+            TraceError: names those that exist.
+        """
+        if iteration not in self.iterations:
+            raise TraceError(
+                f"iteration {iteration} is not in {self.origin}; it has "
+                f"{describe_numbers(self.iterations)}"
+            )
+
+    def notes(self) -> list[str]:
+        """What who looks at the run must know about the trace behind it, a line each."""
+        lines = []
+        if self.missing_ranks:
+            lines.append(
+                f"no trace of ranks {describe_numbers(self.missing_ranks)} in {self.origin}"
+            )
+        if self.truncated_lines:
+            lines.append(
+                f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
+            )
+        for rank, trace in self.ranks.items():
+            if jumps := trace.clock_jumps():
+                lines.append(
+                    f"the clock of rank {rank} was set back before iterations "
+                    f"{describe_numbers(jumps)}; times across that moment mean nothing"
+                )
+        return lines + self.alignment.warnings()
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
@@ -121,8 +270,12 @@ def trace_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in sorted(matches, key=_by_name) if match}
 
 
-def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Read every trace file of a folder.
+def read_run(folder: str | os.PathLike[str], ranks: Iterable[int] | None = None) -> RunTrace:
+    """Read what a folder of traces holds; its spans are read when they are asked for.
+
+    Args:
+        folder: of one run.
+        ranks: global ranks to look at, ``None`` for all; the others count as missing.
 
     Raises:
         TraceError: the folder is missing or holds no trace, a file is damaged or of a newer
@@ -133,13 +286,18 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     if not files:
         state = "holds no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
         raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
-    contents = [content for rank, path in files.items() if (content := _read_file(rank, path))]
-    if not contents:
+    if ranks is not None:
+        wanted = set(ranks)
+        files = {rank: path for rank, path in files.items() if rank in wanted}
+    found = {rank: index_file(path) for rank, path in files.items()}
+    found = {rank: index for rank, index in found.items() if index.headers}
+    if not found:
         raise TraceError(f"the trace files in {folder} are empty; the run wrote nothing")
-    _check_one_run(folder, contents)
-    offsets = _clock_offsets([s.header for content in contents for s in content.segments])
-    traces = {content.rank: _assemble(content, offsets) for content in contents}
-    first = contents[0].header
+    for rank, index in found.items():
+        _check_headers(rank, index)
+    _check_one_run(folder, found)
+    traces, alignment = _on_one_clock(found)
+    first = next(iter(found.values())).headers[-1]
     return RunTrace(
         origin=folder,
         run=first.run,
@@ -147,6 +305,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
         num_ranks=first.num_ranks,
         num_chunks=first.num_chunks,
         ranks=traces,
+        alignment=alignment,
     )
 
 
@@ -165,97 +324,31 @@ def describe_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(words) or "none"
 
 
-@dataclass
-class _Segment:
-    """What one start of a process wrote: its header and its iterations in order."""
-
-    header: TraceHeader
-    iterations: list[tuple[int, int, list[Span]]] = field(default_factory=list)
-
-    def add(self, span: Span) -> None:
-        """Put a span into its iteration, which is nearly always the last one."""
-        for iteration, _, spans in reversed(self.iterations):
-            if iteration == span.iteration:
-                spans.append(span)
-                return
-        self.iterations.append((span.iteration, self.header.num_microbatches, [span]))
-
-
-@dataclass
-class _Content:
-    rank: int
-    path: Path
-    segments: list[_Segment]
-    truncated_lines: int
-
-    @property
-    def header(self) -> TraceHeader:
-        return self.segments[-1].header
+def _check_headers(rank: int, index: FileIndex) -> None:
+    first = index.headers[0]
+    for header in index.headers:
+        if header.rank != rank:
+            raise TraceError(
+                f"{index.path} has the header of rank {header.rank}, the file is named after rank "
+                f"{rank}; restore its name"
+            )
+        if (header.run, header.shape) != (first.run, first.shape):
+            raise TraceError(
+                f"{index.path} goes on with run {header.run!r} {header.shape} behind run "
+                f"{first.run!r} {first.shape} (world size, pipeline ranks, chunks); keep one "
+                "folder per run and shape"
+            )
 
 
-def _read_file(rank: int, path: Path) -> _Content | None:
-    """The segments of a file; ``None`` if it holds nothing yet."""
-    content = _Content(rank, path, [], 0)
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.endswith(b"\n"):
-            content.truncated_lines = 1
-            break
-        origin = f"{path}:{number}"
-        record = parse_line(line, origin)
-        if isinstance(record, TraceHeader):
-            _check_header(content, record, origin)
-            content.segments.append(_Segment(record))
-        elif not content.segments:
-            raise TraceError(f"{origin} stands before the header; this is no trace file")
-        elif isinstance(record, IterationStart):
-            segment = content.segments[-1]
-            segment.iterations.append((record.iteration, record.num_microbatches, []))
-        elif isinstance(record, Span):
-            _check_chunk(record, content.header, origin)
-            content.segments[-1].add(record)
-    return content if content.segments else None
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _check_header(content: _Content, header: TraceHeader, origin: str) -> None:
-    if header.rank != content.rank:
-        raise TraceError(
-            f"{origin} is the header of rank {header.rank}, the file is named after rank "
-            f"{content.rank}; restore its name"
-        )
-    if content.segments and (content.header.run, content.header.shape) != (
-        header.run,
-        header.shape,
-    ):
-        raise TraceError(
-            f"{origin} starts run {header.run!r} {header.shape} in a file of run "
-            f"{content.header.run!r} {content.header.shape} (world size, pipeline ranks, chunks); "
-            "keep one folder per run and shape"
-        )
-
-
-def _check_chunk(span: Span, header: TraceHeader, origin: str) -> None:
-    if span.action in DRAWN_ACTIONS and not 0 <= span.chunk < header.num_chunks:
-        raise TraceError(
-            f"{origin}: span of chunk {span.chunk}, the header says {header.num_chunks} chunks"
-        )
-
-
-def _check_one_run(folder: Path, contents: list[_Content]) -> None:
-    for kind, names in (
-        ("runs", [repr(content.header.run) for content in contents]),
-        ("shapes", ["x".join(map(str, content.header.shape)) for content in contents]),
-    ):
+def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
+    kinds: tuple[tuple[str, Callable[[TraceHeader], str]], ...] = (
+        ("runs", lambda header: repr(header.run)),
+        ("shapes", lambda header: "x".join(map(str, header.shape))),
+    )
+    for kind, name_of in kinds:
         groups: dict[str, list[int]] = {}
-        for name, content in zip(names, contents, strict=True):
-            groups.setdefault(name, []).append(content.rank)
+        for rank, index in files.items():
+            groups.setdefault(name_of(index.headers[-1]), []).append(rank)
         if len(groups) > 1:
             listed = "; ".join(
                 f"{name} (ranks {describe_numbers(ranks)})" for name, ranks in groups.items()
@@ -265,54 +358,60 @@ def _check_one_run(folder: Path, contents: list[_Content]) -> None:
             )
 
 
-def _clock_offsets(headers: list[TraceHeader]) -> dict[tuple[str, int], int]:
-    """Nanoseconds to add to the monotonic times under a header, by (host, its unix - monotonic).
+def _on_one_clock(files: Mapping[int, FileIndex]) -> tuple[dict[int, RankTrace], Alignment]:
+    places = [(rank, number) for rank, i in files.items() for number in range(len(i.headers))]
+    names = dict(
+        zip(places, clock_names([files[rank].headers[n] for rank, n in places]), strict=True)
+    )
+    alignment = align(files, names)
 
-    All zero where every header shares one clock.
-    """
-    clocks: list[tuple[str, int]] = []
-    offsets: dict[tuple[str, int], int] = {}
-    for header in headers:
-        lead = header.unix_ns - header.monotonic_ns
-        known = (c for c in clocks if c[0] == header.host and abs(c[1] - lead) < SAME_BOOT_NS)
-        clock = next(known, None)
-        if clock is None:
-            clock = (header.host, lead)
-            clocks.append(clock)
-        offsets[header.host, lead] = clock[1]
-    return offsets if len(clocks) > 1 else dict.fromkeys(offsets, 0)
-
-
-def _assemble(content: _Content, offsets: Mapping[tuple[str, int], int]) -> RankTrace:
-    spans: dict[int, tuple[Span, ...]] = {}
-    counts: dict[int, int] = {}
-    for segment in content.segments:
-        offset = offsets[segment.header.host, segment.header.unix_ns - segment.header.monotonic_ns]
-        for iteration, num_microbatches, found in segment.iterations:
-            spans[iteration] = tuple(_shift(span, offset) for span in found)
-            counts[iteration] = num_microbatches
-    return RankTrace(content.header, spans, counts, content.truncated_lines)
-
-
-def _shift(span: Span, offset_ns: int) -> Span:
-    if offset_ns == 0:
-        return span
-    return replace(span, start_ns=span.start_ns + offset_ns, end_ns=span.end_ns + offset_ns)
-
-
-def _is_complete(trace: RankTrace, iteration: int) -> bool:
-    if iteration not in trace.spans:
-        return False
-    needed = trace.header.num_chunks * trace.num_microbatches[iteration]
-    for action in ("F", "B"):
-        done = {
-            (span.chunk, span.microbatch)
-            for span in trace.spans[iteration]
-            if span.action == action
+    def traces() -> dict[int, RankTrace]:
+        return {
+            rank: RankTrace(
+                index, tuple(alignment.fit_of(names[rank, n]) for n in range(len(index.headers)))
+            )
+            for rank, index in files.items()
         }
-        if len(done) < needed:
-            return False
-    return True
+
+    found = traces()
+    if len(alignment.clocks) > 1:
+        last = {rank: names[rank, len(index.headers) - 1] for rank, index in files.items()}
+        alignment = refine(alignment, last, match_messages(_some_messages(found)))
+        found = traces()
+    return found, alignment
+
+
+def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
+    """Spans of a few iterations that the last start of every process did."""
+    of_last = [
+        {b.marker.iteration for b in t.index.blocks if b.segment == len(t.index.headers) - 1}
+        for t in traces.values()
+    ]
+    common = sorted(set.intersection(*of_last)) if of_last else []
+    places = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
+    chosen = [common[place] for place in places.tolist()] if common else []
+    return {rank: trace.table(chosen) for rank, trace in traces.items()}
+
+
+def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
+    """A table on the common clock. A span whose clock was set back in between has no length."""
+    start_ns, end_ns = table.start_ns, table.end_ns
+    if not fit.is_identity:
+        start_ns, end_ns = fit.apply(start_ns), fit.apply(end_ns)
+    end_ns = np.maximum(start_ns, end_ns)
+    columns = {name: getattr(table, name) for name in TraceTable.__dataclass_fields__}
+    return TraceTable(**{**columns, "start_ns": start_ns, "end_ns": end_ns})
+
+
+def _count(trace: RankTrace, block: Block, kind: str) -> int:
+    """How many spans of a kind a block has."""
+    if block.is_whole and block.marker.counts:
+        layout = trace.index.headers[block.segment].layout
+        place = layout.kinds.index(kind) if kind in layout.kinds else -1
+        return block.marker.counts[place] if 0 <= place < len(block.marker.counts) else 0
+    table = block.table if block.table is not None else read_blocks(trace.index, [block])
+    done = table.of_kind(kind)
+    return len(set(zip(done.chunk.tolist(), done.microbatch.tolist(), strict=True)))
 
 
 def _by_name(pair: tuple[re.Match[str] | None, Path]) -> str:

@@ -4,8 +4,8 @@ The step only appends tuples to a list. At the end of an iteration the list goes
 bounded queue to a writer thread, which formats it and appends it to the rank's file with one
 write::
 
-    record() record() record() | end_iteration() --queue--> writer: format, write
-             a list, no lock   |   (64 iterations at most)
+    extend() record() record() | end_iteration() --queue--> writer: format, write
+            a list, no lock    |   (64 iterations at most)
 
 A killed run therefore leaves a file of whole lines that lacks at most the iterations still in the
 queue. This module imports no torch and never looks at a device: times are given by the caller.
@@ -14,35 +14,43 @@ queue. This module imports no torch and never looks at a device: times are given
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import queue
 import threading
-from collections.abc import Container, Sequence
+import time
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import NamedTuple
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
-    IterationStart,
+    KINDS,
+    REASONS,
+    ClockSamples,
+    Row,
     TraceHeader,
-    parse_line,
     trace_file_name,
 )
+from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
 
 __all__ = ["Recorder"]
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
 
-_Record: TypeAlias = tuple[str, int, int, int, int, int, int, int]
-_Batch: TypeAlias = tuple[IterationStart, Sequence[_Record]]
+_KIND = {word: number for number, word in enumerate(KINDS)}
+_REASON = {word: number for number, word in enumerate(REASONS)}
 
-_SPAN_LINE = (
-    '{"action": %s, "chunk": %d, "microbatch": %d, "start_ns": %d, "end_ns": %d, '
-    '"iteration": %d, "wait_ns": %d, "bytes": %d, "in_flight_bytes": %d}\n'
-)
+
+class _Batch(NamedTuple):
+    """Spans on their way to the file."""
+
+    iteration: int
+    num_microbatches: int
+    start_ns: int
+    rows: Sequence[Row]
+    is_late: bool
 
 
 class Recorder:
@@ -55,8 +63,8 @@ class Recorder:
     :meth:`end_iteration` or :meth:`close`, so never in the middle of a step. It is raised once;
     from then on the recorder does nothing, so that a trainer may report it and go on.
 
-    Thread safety: :meth:`record` may be called from any thread. The other methods belong to one
-    thread.
+    Thread safety: :meth:`record`, :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples`
+    may be called from any thread. The other methods belong to one thread.
     """
 
     def __init__(
@@ -94,13 +102,13 @@ class Recorder:
                 f"cannot write the trace file {self._path}: {error.strerror or error}"
             ) from error
         self._size = size
-        self._marker: IterationStart | None = None
-        self._spans: list[_Record] | None = None
+        self._begun: tuple[int, int, int] | None = None
+        self._rows: list[Row] | None = None
         self._error: Exception | None = None
         self._open = True
-        self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUE_ITERATIONS)
+        self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         try:
-            self._append((header.to_line() + "\n").encode())
+            self._append(header_line(header).encode())
         except OSError as error:
             os.close(self._file)
             raise self._as_trace_error(error) from error
@@ -115,20 +123,29 @@ class Recorder:
         """The file this recorder appends to."""
         return self._path
 
-    def begin_iteration(self, iteration: int, num_microbatches: int) -> None:
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is recorded now goes into the file."""
+        return self._rows is not None
+
+    def begin_iteration(
+        self, iteration: int, num_microbatches: int, *, start_ns: int | None = None
+    ) -> None:
         """Start an iteration; ends the one before it if :meth:`end_iteration` was not called.
 
         Args:
             iteration: number of the iteration, as in the training log.
             num_microbatches: microbatches of this iteration.
+            start_ns: when it starts, on the clock of the spans; now where ``None``.
 
         Raises:
             TraceError: the writer failed earlier.
         """
         self.end_iteration()
         if self._open and self._wanted(iteration):
-            self._marker = IterationStart(iteration, num_microbatches)
-            self._spans = []
+            start_ns = time.monotonic_ns() if start_ns is None else start_ns
+            self._begun = (iteration, num_microbatches, start_ns)
+            self._rows = []
 
     def record(
         self,
@@ -138,20 +155,35 @@ class Recorder:
         start_ns: int,
         end_ns: int,
         *,
-        wait_ns: int = 0,
+        piece: int = 0,
         bytes: int = 0,
         in_flight_bytes: int = 0,
+        queue_depth: int = 0,
+        peer: int = -1,
+        of: str = "",
+        reason: str = "",
     ) -> None:
         """Add a span to the iteration; does nothing in an iteration that is not recorded.
 
-        Args: see :class:`~megatron.adaptive.trace.event.Span`. Costs well below a microsecond,
-        never blocks and never raises for a reason of the writer.
+        Args: see :class:`~megatron.adaptive.trace.event.Span`. Costs below a microsecond and never
+        blocks. Who has many spans gathers rows and gives them to :meth:`extend`.
+
+        Raises:
+            KeyError: ``action``, ``of`` or ``reason`` is no word of the format.
         """
-        spans = self._spans
-        if spans is not None:
-            spans.append(
-                (action, chunk, microbatch, start_ns, end_ns, wait_ns, bytes, in_flight_bytes)
+        rows = self._rows
+        if rows is not None:
+            rows.append(
+                (
+                    *(_KIND[action], chunk, microbatch, piece, start_ns, end_ns, bytes),
+                    *(in_flight_bytes, queue_depth, peer, _KIND[of] if of else -1, _REASON[reason]),
+                )
             )
+
+    def extend(self, rows: Iterable[Row]) -> None:
+        """Add spans to the iteration; does nothing in an iteration that is not recorded."""
+        if self._rows is not None:
+            self._rows.extend(rows)
 
     def end_iteration(self) -> None:
         """Hand the iteration's spans to the writer; without an open iteration only checks it.
@@ -161,11 +193,27 @@ class Recorder:
         Raises:
             TraceError: the writer failed earlier, or writes nothing any more.
         """
-        marker, spans = self._marker, self._spans
-        self._marker = self._spans = None
+        begun, rows = self._begun, self._rows
+        self._begun = self._rows = None
         self._raise_pending()
-        if marker is not None and spans is not None:
-            self._hand_over((marker, spans))
+        if begun is not None and rows is not None:
+            self._hand_over(_Batch(*begun, rows, False))
+
+    def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
+        """Add spans to an iteration that has ended, or drop them if the writer is behind.
+
+        Args:
+            iteration: one that was recorded.
+            num_microbatches: microbatches of it.
+            rows: the spans.
+        """
+        if self._open and rows:
+            self._offer(_Batch(iteration, num_microbatches, rows[0][4], rows, True))
+
+    def add_clock_samples(self, samples: ClockSamples) -> None:
+        """Write readings of this rank's clock, or drop them if the writer is behind."""
+        if self._open and samples.samples:
+            self._offer(samples)
 
     def close(self) -> None:
         """Write everything that is left and close the file; later calls do nothing.
@@ -204,6 +252,12 @@ class Recorder:
             return False
         return self._iterations is None or iteration in self._iterations
 
+    def _offer(self, batch: _Batch | ClockSamples) -> None:
+        try:
+            self._queue.put_nowait(batch)
+        except queue.Full:
+            return  # what is worth waiting for is an iteration; end_iteration() waits
+
     def _hand_over(self, batch: _Batch | None) -> None:
         try:
             self._queue.put(batch, timeout=WRITER_PATIENCE_S)
@@ -235,7 +289,7 @@ class Recorder:
     def _stop(self) -> None:
         """Refuse further work; the writer closes the file once its queue is empty."""
         self._open = False
-        self._marker = self._spans = None
+        self._begun = self._rows = None
         atexit.unregister(self.close)
         if self._thread.is_alive():
             try:
@@ -248,7 +302,7 @@ class Recorder:
         while (batch := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    self._append(_format(batch))
+                    self._append(_text(batch).encode())
                 except Exception as error:
                     self._error = error
         os.close(self._file)
@@ -265,19 +319,16 @@ class Recorder:
         self._size += written
 
 
-def _format(batch: _Batch) -> bytes:
-    marker, records = batch
-    words: dict[str, str] = {}
-    lines = [marker.to_line() + "\n"]
-    iteration = marker.iteration
-    for action, chunk, microbatch, start, end, wait, size, in_flight in records:
-        word = words.get(action)
-        if word is None:
-            word = words[action] = json.dumps(action)
-        lines.append(
-            _SPAN_LINE % (word, chunk, microbatch, start, end, iteration, wait, size, in_flight)
-        )
-    return "".join(lines).encode()
+def _text(batch: _Batch | ClockSamples) -> str:
+    if isinstance(batch, ClockSamples):
+        return samples_line(batch)
+    return block_text(
+        batch.iteration,
+        batch.num_microbatches,
+        batch.start_ns,
+        batch.rows,
+        is_late=batch.is_late,
+    )
 
 
 def _continue_at(path: Path, header: TraceHeader) -> int:

@@ -5,12 +5,14 @@ Only F, B and W are kept; times start at the first of them, over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
-from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
+from megatron.adaptive.trace.figures import BACK_NS
+from megatron.adaptive.trace.read import RankTrace, RunTrace
 
 __all__ = ["PipelineStep", "pipeline_step", "stages_of_rank"]
 
@@ -30,6 +32,7 @@ class PipelineStep:
         missing: pipeline ranks of which nothing is known; their rows are empty.
         start_ns: the step's start on the run's common clock.
         step_ns: from the first start to the last end, over all ranks.
+        clock_jumps: pipeline ranks whose clock was set back in the middle of it.
     """
 
     iteration: int
@@ -42,6 +45,7 @@ class PipelineStep:
     missing: tuple[int, ...]
     start_ns: int
     step_ns: int
+    clock_jumps: tuple[int, ...] = ()
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -97,7 +101,8 @@ def pipeline_step(
     """
     ranks = run.replica(dp_rank, tp_rank)
     chosen = _choose(run, iteration, dp_rank)
-    rows = tuple(_drawn(trace, chosen) for trace in ranks)
+    found = [None if trace is None else _drawn(trace, chosen) for trace in ranks]
+    rows = [() if spans is None else _sorted(spans) for spans in found]
     if not any(rows):
         raise TraceError(
             f"iteration {chosen} in {run.origin} holds no F, B or W; it has nothing to draw"
@@ -116,6 +121,9 @@ def pipeline_step(
         missing=tuple(pp_rank for pp_rank, row in enumerate(rows) if not row),
         start_ns=start,
         step_ns=end - start,
+        clock_jumps=tuple(
+            pp_rank for pp_rank, spans in enumerate(found) if spans and _went_back(spans)
+        ),
     )
 
 
@@ -124,19 +132,22 @@ def _choose(run: RunTrace, iteration: int | None, dp_rank: int) -> int:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
     if iteration is None:
         return (run.complete_iterations(dp_rank) or run.iterations)[-1]
-    if iteration not in run.iterations:
-        raise TraceError(
-            f"iteration {iteration} is not in {run.origin}; it has "
-            f"{describe_numbers(run.iterations)}"
-        )
+    run.require_iteration(iteration)
     return iteration
 
 
-def _drawn(trace: RankTrace | None, iteration: int) -> list[Span]:
-    if trace is None:
-        return []
-    spans = [s for s in trace.spans.get(iteration, ()) if s.action in DRAWN_ACTIONS]
-    return sorted(spans, key=lambda span: (span.start_ns, span.end_ns))
+def _drawn(trace: RankTrace, iteration: int) -> list[Span]:
+    """The actions of an iteration in the order they were written."""
+    spans = trace.table([iteration]).of_kind("wait", *DRAWN_ACTIONS).spans()
+    return [span for span in spans if span.action in DRAWN_ACTIONS]
+
+
+def _sorted(spans: Iterable[Span]) -> tuple[Span, ...]:
+    return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns)))
+
+
+def _went_back(spans: Sequence[Span]) -> bool:
+    return any(b.start_ns < a.start_ns - BACK_NS for a, b in pairwise(spans))
 
 
 def _from(spans: Iterable[Span], start_ns: int) -> tuple[Span, ...]:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.adaptive.trace.event import Span
+from megatron.adaptive.trace.figures import rank_figures
 from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.table import TraceTable
 
 __all__ = ["ActionTime", "RankSummary", "StepSummary", "format_table", "summarize"]
 
@@ -131,7 +133,8 @@ def format_table(summary: StepSummary) -> str:
 
 
 def _summarize_rank(step: PipelineStep, pp_rank: int, row: Sequence[Span]) -> RankSummary:
-    busy_ns = _union_ns(row)
+    figures = rank_figures(TraceTable.from_spans(row), step.num_chunks)
+    busy_ns = int(figures.busy_ns[0])
     times: dict[str, ActionTime] = {}
     for action in step.actions:
         durations = [span.duration_ns / NS_PER_MS for span in row if span.action == action]
@@ -144,33 +147,13 @@ def _summarize_rank(step: PipelineStep, pp_rank: int, row: Sequence[Span]) -> Ra
         label=step.label(pp_rank),
         num_actions=len(row),
         busy_ms=busy_ns / NS_PER_MS,
-        wait_ms=sum(span.wait_ns for span in row) / NS_PER_MS,
+        wait_ms=int(figures.wait_ns[0].sum()) / NS_PER_MS,
         bubble_fraction=(step.step_ns - busy_ns) / step.step_ns if step.step_ns else 0.0,
         times=times,
-        peak_microbatches=_peak_microbatches(row),
-        peak_in_flight_bytes=max(span.in_flight_bytes for span in row),
-        transfer_bytes=sum(span.bytes for span in row),
+        peak_microbatches=int(figures.peak_microbatches[0]),
+        peak_in_flight_bytes=int(figures.peak_in_flight_bytes[0]),
+        transfer_bytes=int(figures.transfer_bytes[0]),
     )
-
-
-def _union_ns(row: Sequence[Span]) -> int:
-    """Time covered by spans sorted by start; overlapping time counts once."""
-    covered = reach = 0
-    for span in row:
-        covered += max(0, span.end_ns - max(span.start_ns, reach))
-        reach = max(reach, span.end_ns)
-    return covered
-
-
-def _peak_microbatches(row: Sequence[Span]) -> int:
-    held = peak = 0
-    for span in row:
-        if span.action == "F":
-            held += 1
-            peak = max(peak, held)
-        elif span.action == "B":
-            held -= 1
-    return peak
 
 
 def _time_text(time: ActionTime | None) -> str:

@@ -53,6 +53,12 @@ class Job:
         """Whether this is global rank 0."""
         return self.environment.rank == 0
 
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every rank gave, by rank. Collective over all ranks."""
+        told: list[Any] = [None] * self.environment.world_size
+        dist.all_gather_object(told, mine, group=self.control_group)
+        return told
+
     @property
     def is_writer(self) -> bool:
         """Whether this rank writes the log: the last of those that hold the loss.

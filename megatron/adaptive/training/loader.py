@@ -14,7 +14,8 @@ job (data-parallel size, micro-batch size, global batch size) continues at the s
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -25,10 +26,12 @@ from torch.utils.data import DataLoader
 
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["Microbatch", "MicrobatchLoader", "StepMicrobatches"]
+__all__ = ["Microbatch", "MicrobatchLoader", "OnRead", "StepMicrobatches"]
 
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
+OnRead = Callable[[int, int, int], None]
+"""Told which microbatch of its step was read, and from when to when, on the monotonic clock."""
 
 # What a microbatch may hold and the type it travels in from a data worker. Ids fit 32 bits.
 _WIRE_DTYPES: dict[str, Any] = {
@@ -56,6 +59,7 @@ class MicrobatchLoader:
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch: microbatches each worker reads ahead.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
+        on_read: told of every microbatch that was read.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -72,6 +76,7 @@ class MicrobatchLoader:
         num_workers: int = 0,
         prefetch: int = 4,
         pin_memory: bool = False,
+        on_read: OnRead | None = None,
     ) -> None:
         for name, value, least in (
             ("consumed samples", consumed_samples, 0),
@@ -93,6 +98,7 @@ class MicrobatchLoader:
             block_size=micro_batch_size * dp_size,
         )
         self._pin_memory = pin_memory
+        self._on_read = on_read
         self._next_block = 0
         self._read_ahead: Iterator[Arrays] | None = None
         self._read_block = 0
@@ -145,6 +151,15 @@ class MicrobatchLoader:
     def close(self) -> None:
         """End the data workers, if any. The loader then reads in this process."""
         self._read_ahead = None
+
+    def _read(self, first_block: int, index: int) -> Microbatch:
+        """Read a microbatch of a step, and tell how long that took."""
+        if self._on_read is None:
+            return self._fetch(first_block + index)
+        start_ns = time.monotonic_ns()
+        microbatch = self._fetch(first_block + index)
+        self._on_read(index, start_ns, time.monotonic_ns())
+        return microbatch
 
     def _fetch(self, block: int) -> Microbatch:
         if self._read_ahead is None:
@@ -214,11 +229,11 @@ class StepMicrobatches(Sequence[Microbatch]):
         if loader._next_block != self._first_block + self._num_microbatches:
             raise RuntimeError("microbatches of an earlier step were asked for after the next one")
         if loader._read_ahead is None:
-            self._ready[index] = loader._fetch(self._first_block + index)
+            self._ready[index] = loader._read(self._first_block, index)
             return
         # Workers deliver in order, so those before it come along.
         for earlier in range(len(self._ready), index + 1):
-            self._ready[earlier] = loader._fetch(self._first_block + earlier)
+            self._ready[earlier] = loader._read(self._first_block, earlier)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.training import relocate
@@ -158,7 +156,12 @@ class Trainer:
 
     def _open_loader(self) -> None:
         run = self._run
-        self._loader = make_loader(run, run.samples.train, self._counters.consumed_train_samples)
+        self._loader = make_loader(
+            run,
+            run.samples.train,
+            self._counters.consumed_train_samples,
+            on_read=None if run.tracing.recorder is None else run.tracing.data_read,
+        )
 
     def _close_loader(self) -> None:
         if self._loader is not None:
@@ -197,15 +200,10 @@ class Trainer:
         self._connect(self._run)
         use(self._run, decision.move)
         self._open_loader()
-        self._log.hand_over(iteration, is_writer=self._run.job.is_writer, tell=self._gather)
+        self._log.hand_over(iteration, is_writer=self._run.job.is_writer, tell=self._run.job.gather)
         self._log.message(
             f"  the stages now lie in a {kind}: moved in {time.perf_counter() - start:.2f} s"
         )
-
-    def _gather(self, mine: object) -> Sequence[object]:
-        told: list[object] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine, group=self._run.job.control_group)
-        return told
 
     def _iteration(self) -> None:
         run, counters = self._run, self._counters
@@ -215,9 +213,8 @@ class Trainer:
         iteration = counters.iteration + 1
         self._tell_position(f"iteration {iteration}")
         self._profiler.step(counters.iteration)
-        traced = run.recorder is not None and self._config.schedule.traces(self._iterations_here)
-        if run.recorder is not None and traced:
-            run.recorder.begin_iteration(iteration, num_microbatches)
+        traced = self._config.schedule.traces(self._iterations_here)
+        run.tracing.begin_iteration(iteration, num_microbatches, is_traced=traced)
         microbatches = None if self._loader is None else self._loader.step(num_microbatches)
         result = self._step.train(microbatches, num_microbatches, iteration)
         if result.updated:
@@ -285,13 +282,14 @@ class Trainer:
         run, config = self._run, self._config
         loader = make_loader(run, dataset, consumed_samples)
         try:
-            return self._step.evaluate(
-                loader,
-                config.run.eval_iters,
-                config.num_microbatches,
-                # Besides asking, this keeps the first stage from running ahead of the others.
-                until=lambda: self._stop.agreed(run.job.stop_group),
-            )
+            with run.tracing.host_span("evaluate"):
+                return self._step.evaluate(
+                    loader,
+                    config.run.eval_iters,
+                    config.num_microbatches,
+                    # Besides asking, this keeps the first stage from running ahead of the others.
+                    until=lambda: self._stop.agreed(run.job.stop_group),
+                )
         finally:
             if loader is not None:
                 loader.close()
@@ -310,8 +308,9 @@ class Trainer:
         start = time.perf_counter()
         if self._recording is not None:
             self._recording.write(self._run.job.control_group)
-        gather_parameters(self._run)
-        path = self._checkpoints.save(self._counters.progress())
+        with self._run.tracing.host_span("checkpoint"):
+            gather_parameters(self._run)
+            path = self._checkpoints.save(self._counters.progress())
         self._saved_at = self._counters.iteration
         self._log.message(
             f"  successfully saved checkpoint from iteration {self._counters.iteration:7d} to "

@@ -108,8 +108,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         finally:
             profiler.close()
             log.close()
-        if trainer.run.recorder is not None:
-            trainer.run.recorder.close()
+        trainer.run.tracing.close()
         if trainer.run.wiring is not None:
             trainer.run.wiring.close()
 

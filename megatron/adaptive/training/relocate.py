@@ -75,8 +75,7 @@ def pack(run: Run, progress: Progress) -> Path:
 
 def take_down(run: Run) -> None:
     """Close the run's channels and traces; it cannot take another step. Collective."""
-    if run.recorder is not None:
-        run.recorder.close()
+    run.tracing.close()
     if run.wiring is not None:
         run.wiring.close()
     run.job.accelerator.synchronize()

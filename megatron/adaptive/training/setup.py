@@ -15,9 +15,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.pipeline.build import Wiring, build_executor
+from megatron.adaptive.pipeline.build import Wiring, build_executor, inputs_in_flight
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
 from megatron.adaptive.pipeline.record import Recording, RecordShape, Replay, load_on_all
@@ -28,14 +29,16 @@ from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.training.batch_sizes import BatchSizes
+from megatron.adaptive.training.clock_sync import start_clock_sync
 from megatron.adaptive.training.datasets import DataSpec, build_datasets
 from megatron.adaptive.training.embedding import finalize_gradients
 from megatron.adaptive.training.initialize import Job
 from megatron.adaptive.training.layout import placement_of
-from megatron.adaptive.training.loader import MicrobatchLoader
+from megatron.adaptive.training.loader import MicrobatchLoader, OnRead
 from megatron.adaptive.training.model import build_chunks, transformer_config
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler
 from megatron.adaptive.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.training.tracing import Tracing
 
 
 def _forward_backward(
@@ -164,7 +167,7 @@ class Run:
         samples: the data.
         forward_backward: runs one step; ours or megatron-core's own.
         wiring: the executor and its channels, ``None`` under megatron-core's own schedule.
-        recorder: the trace, ``None`` without one.
+        tracing: the trace.
         replay: takes recorded orders, ``None`` unless asked for.
         padded_vocab_size: rows of the embedding.
     """
@@ -178,7 +181,7 @@ class Run:
     samples: Samples
     forward_backward: Callable[..., list[Any]]
     wiring: Wiring | None
-    recorder: Recorder | None
+    tracing: Tracing
     replay: Replay | None
     padded_vocab_size: int
 
@@ -194,7 +197,8 @@ def build_run(job: Job) -> Run:
     samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect(config, core, chunks, optimizer)
-    recorder = _recorder(job, placement)
+    tracing = _tracing(job, placement)
+    core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
     replay = None
     wiring = None
     forward_backward: Callable[..., list[Any]]
@@ -208,7 +212,9 @@ def build_run(job: Job) -> Run:
             payload_shape=payload_shape(config),
             payload_dtype=core.pipeline_dtype,
             timeout_s=config.schedule.pipeline_timeout_s,
-            recorder=recorder,
+            recorder=tracing.recorder,
+            transport=config.transport,
+            in_flight=_inputs_in_flight(config, placement),
         )
         replay = _replay(job, placement)
         forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
@@ -222,13 +228,24 @@ def build_run(job: Job) -> Run:
         samples=samples,
         forward_backward=forward_backward,
         wiring=wiring,
-        recorder=recorder,
+        tracing=tracing,
         replay=replay,
         padded_vocab_size=tokenizer.padded_vocab_size,
     )
 
 
-def make_loader(run: Run, dataset: Any, consumed_samples: int) -> MicrobatchLoader | None:
+def _inputs_in_flight(config: TrainerConfig, placement: Placement) -> int:
+    return inputs_in_flight(
+        placement,
+        config.num_microbatches,
+        cap=config.schedule.activation_cap,
+        keeps_all=config.schedule.pipeline_schedule in KEEPING_ALL,
+    )
+
+
+def make_loader(
+    run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
+) -> MicrobatchLoader | None:
     """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
     if dataset is None:
         return None
@@ -242,6 +259,7 @@ def make_loader(run: Run, dataset: Any, consumed_samples: int) -> MicrobatchLoad
         # With no spare processor a reader process only takes time from the ranks.
         num_workers=config.data.num_workers if run.job.accelerator.reads_ahead else 0,
         pin_memory=run.job.accelerator.reads_ahead,
+        on_read=on_read,
     )
 
 
@@ -331,7 +349,6 @@ def _connect(
         core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
         core.barrier_with_L1_time = timing.barrier_with_L1_time
     core.grad_scale_func = optimizer.scale_loss
-    core.finalize_model_grads_func = finalize_gradients
     single = len(chunks) == 1
     if parallel.overlap_grad_reduce:
         holds = [chunk.no_sync for chunk in chunks]
@@ -344,34 +361,41 @@ def _connect(
         core.param_sync_func = gathers[0] if single else gathers
 
 
-def _recorder(job: Job, placement: Placement) -> Recorder | None:
+def _tracing(job: Job, placement: Placement) -> Tracing:
+    """Open this rank's trace. Collective over all ranks."""
     config = job.config
     if config.schedule.trace_dir is None:
-        return None
+        return Tracing()
     if config.schedule.pipeline_schedule == "megatron":
         if job.is_first:
             print(
                 "no traces: megatron-core's own schedule tells nothing of its actions", flush=True
             )
-        return None
+        return Tracing()
     if job.environment.local_rank == 0:
         set_aside(config.schedule.trace_dir)
     dist.barrier(group=job.control_group)
     run_id: list[Any] = [f"{job.environment.run_id}-{os.getpid()}"]
     dist.broadcast_object_list(run_id, src=0, group=job.control_group)
-    return Recorder(
-        config.schedule.trace_dir,
-        TraceHeader.create(
-            run=run_id[0],
-            rank=job.rank,
-            world_size=config.world_size,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-            num_ranks=placement.num_ranks,
-            num_chunks=placement.num_chunks,
-            num_microbatches=config.num_microbatches,
-            schedule=config.schedule.pipeline_schedule,
-            placement=placement.kind,
-        ),
+    header = TraceHeader.create(
+        run=run_id[0],
+        rank=job.rank,
+        world_size=config.world_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_chunks,
+        num_microbatches=config.num_microbatches,
+        schedule=config.schedule.pipeline_schedule,
+        placement=placement.kind,
     )
+    recorder = Recorder(config.schedule.trace_dir, header)
+    sync = start_clock_sync(
+        rank=job.rank,
+        clock_id=header.clock,
+        address=job.environment.master_addr,
+        gather=job.gather,
+        deliver=recorder.add_clock_samples,
+    )
+    return Tracing(recorder, job.accelerator.clock(), sync)

@@ -79,7 +79,8 @@ class Step:
             reduced = self._forward_backward(
                 microbatches, num_microbatches, step=iteration, forward_only=False
             )
-            updated, grad_norm, num_zeros = run.optimizer.step()
+            with run.tracing.span("optimizer"):
+                updated, grad_norm, num_zeros = run.optimizer.step()
         except torch.OutOfMemoryError as error:
             raise out_of_memory(run, error) from error
         except RuntimeError as error:
@@ -157,8 +158,7 @@ class Step:
         if run.wiring is None:
             return None
         self.times = times = run.wiring.executor.finish_step()
-        if run.recorder is not None:
-            run.recorder.end_iteration()
+        run.tracing.end_iteration()
         if iteration % self._config.logging.log_interval:
             return None
         sums = torch.tensor([times.busy_s], dtype=torch.float64)

@@ -1,0 +1,405 @@
+"""Figures of a whole run: per iteration and rank, from the spans of all ranks.
+
+A rank's spans become its figures in the process that reads them, so that ten million spans need no
+more memory than those of one file, and files are read by several processes at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import cached_property
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS
+from megatron.adaptive.trace.read import RankTrace, RunTrace
+from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable
+
+__all__ = [
+    "WAIT_CAUSES",
+    "RankFigures",
+    "RunFigures",
+    "compute_ns",
+    "rank_figures",
+    "run_figures",
+]
+
+WAIT_CAUSES = ("unknown", *CAUSES)
+"""The last axis of ``wait_ns``; traces of version 1 do not say the cause."""
+
+SERIAL_BYTES = 48 << 20
+"""Up to here one process reads all files: others take longer to start than to help."""
+
+BACK_NS = 1_000_000
+"""Actions that begin so much before the one above them say that the clock was set back."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RankFigures:
+    """Figures of one rank; the first axis of every column is its iterations.
+
+    Attributes:
+        iterations: their numbers, ascending.
+        start_ns: start of the first F, B or W on the common clock, 0 where there is none.
+        end_ns: end of the last one.
+        num_actions: how many there were.
+        busy_ns: time in which it did at least one.
+        wait_ns: ``[iterations, causes]``, by :data:`WAIT_CAUSES`.
+        first_wait_ns: how much of it came before the first action.
+        first_cause: and its cause.
+        kind_ns: ``[iterations, kinds]``, total length of the spans of each of ``event.KINDS``.
+        count: ``[iterations, chunks, 3]``, number of F, B and W.
+        mean_ns: ``[iterations, chunks, 3]``, their mean length, NaN for none.
+        std_ns: the same, their standard deviation.
+        median_ns: the same, median without the reading of data within them.
+        mad_ns: the same, median distance from that median.
+        peak_microbatches: most forwards that had no backward yet.
+        peak_in_flight_bytes: most activation bytes held.
+        peak_queue: most inputs that had arrived and were not taken, when an action began.
+        transfer_bytes: payload that actions received and sent.
+        sent_bytes: payload handed to the transport.
+        received_bytes: payload taken from it.
+        went_back: ``bool``, the clock was set back within the iteration.
+    """
+
+    iterations: Ints
+    start_ns: Ints
+    end_ns: Ints
+    num_actions: Ints
+    busy_ns: Ints
+    wait_ns: Ints
+    first_wait_ns: Ints
+    first_cause: Ints
+    kind_ns: Ints
+    count: Ints
+    mean_ns: Floats
+    std_ns: Floats
+    median_ns: Floats
+    mad_ns: Floats
+    peak_microbatches: Ints
+    peak_in_flight_bytes: Ints
+    peak_queue: Ints
+    transfer_bytes: Ints
+    sent_bytes: Ints
+    received_bytes: Ints
+    went_back: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class RunFigures(RankFigures):
+    """Figures of many ranks; every column but ``iterations`` begins with ``[iterations, ranks]``.
+
+    An iteration that a rank did not record has ``num_actions`` 0 and NaN or 0 elsewhere.
+
+    Attributes:
+        ranks: global ranks, the second axis.
+        pp_rank: ``[ranks]``, their positions in the pipeline.
+        dp_rank: ``[ranks]``.
+        tp_rank: ``[ranks]``.
+    """
+
+    ranks: Ints
+    pp_rank: Ints
+    dp_rank: Ints
+    tp_rank: Ints
+
+    @cached_property
+    def _step(self) -> tuple[Ints, Ints]:
+        """Start and end of the step of each rank's pipeline, ``[iterations, ranks]``."""
+        known = self.num_actions > 0
+        far = np.iinfo(np.int64)
+        starts = np.where(known, self.start_ns, far.max)
+        ends = np.where(known, self.end_ns, far.min)
+        first, last = np.zeros_like(starts), np.zeros_like(ends)
+        _, groups = np.unique(np.stack([self.dp_rank, self.tp_rank]), axis=1, return_inverse=True)
+        for group in range(int(groups.max(initial=-1)) + 1):
+            mine = np.flatnonzero(groups.reshape(-1) == group)
+            first[:, mine] = starts[:, mine].min(axis=1)[:, None]
+            last[:, mine] = ends[:, mine].max(axis=1)[:, None]
+        empty = last < first
+        first[empty] = last[empty] = 0
+        return first, last
+
+    @property
+    def step_start_ns(self) -> Ints:
+        """``[iterations, ranks]``: the first action of any rank of the pipeline begins."""
+        return self._step[0]
+
+    @property
+    def step_ns(self) -> Ints:
+        """``[iterations, ranks]``: from there to the end of the last action of any of them."""
+        return self._step[1] - self._step[0]
+
+    @property
+    def bubble_fraction(self) -> Floats:
+        """``[iterations, ranks]``: idle part of the step, NaN where nothing was recorded."""
+        step = np.where(self.num_actions > 0, self.step_ns, 0).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
+        return fraction
+
+    @property
+    def before_ns(self) -> Ints:
+        """``[iterations, ranks]``: from the step's start to the rank's first action."""
+        before: Ints = np.where(self.num_actions > 0, self.start_ns - self._step[0], 0)
+        return before
+
+    @property
+    def after_ns(self) -> Ints:
+        """``[iterations, ranks]``: the rank was done and others were not."""
+        after: Ints = np.where(self.num_actions > 0, self._step[1] - self.end_ns, 0)
+        return after
+
+    @cached_property
+    def wait_in_step_ns(self) -> Ints:
+        """``wait_ns`` without what came before the step's start."""
+        early = np.maximum(0, self.first_wait_ns - self.before_ns)
+        waits: Ints = self.wait_ns.copy()
+        rows, columns = np.nonzero(early)
+        waits[rows, columns, self.first_cause[rows, columns]] -= early[rows, columns]
+        return waits
+
+    def notes(self) -> list[str]:
+        """Ranks whose clock was set back, a line each."""
+        return [
+            f"the clock of rank {rank} was set back in iteration {self.iterations[row]}; its "
+            "times there mean nothing"
+            for column, rank in enumerate(self.ranks.tolist())
+            for row in np.flatnonzero(self.went_back[:, column])[:3]
+        ]
+
+
+def run_figures(
+    run: RunTrace,
+    iterations: Iterable[int] | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    workers: int | None = None,
+) -> RunFigures:
+    """Compute the figures of a run.
+
+    Args:
+        run: the run.
+        iterations: only these; ``None`` for all.
+        ranks: only these global ranks; ``None`` for all. Steps then end with the last of them.
+        workers: processes that read; as many as there are processors where ``None``, and this one
+            alone where that is quicker. The program that calls must have an ``if __name__ ==
+            "__main__"`` guard.
+
+    Raises:
+        TraceError: a file is damaged, or nothing is left of what was asked for.
+    """
+    chosen = [
+        run.ranks[r] for r in sorted(run.ranks if ranks is None else set(ranks) & set(run.ranks))
+    ]
+    only = None if iterations is None else frozenset(iterations)
+    parts = list(_parts(chosen, only, run.num_chunks, workers))
+    numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(p.iterations for p in parts)]))
+    if not len(numbers):
+        raise TraceError(f"{run.origin} holds no spans of the iterations and ranks asked for")
+    columns: dict[str, Any] = {"iterations": numbers}
+    for name in (field.name for field in fields(RankFigures) if field.name != "iterations"):
+        sample = getattr(parts[0], name)
+        shape = (len(numbers), len(parts), *sample.shape[1:])
+        fill = np.nan if sample.dtype == np.float64 else 0
+        column = np.full(shape, fill, dtype=sample.dtype)
+        for place, part in enumerate(parts):
+            column[np.searchsorted(numbers, part.iterations), place] = getattr(part, name)
+        columns[name] = column
+    headers = [trace.header for trace in chosen]
+    for name in ("pp_rank", "dp_rank", "tp_rank"):
+        columns[name] = np.array([getattr(header, name) for header in headers])
+    return RunFigures(ranks=np.array([header.rank for header in headers]), **columns)
+
+
+def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
+    """Compute the figures of one rank.
+
+    Args:
+        table: its spans.
+        num_chunks: model chunks that it holds.
+    """
+    iterations, place = np.unique(table.iteration, return_inverse=True)
+    count = len(iterations)
+    drawn = np.flatnonzero(table.where(*DRAWN_ACTIONS))
+    drawn = drawn[np.lexsort((table.start_ns[drawn], place[drawn]))]
+    actions, at = table.take(drawn), place[drawn]
+    sizes = np.bincount(at, minlength=count)
+    begins = np.cumsum(sizes) - sizes
+    sent, received = table.kind == KIND["send"], table.kind == KIND["receive"]
+    in_file_order = np.sort(drawn)
+    return RankFigures(
+        iterations=iterations,
+        start_ns=_reduced(np.minimum, actions.start_ns, begins, sizes),
+        end_ns=_reduced(np.maximum, actions.end_ns, begins, sizes),
+        num_actions=sizes,
+        busy_ns=_sums(at, _covered(actions), count),
+        kind_ns=_by_kind(table, place, count),
+        **_waits(table, place, count, actions, begins, sizes),
+        **_durations(actions, compute_ns(table)[drawn], at, count, num_chunks),
+        peak_microbatches=_peak(actions, at, begins, sizes),
+        peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
+        peak_queue=_reduced(np.maximum, actions.queue_depth, begins, sizes).astype(np.int64),
+        transfer_bytes=_sums(at, actions.bytes, count),
+        sent_bytes=_sums(place[sent], table.bytes[sent], count),
+        received_bytes=_sums(place[received], table.bytes[received], count),
+        went_back=_went_back(table.start_ns[in_file_order], place[in_file_order], count),
+    )
+
+
+def compute_ns(table: TraceTable) -> Ints:
+    """``[spans] int64``: the length of each action without the data read within it.
+
+    Other spans keep their length.
+    """
+    length: Ints = table.duration_ns.copy()
+    reads = np.flatnonzero(table.kind == KIND["data"])
+    actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
+    if len(reads) and len(actions):
+        actions = actions[np.argsort(table.start_ns[actions], kind="stable")]
+        around = np.searchsorted(table.start_ns[actions], table.start_ns[reads], "right") - 1
+        owner = actions[np.maximum(around, 0)]
+        inside = (around >= 0) & (table.end_ns[reads] <= table.end_ns[owner])
+        np.subtract.at(length, owner[inside], table.duration_ns[reads[inside]])
+    return length
+
+
+def _parts(
+    traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
+) -> Iterator[RankFigures]:
+    """The figures of each rank, in order."""
+    size = sum(
+        block.size_bytes
+        for trace in traces
+        for block in trace.index.blocks
+        if only is None or block.marker.iteration in only
+    )
+    if workers is None:
+        workers = 1 if size < SERIAL_BYTES else len(os.sched_getaffinity(0))
+    workers = min(workers, len(traces))
+    if workers <= 1:
+        yield from _figures_of(traces, only, num_chunks)
+        return
+    share = max(1, -(-len(traces) // (4 * workers)))
+    jobs = [traces[start : start + share] for start in range(0, len(traces), share)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(_figures_of, job, only, num_chunks) for job in jobs]
+        for job in waiting:
+            yield from job.result()
+
+
+def _figures_of(
+    traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int
+) -> list[RankFigures]:
+    return [rank_figures(trace.table(only), num_chunks) for trace in traces]
+
+
+def _sums(places: Ints, values: Ints, count: int) -> Ints:
+    sums: Ints = np.rint(np.bincount(places, weights=values, minlength=count)).astype(np.int64)
+    return sums
+
+
+def _by_kind(table: TraceTable, place: Ints, count: int) -> Ints:
+    """``[iterations, kinds]``: total length of the spans of each kind."""
+    width = len(KINDS) + 1  # what this program does not know comes last
+    sums = _sums(place * width + table.kind, table.duration_ns, count * width)
+    return sums.reshape(count, width)[:, : len(KINDS)]
+
+
+def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
+    """``function`` over each run of values; 0 for an empty one."""
+    result = np.zeros(len(sizes), dtype=np.int64)
+    if len(values):
+        result[sizes > 0] = function.reduceat(values, begins[sizes > 0])
+    return result
+
+
+def _covered(actions: TraceTable) -> Ints:
+    """How much each action adds to the time covered by those before it."""
+    if not len(actions):
+        return actions.start_ns
+    reach = np.maximum.accumulate(actions.end_ns)
+    free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
+    later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
+    free_from[later] = actions.start_ns[later]  # iterations do not overlap, clocks may go back
+    covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
+    return covered
+
+
+def _waits(
+    table: TraceTable, place: Ints, count: int, actions: TraceTable, begins: Ints, sizes: Ints
+) -> dict[str, Ints]:
+    rows = np.flatnonzero(table.kind == KIND["wait"])
+    causes = np.zeros(len(REASON), dtype=np.int64)
+    causes[[REASON[cause] for cause in CAUSES]] = np.arange(1, len(WAIT_CAUSES))
+    cause = causes[table.reason[rows]]
+    width = len(WAIT_CAUSES)
+    wait_ns = _sums(place[rows] * width + cause, table.duration_ns[rows], count * width)
+    start_ns = _reduced(np.minimum, actions.start_ns, begins, sizes)
+    first = (table.end_ns[rows] <= start_ns[place[rows]]) & (sizes[place[rows]] > 0)
+    first_cause = np.zeros(count, dtype=np.int64)
+    first_cause[place[rows[first]]] = cause[first]
+    return {
+        "wait_ns": wait_ns.reshape(count, width),
+        "first_wait_ns": _sums(place[rows[first]], table.duration_ns[rows[first]], count),
+        "first_cause": first_cause,
+    }
+
+
+def _durations(
+    actions: TraceTable, pure_ns: Ints, at: Ints, count: int, num_chunks: int
+) -> dict[str, Any]:
+    """Number, mean, spread, median and its spread of each kind of action of each chunk."""
+    shape = (count, num_chunks, len(DRAWN_ACTIONS))
+    size = count * num_chunks * len(DRAWN_ACTIONS)
+    group = (at * num_chunks + actions.chunk) * len(DRAWN_ACTIONS) + actions.kind
+    length = actions.duration_ns.astype(np.float64)
+    pure = pure_ns.astype(np.float64)
+    number = np.bincount(group, minlength=size)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.bincount(group, weights=length, minlength=size) / number
+        square = np.bincount(group, weights=(length - mean[group]) ** 2, minlength=size) / number
+    median = _medians(group, pure, number)
+    return {
+        "count": number.reshape(shape),
+        "mean_ns": mean.reshape(shape),
+        "std_ns": np.sqrt(square).reshape(shape),
+        "median_ns": median.reshape(shape),
+        "mad_ns": _medians(group, np.abs(pure - median[group]), number).reshape(shape),
+    }
+
+
+def _medians(group: Ints, values: Floats, number: Ints) -> Floats:
+    """The median of each group, NaN for an empty one."""
+    medians = np.full(len(number), np.nan)
+    if len(values):
+        ordered = values[np.lexsort((values, group))]
+        begins = np.cumsum(number) - number
+        some = number > 0
+        low, high = begins + (number - 1) // 2, begins + number // 2
+        medians[some] = (ordered[low[some]] + ordered[high[some]]) / 2
+    return medians
+
+
+def _peak(actions: TraceTable, at: Ints, begins: Ints, sizes: Ints) -> Ints:
+    """Most forwards without their backward in each iteration."""
+    step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
+    held = np.cumsum(step)
+    before = np.concatenate([[0], held])[begins]
+    peak: Ints = np.maximum(_reduced(np.maximum, held - before[at], begins, sizes), 0)
+    return peak
+
+
+def _went_back(starts: Ints, place: Ints, count: int) -> Ints:
+    back = (np.diff(starts) < -BACK_NS) & (np.diff(place) == 0)
+    found: Ints = np.bincount(place[1:][back], minlength=count) > 0
+    return found

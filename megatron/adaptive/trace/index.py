@@ -1,0 +1,251 @@
+"""Where a trace file has what, found without reading the spans; and the spans that are asked for.
+
+Markers say how many bytes of spans follow, so a file is passed over in a few reads, whatever its
+size. Files may end in the middle of a line if the run was killed: that line is dropped and counted.
+Where what follows is not as long as its marker says (the end of such a file, or a file that
+somebody edited), the lines are looked at one by one.
+
+Spans of version 1 lie among other lines and have no marker to trust: they are read at once and
+kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import (
+    DRAWN_ACTIONS,
+    ClockSamples,
+    IterationStart,
+    Span,
+    TraceHeader,
+)
+from megatron.adaptive.trace.lines import parse_line
+from megatron.adaptive.trace.parse import parse_spans
+from megatron.adaptive.trace.table import TraceTable
+
+__all__ = ["Block", "FileIndex", "index_file", "read_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Spans of one iteration that lie together.
+
+    Attributes:
+        marker: what stands above them.
+        segment: which of the file's headers they belong to.
+        offset: where the first of them begins.
+        size_bytes: length of their whole lines.
+        is_whole: nothing is missing of what the marker says.
+        table: the spans, where they were read at once.
+    """
+
+    marker: IterationStart
+    segment: int
+    offset: int = 0
+    size_bytes: int = 0
+    is_whole: bool = True
+    table: TraceTable | None = None
+
+
+@dataclass
+class FileIndex:
+    """What a trace file holds.
+
+    Attributes:
+        path: the file.
+        headers: one per start of the process; none if nothing was written yet.
+        blocks: in the order of the file.
+        samples: clock samples, each with the number of its header.
+        truncated_lines: lines lost at the end, 0 or 1.
+    """
+
+    path: Path
+    headers: list[TraceHeader] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    samples: list[tuple[int, ClockSamples]] = field(default_factory=list)
+    truncated_lines: int = 0
+
+
+def index_file(path: Path) -> FileIndex:
+    """Pass over a trace file.
+
+    Raises:
+        TraceError: the file cannot be read, is no trace file, is damaged or of a newer version.
+    """
+    index = FileIndex(path)
+    try:
+        with path.open("rb") as file:
+            _Walk(index, file).run()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return index
+
+
+def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
+    """The spans of some blocks of one segment, on the rank's own clock.
+
+    Raises:
+        TraceError: the file cannot be read any more, or a line is damaged.
+    """
+    tables = [block.table for block in blocks if block.table is not None]
+    blocks = [block for block in blocks if block.table is None and block.size_bytes]
+    if blocks:
+        parts = []
+        try:
+            with index.path.open("rb") as file:
+                for block in blocks:
+                    file.seek(block.offset)
+                    parts.append(file.read(block.size_bytes))
+        except OSError as error:
+            raise _unreadable(index.path, error) from error
+        tables.append(_table(index, blocks, parts))
+    return TraceTable.concat(tables)
+
+
+def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) -> TraceTable:
+    counts = [part.count(b"\n") for part in parts]
+
+    def where(line: int) -> str:
+        for block, count in zip(blocks, counts, strict=True):
+            if line < count:
+                return f"{index.path}:{_line_number(index.path, block.offset) + line}"
+            line -= count
+        raise AssertionError("a line beyond the last block")
+
+    header = index.headers[blocks[0].segment]
+    rows = parse_spans(b"".join(parts), header.layout, where)
+    rows[:, 4] += np.repeat([block.marker.start_ns for block in blocks], counts)
+    table = TraceTable.from_rows(
+        np.repeat([block.marker.iteration for block in blocks], counts), rows
+    )
+    chunks = table.chunk[table.where(*DRAWN_ACTIONS)]
+    foreign = chunks[(chunks < 0) | (chunks >= header.num_chunks)]
+    if len(foreign):
+        raise TraceError(
+            f"{index.path}: span of chunk {foreign[0]}, the header says {header.num_chunks} chunks"
+        )
+    return table
+
+
+class _Place:
+    """Where the walk is, as ``file:line``; lines are counted only for who wants to read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.offset = 0
+        self._path = path
+
+    def __str__(self) -> str:
+        return f"{self._path}:{_line_number(self._path, self.offset)}"
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """The number of the line that begins at ``offset``, from 1."""
+    with path.open("rb") as file:
+        return 1 + file.read(offset).count(b"\n")
+
+
+def _unreadable(path: Path, error: OSError) -> TraceError:
+    return TraceError(f"cannot read {path}: {error.strerror or error}")
+
+
+class _Walk:
+    """Goes through a file, from object to object.
+
+    Args:
+        index: filled in.
+        file: the file, at its beginning.
+    """
+
+    def __init__(self, index: FileIndex, file: BinaryIO) -> None:
+        self._index = index
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        # Of version 1: the spans of the present segment by iteration, with their marker.
+        self._old: dict[int, tuple[IterationStart, list[Span]]] = {}
+
+    def run(self) -> None:
+        """Fill in the index."""
+        place = _Place(self._index.path)
+        while line := self._file.readline():
+            if not line.endswith(b"\n"):
+                self._index.truncated_lines = 1
+                break
+            self._take(parse_line(line, place), place)
+            place.offset = self._file.tell()
+        self._end_segment()
+
+    def _take(
+        self, record: TraceHeader | IterationStart | ClockSamples | Span | None, place: _Place
+    ) -> None:
+        index = self._index
+        if isinstance(record, TraceHeader):
+            self._end_segment()
+            index.headers.append(record)
+        elif not index.headers:
+            raise TraceError(f"{place} stands before the header; this is no trace file")
+        elif isinstance(record, IterationStart):
+            if index.headers[-1].layout.version == 1:
+                self._old[record.iteration] = (record, [])
+            else:
+                self._block(record)
+        elif isinstance(record, ClockSamples):
+            index.samples.append((len(index.headers) - 1, record))
+        elif isinstance(record, Span):
+            self._old_span(record, place)
+
+    def _block(self, marker: IterationStart) -> None:
+        """Note the spans below a marker and go behind them."""
+        offset, size = self._file.tell(), marker.size_bytes
+        whole = size >= 0 and self._ends_at(offset, size)
+        if not whole:
+            size = self._measure(offset)
+        block = Block(marker, len(self._index.headers) - 1, offset, size, whole)
+        if not whole:
+            table = read_blocks(self._index, [block])  # whoever edited it should hear of it now
+            whole = marker.size_bytes < 0 or len(table) == sum(marker.counts)
+            block = Block(marker, block.segment, offset, size, whole, table)
+        self._index.blocks.append(block)
+        self._file.seek(offset + size)
+
+    def _ends_at(self, offset: int, size: int) -> bool:
+        """Whether ``size`` bytes from ``offset`` are whole lines and then comes an object."""
+        end = offset + size
+        if end > self._size:
+            return False
+        self._file.seek(end - 1)
+        around = self._file.read(2)
+        return around[:1] == b"\n" and around[1:] in (b"", b"{")
+
+    def _measure(self, offset: int) -> int:
+        """The size of the whole lines from ``offset`` on that are no objects."""
+        self._file.seek(offset)
+        size = 0
+        while (line := self._file.readline()).endswith(b"\n") and not line.startswith(b"{"):
+            size += len(line)
+        return size
+
+    def _old_span(self, span: Span, place: _Place) -> None:
+        header = self._index.headers[-1]
+        if span.action in DRAWN_ACTIONS and not 0 <= span.chunk < header.num_chunks:
+            raise TraceError(
+                f"{place}: span of chunk {span.chunk}, the header says {header.num_chunks} chunks"
+            )
+        if span.iteration not in self._old:
+            marker = IterationStart(span.iteration, header.num_microbatches)
+            self._old[span.iteration] = (marker, [])
+        self._old[span.iteration][1].append(span)
+
+    def _end_segment(self) -> None:
+        segment = len(self._index.headers) - 1
+        for marker, spans in self._old.values():
+            table = TraceTable.from_spans(spans)
+            self._index.blocks.append(Block(marker, segment, table=table))
+        self._old.clear()

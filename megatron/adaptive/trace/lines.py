@@ -1,0 +1,233 @@
+"""The text form of a trace file: JSON lines, written here and read back.
+
+::
+
+    {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
+     "reasons": [...], "run": ..., "rank": 0, ...}                                        header
+    {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
+     "size_bytes": 1312}                                                                  marker
+    [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
+    {"after_iteration": 7, ...}                                     marker of more of its spans
+    {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
+
+The header comes first; it comes again where a resumed run went on in the same file. A span's line
+holds whole numbers only, one per column of the header, without spaces; its start counts from the
+``start_ns`` of the marker above it. A marker says how many bytes of spans follow, so that a reader
+passes over what it was not asked for. Readers ignore fields, columns and objects that they do not
+know, so the version only rises when an old one changes its meaning.
+
+Version 1 has objects for spans, with absolute times::
+
+    {"action": "F", "chunk": 0, "microbatch": 3, "start_ns": ..., "end_ns": ..., "iteration": 7}
+
+This module opens no file and imports nothing heavy: the recorder writes with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    KINDS,
+    ClockSamples,
+    IterationStart,
+    Layout,
+    Row,
+    Span,
+    TraceHeader,
+)
+
+__all__ = ["block_text", "header_line", "parse_line", "samples_line"]
+
+_ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
+_TEXT_FIELDS = ("run", "placement", "schedule", "host")
+_NUMBER_FIELDS = tuple(
+    field.name for field in fields(TraceHeader) if field.type == "int" and field.init
+)
+_SPAN_REQUIRED = ("chunk", "microbatch", "start_ns", "end_ns", "iteration")
+_SPAN_OPTIONAL = ("wait_ns", "bytes", "in_flight_bytes")
+
+
+def header_line(header: TraceHeader) -> str:
+    """The header as one line of JSON with its line end, in the present version of the format."""
+    values = asdict(header)
+    layout = values.pop("layout")
+    return json.dumps({"format": FORMAT_NAME, **layout, **values}) + "\n"
+
+
+def samples_line(samples: ClockSamples) -> str:
+    """Clock samples as one line of JSON with its line end."""
+    return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
+
+
+def block_text(
+    iteration: int,
+    num_microbatches: int,
+    start_ns: int,
+    rows: Sequence[Row],
+    *,
+    is_late: bool = False,
+) -> str:
+    """A marker and the spans below it, ready to be appended.
+
+    Args:
+        iteration: number of the iteration.
+        num_microbatches: its microbatches.
+        start_ns: what the spans' starts count from.
+        rows: the spans.
+        is_late: the iteration has a marker already.
+    """
+    counts = [0] * len(KINDS)
+    lines = []
+    for kind, chunk, microbatch, piece, start, end, size, held, depth, peer, of, reason in rows:
+        counts[kind] += 1
+        lines.append(
+            _ROW
+            % (
+                *(kind, chunk, microbatch, piece, start - start_ns, end - start),
+                *(size, held, depth, peer, of, reason),
+            )
+        )
+    spans = "".join(lines)
+    word = "after_iteration" if is_late else "begin_iteration"
+    return (
+        f'{{"{word}": {iteration}, "num_microbatches": {num_microbatches}, "start_ns": {start_ns}, '
+        f'"counts": {counts}, "size_bytes": {len(spans)}}}\n{spans}'
+    )
+
+
+def parse_line(
+    line: str | bytes, origin: object
+) -> TraceHeader | IterationStart | ClockSamples | Span | None:
+    """Read a line that is an object: anything but a span of version 2.
+
+    Args:
+        line: the line, with or without its end.
+        origin: where it stands (``file:line``), shown in the message of an error.
+
+    Returns:
+        The record; ``None`` for an object of a kind this version does not know.
+
+    Raises:
+        TraceError: the line is no JSON object, lacks a field, has one of the wrong type, or
+            belongs to a newer version of the format.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise TraceError(
+            f"{origin} is not a line of JSON; the file is damaged, remove it or that line"
+        ) from None
+    if not isinstance(record, dict):
+        raise TraceError(f"{origin} is not a JSON object; this is no trace file")
+    if "action" in record:
+        return _span(record, origin)
+    if "format" in record or "version" in record:
+        return _header(record, origin)
+    if "begin_iteration" in record or "after_iteration" in record:
+        return _marker(record, origin)
+    if "clock_samples" in record:
+        return _samples(record, origin)
+    return None
+
+
+def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
+    name, version = record.get("format"), record.get("version")
+    if name != FORMAT_NAME:
+        raise TraceError(f"{origin} has format {name!r}, expected {FORMAT_NAME!r}; no trace file")
+    if type(version) is not int or version < 1:
+        raise TraceError(f"{origin} has version {version!r}, expected a number from 1 on")
+    if version > FORMAT_VERSION:
+        raise TraceError(
+            f"{origin} has format version {version}, this program reads up to "
+            f"{FORMAT_VERSION}; use a newer version of it"
+        )
+    values: dict[str, Any] = {field: _integer(record, field, origin) for field in _NUMBER_FIELDS}
+    for field in _TEXT_FIELDS:
+        if not isinstance(record.get(field), str):
+            raise TraceError(f"{origin}: header lacks the text field {field!r}")
+        values[field] = record[field]
+    layout = Layout(1, (), (), ())
+    if version > 1:
+        layout = Layout(version, *(_words(record, n, origin) for n in Layout.__slots__[1:]))
+        values["clock"] = str(record.get("clock", ""))
+    header = TraceHeader(**values, layout=layout)
+    _check_header(header, origin)
+    return header
+
+
+def _check_header(header: TraceHeader, origin: object) -> None:
+    for field in ("world_size", "num_ranks", "num_chunks"):
+        if getattr(header, field) < 1:
+            raise TraceError(f"{origin}: {field} is {getattr(header, field)}, expected at least 1")
+    for position, size in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
+        if not 0 <= getattr(header, position) < size:
+            raise TraceError(
+                f"{origin}: {position} is {getattr(header, position)}, expected 0..{size - 1}"
+            )
+
+
+def _words(record: Mapping[str, Any], field: str, origin: object) -> tuple[str, ...]:
+    value = record.get(field)
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise TraceError(f"{origin}: header lacks the list of words {field!r}")
+    return tuple(value)
+
+
+def _marker(record: Mapping[str, Any], origin: object) -> IterationStart:
+    is_late = "after_iteration" in record
+    word = "after_iteration" if is_late else "begin_iteration"
+    counts = record.get("counts", [])
+    if not isinstance(counts, list) or any(type(count) is not int for count in counts):
+        raise TraceError(f"{origin}: field 'counts' is {counts!r}, expected whole numbers")
+    return IterationStart(
+        _integer(record, word, origin),
+        _integer(record, "num_microbatches", origin),
+        _integer(record, "start_ns", origin) if "start_ns" in record else 0,
+        tuple(counts),
+        _integer(record, "size_bytes", origin) if "size_bytes" in record else -1,
+        is_late,
+    )
+
+
+def _samples(record: Mapping[str, Any], origin: object) -> ClockSamples:
+    samples = record["clock_samples"]
+    sound = isinstance(samples, list) and all(
+        isinstance(sample, list) and len(sample) == 4 and all(type(n) is int for n in sample)
+        for sample in samples
+    )
+    if not sound:
+        raise TraceError(f"{origin}: clock samples are not lists of four whole numbers")
+    return ClockSamples(
+        _integer(record, "reference", origin), tuple((a, b, c, d) for a, b, c, d in samples)
+    )
+
+
+def _span(record: Mapping[str, Any], origin: object) -> Span:
+    action = record["action"]
+    try:
+        numbers = [record[field] for field in _SPAN_REQUIRED]
+    except KeyError as error:
+        raise TraceError(f"{origin}: span lacks the field {error.args[0]!r}") from None
+    numbers += [record.get(field, 0) for field in _SPAN_OPTIONAL]
+    if not isinstance(action, str) or any(type(number) is not int for number in numbers):
+        raise TraceError(f"{origin}: span has a field of the wrong type, expected whole numbers")
+    span = Span(action, *numbers)
+    if span.end_ns < span.start_ns:
+        raise TraceError(
+            f"{origin}: span {action} ends {span.start_ns - span.end_ns} ns before it starts"
+        )
+    return span
+
+
+def _integer(record: Mapping[str, Any], field: str, origin: object) -> int:
+    value = record.get(field)
+    if type(value) is not int:
+        raise TraceError(f"{origin}: field {field!r} is {value!r}, expected a whole number")
+    return value

@@ -1,0 +1,212 @@
+"""Spans of a rank as columns: what every figure and every large view is computed from.
+
+A table holds millions of spans in one numpy array per column and makes no object of any of them.
+Where a few are wanted as objects, for a chart, :meth:`TraceTable.spans` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.trace.event import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
+
+__all__ = ["KIND", "OTHER", "REASON", "Ints", "Mask", "TraceTable", "wait_before"]
+
+Ints: TypeAlias = npt.NDArray[Any]
+"""Whole numbers, of the width that :data:`TraceTable`'s column has."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+KIND = {word: number for number, word in enumerate(KINDS)}
+"""The number of a kind in the columns ``kind`` and ``of``."""
+REASON = {word: number for number, word in enumerate(REASONS)}
+"""The number of a word in the column ``reason``."""
+OTHER = len(KINDS)
+"""The number of a kind that only a newer program knows."""
+
+_NAMES = (*KINDS, "other")
+_WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
+    "kind": np.int8,
+    "chunk": np.int16,
+    "microbatch": np.int32,
+    "piece": np.int16,
+    "start_ns": np.int64,
+    "duration_ns": np.int64,
+    "bytes": np.int64,
+    "in_flight_bytes": np.int64,
+    "queue_depth": np.int32,
+    "peer": np.int32,
+    "of": np.int8,
+    "reason": np.int8,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TraceTable:
+    """Spans of one rank; every column is ``[spans]``.
+
+    Spans of one iteration lie together, the late ones of it maybe apart; within an iteration they
+    lie in the order they were written, actions in the order they ran.
+
+    Attributes:
+        iteration: ``int64``.
+        kind: ``int8``, see :data:`KIND`.
+        chunk: ``int16``, -1 for none.
+        microbatch: ``int32``, -1 for none.
+        piece: ``int16``.
+        start_ns: ``int64``, on the run's common clock.
+        end_ns: ``int64``, not before the start.
+        bytes: ``int64``.
+        in_flight_bytes: ``int64``.
+        queue_depth: ``int32``.
+        peer: ``int32``, global rank, -1 for none.
+        of: ``int8``, see :data:`KIND`, -1 for none.
+        reason: ``int8``, see :data:`REASON`.
+    """
+
+    iteration: Ints
+    kind: Ints
+    chunk: Ints
+    microbatch: Ints
+    piece: Ints
+    start_ns: Ints
+    end_ns: Ints
+    bytes: Ints
+    in_flight_bytes: Ints
+    queue_depth: Ints
+    peer: Ints
+    of: Ints
+    reason: Ints
+
+    @classmethod
+    def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
+        """A table of rows as they are written.
+
+        Args:
+            iteration: ``[spans]``.
+            rows: ``[spans, 12] int64``, :data:`~megatron.adaptive.trace.event.COLUMNS` with
+                absolute starts.
+        """
+        columns = {
+            name: rows[:, number].astype(_WIDTHS[name]) for number, name in enumerate(COLUMNS)
+        }
+        duration_ns = columns.pop("duration_ns")
+        columns["end_ns"] = columns["start_ns"] + duration_ns
+        return cls(iteration=np.asarray(iteration, dtype=np.int64), **columns)
+
+    @classmethod
+    def from_spans(cls, spans: Iterable[Span]) -> TraceTable:
+        """A table of spans; their ``wait_ns`` become spans of kind ``wait`` before them."""
+        rows: list[tuple[int, ...]] = []
+        iterations: list[int] = []
+        for span in spans:
+            if span.wait_ns:
+                waited = (span.start_ns - span.wait_ns, span.wait_ns, 0, 0, 0, -1)
+                of = KIND.get(span.action, OTHER)
+                rows.append((KIND["wait"], span.chunk, span.microbatch, span.piece, *waited, of, 0))
+                iterations.append(span.iteration)
+            rows.append(_row(span))
+            iterations.append(span.iteration)
+        numbers = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
+        return cls.from_rows(np.array(iterations, dtype=np.int64), numbers)
+
+    @classmethod
+    def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
+        """The rows of several tables, in turn."""
+        if len(tables) == 1:
+            return tables[0]
+        if not tables:
+            return cls.from_spans(())
+        return cls(
+            *(np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(cls))
+        )
+
+    def __len__(self) -> int:
+        """The number of spans."""
+        return len(self.kind)
+
+    @property
+    def duration_ns(self) -> Ints:
+        """``[spans] int64``: end minus start."""
+        return self.end_ns - self.start_ns
+
+    def where(self, *kinds: str) -> Mask:
+        """Which rows are of one of these kinds, ``[spans] bool``."""
+        wanted = np.zeros(len(_NAMES), dtype=np.bool_)
+        wanted[[KIND[kind] for kind in kinds]] = True
+        return wanted[self.kind]
+
+    def take(self, rows: Ints | Mask | slice) -> TraceTable:
+        """Some of the rows: a mask, their numbers, or a slice."""
+        return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def of_kind(self, *kinds: str) -> TraceTable:
+        """The rows of these kinds."""
+        return self.take(self.where(*kinds))
+
+    def spans(self) -> tuple[Span, ...]:
+        """The rows as objects, waits put down to the actions that ended them as well."""
+        columns = [getattr(self, field.name).tolist() for field in fields(self)]
+        rows = zip(*columns, wait_before(self).tolist(), strict=True)
+        return tuple(
+            Span(
+                *(_NAMES[kind], chunk, microbatch, start, end, iteration),
+                *(wait, size, held, piece, depth, peer),
+                of="" if of < 0 else _NAMES[of],
+                reason=REASONS[reason],
+            )
+            for (
+                iteration,
+                kind,
+                chunk,
+                microbatch,
+                piece,
+                start,
+                end,
+                size,
+                held,
+                depth,
+                peer,
+                of,
+                reason,
+                wait,
+            ) in rows
+        )
+
+
+def wait_before(table: TraceTable) -> Ints:
+    """``[spans] int64``: how long the rank waited for each action, 0 for what is none."""
+    waited = np.zeros(len(table), dtype=np.int64)
+    waits = np.flatnonzero(table.where("wait"))
+    actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
+    if not len(waits) or not len(actions):
+        return waited
+    wait_keys = _action_keys(table, waits, table.of)
+    keys = _action_keys(table, actions, table.kind)
+    order = np.argsort(keys, kind="stable")
+    places = np.searchsorted(keys[order], wait_keys)
+    places = np.minimum(places, len(order) - 1)
+    found = keys[order][places] == wait_keys
+    np.add.at(waited, actions[order[places[found]]], table.duration_ns[waits[found]])
+    return waited
+
+
+def _action_keys(table: TraceTable, rows: Ints, kind: Ints) -> Ints:
+    """A number per row that only its action has, as far as its bits go."""
+    key = table.iteration[rows] & 0xFFFFF
+    for values, bits in ((table.microbatch, 20), (table.chunk, 10), (table.piece, 11)):
+        key = (key << bits) | (values[rows].astype(np.int64) & ((1 << bits) - 1))
+    return (key << 2) | (kind[rows].astype(np.int64) & 3)
+
+
+def _row(span: Span) -> tuple[int, ...]:
+    return (
+        KIND.get(span.action, OTHER),
+        *(span.chunk, span.microbatch, span.piece, span.start_ns, span.duration_ns),
+        *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer),
+        *(KIND[span.of] if span.of else -1, REASON[span.reason]),
+    )

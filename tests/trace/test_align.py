@@ -1,0 +1,162 @@
+"""Ranks with different clocks on one time: by samples, by messages, by the time of day."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.event import ClockSamples, Span, TraceHeader
+from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.recorder import Recorder
+
+UNIX = 1_700_000_000_000_000_000
+Header = Callable[..., TraceHeader]
+Write = Callable[..., Path]
+
+
+def starts(run: RunTrace, iteration: int = 1) -> list[int]:
+    return [trace.spans[iteration][0].start_ns for trace in run.ranks.values()]
+
+
+def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> TraceHeader:
+    return replace(header, host=name, clock=name, monotonic_ns=monotonic_ns, unix_ns=unix_ns)
+
+
+def test_ranks_of_one_clock_keep_their_monotonic_times(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    # The pairs of readings differ by the time between them and by corrections of the time of day.
+    header = make_header(0)
+    write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
+    later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)
+    later = replace(later, monotonic_ns=header.monotonic_ns + 7_000_000_000)
+    write_spans(tmp_path, later, [Span("F", 0, 0, 200, 300, 1)])
+    run = read_run(tmp_path)
+    assert starts(run) == [100, 200]
+    assert run.alignment.describe() == "1 clocks, none measured"
+    assert run.notes() == []
+
+
+@pytest.mark.parametrize(("gap_ns", "clocks"), [(50_000, 1), (5_000_000_000, 2)])
+def test_version_1_knows_a_clock_by_host_and_boot(
+    tmp_path: Path, make_header: Header, write_old: Write, gap_ns: int, clocks: int
+) -> None:
+    header = make_header(0)
+    write_old(tmp_path, header, Span("F", 0, 0, 100, 200, 1))
+    later = replace(make_header(1), unix_ns=header.unix_ns + gap_ns, host=header.host)
+    later = replace(later, monotonic_ns=header.monotonic_ns)
+    write_old(tmp_path, later, Span("F", 0, 0, 200, 300, 1))
+    assert len(read_run(tmp_path).alignment.clocks) == clocks
+
+
+def test_ranks_of_two_hosts_are_moved_onto_unix_time(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    here = on_host(make_header(0), "a", 1_000, UNIX)
+    there = on_host(make_header(1), "b", 9_000_000, UNIX + 500)
+    write_spans(tmp_path, here, [Span("F", 0, 0, 1_100, 1_200, 1)])
+    write_spans(tmp_path, there, [Span("F", 0, 0, 9_000_700, 9_000_900, 1)])
+    run = read_run(tmp_path)
+    assert starts(run) == [UNIX + 100, UNIX + 1_200]
+    assert run.ranks[1].spans[1][0].duration_ns == 200
+    assert run.notes() == [
+        "the clocks of ranks 1 were not measured: the machines' time of day places them"
+    ]
+
+
+def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
+    """Exchanges of a clock that is ``offset_ns`` behind the reference's, 20 us each way."""
+    return ClockSamples(
+        0,
+        tuple((at, at + offset_ns + 20_000, at + offset_ns + 30_000, at + 50_000) for at in at_ns),
+    )
+
+
+def write_measured(folder: Path, make_header: Header, write_spans: Write, offset_ns: int) -> None:
+    """Ranks 0 on one host, 1 and 2 on another whose time of day is an hour wrong."""
+    write_spans(
+        folder, on_host(make_header(0, 3), "a", 0, UNIX), [Span("F", 0, 0, 10**9, 10**9, 1)]
+    )
+    for rank in (1, 2):
+        header = on_host(make_header(rank, 3), "b", 0, UNIX + 3600 * 10**9)
+        begin = 10**9 - offset_ns + 1000 * rank
+        with Recorder(folder, header) as recorder:
+            if rank == 1:
+                recorder.add_clock_samples(exchanges(offset_ns, range(begin, begin + 10**7, 10**6)))
+            recorder.begin_iteration(1, 4, start_ns=begin)
+            recorder.record("F", 0, 0, begin, begin + 10)
+
+
+def test_samples_of_one_rank_place_all_ranks_of_its_clock(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    write_measured(tmp_path, make_header, write_spans, offset_ns=-5_000_000_123)
+    run = read_run(tmp_path)
+    assert starts(run) == pytest.approx([UNIX + 10**9 + 1000 * rank for rank in range(3)], abs=2)
+    assert run.notes() == []
+    assert run.alignment.describe().startswith("2 clocks, 1 measured: residual 0.0 us, error below")
+    assert run.alignment.clocks[1].ranks == (1, 2)
+
+
+def test_samples_serve_where_the_reference_itself_is_missing(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    write_measured(tmp_path, make_header, write_spans, offset_ns=700)
+    (tmp_path / "trace_rank_00000.jsonl").unlink()
+    first, second = starts(read_run(tmp_path))
+    assert second - first == 1000
+    assert first == pytest.approx(UNIX + 3600 * 10**9 + 10**9 + 300, abs=2)
+
+
+def message(kind: str, of: str, peer: int, start_ns: int, end_ns: int, *, reason: str = "") -> Span:
+    return Span(kind, 0, 0, start_ns, end_ns, 1, bytes=8, peer=peer, of=of, reason=reason)
+
+
+def write_conversation(
+    folder: Path, make_header: Header, write_spans: Write, error_ns: int
+) -> None:
+    """F goes from 0 to 1 in 300 ns, B back in 100 ns; rank 1's time of day is wrong."""
+    here = on_host(make_header(0), "a", 0, UNIX)
+    there = on_host(make_header(1), "b", 0, UNIX + error_ns)
+    write_spans(
+        folder,
+        here,
+        [
+            message("send", "F", 1, 1000, 1010),
+            message("receive", "B", 1, 5100, 5110, reason="seen"),
+        ],
+    )
+    write_spans(
+        folder,
+        there,
+        [
+            message("receive", "F", 0, 1300, 1350, reason="seen"),
+            message("send", "B", 0, 5000, 5010),
+        ],
+    )
+
+
+def test_messages_place_a_clock_that_was_not_measured(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    write_conversation(tmp_path, make_header, write_spans, error_ns=70_000)
+    run = read_run(tmp_path)
+    # Between the 300 ns there and the 100 ns back there is no telling: 200 ns each.
+    assert starts(run) == [UNIX + 1000, UNIX + 1200]
+    assert "messages place them" in run.notes()[0]
+    assert run.alignment.contradiction_ns == 0
+
+
+def test_clocks_that_contradict_their_messages_are_named(
+    tmp_path: Path, make_header: Header, write_spans: Write
+) -> None:
+    here, there = on_host(make_header(0), "a", 0, UNIX), on_host(make_header(1), "b", 0, UNIX)
+    write_spans(
+        tmp_path, here, [message("send", "F", 1, 9000, 9010), message("receive", "B", 1, 1, 2)]
+    )
+    write_spans(
+        tmp_path, there, [message("receive", "F", 0, 5000, 5010), message("send", "B", 0, 999, 999)]
+    )
+    notes = read_run(tmp_path).notes()
+    assert any("contradict the messages: one arrives 2.5 us before" in note for note in notes)

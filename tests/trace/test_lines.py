@@ -1,0 +1,140 @@
+"""The lines of a trace file: what is written can be read, and what is wrong is named."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import (
+    COLUMNS,
+    FORMAT_VERSION,
+    KINDS,
+    ClockSamples,
+    IterationStart,
+    Span,
+    TraceHeader,
+)
+from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
+
+
+def header(**changes: object) -> TraceHeader:
+    values: dict[str, object] = {
+        "run": "run-1",
+        "rank": 1,
+        "world_size": 4,
+        "pp_rank": 1,
+        "num_ranks": 2,
+        "num_chunks": 2,
+        "num_microbatches": 8,
+        "schedule": "adaptive",
+        "dp_rank": 1,
+    }
+    return TraceHeader.create(**{**values, **changes})  # type: ignore[arg-type]
+
+
+OLD_SPAN = (
+    '{"action": "F", "chunk": 1, "microbatch": 3, "start_ns": 100, "end_ns": 250, "iteration": 7, '
+    '"wait_ns": 20, "bytes": 4096, "in_flight_bytes": 8192}'
+)
+
+
+def test_header_and_samples_survive_their_line() -> None:
+    samples = ClockSamples(0, ((8, 93, 95, 11), (20, 104, 107, 25)))
+    for line, record in ((header_line(h := header()), h), (samples_line(samples), samples)):
+        assert line.endswith("}\n")
+        assert line.count("\n") == 1
+        assert parse_line(line, "file:1") == record
+
+
+def test_the_header_names_columns_kinds_and_reasons() -> None:
+    written = json.loads(header_line(header()))
+    assert (written["format"], written["version"]) == ("megatron-adaptive-trace", FORMAT_VERSION)
+    assert tuple(written["columns"]) == COLUMNS
+    assert tuple(written["kinds"]) == KINDS
+    assert written["clock"]
+    assert "layout" not in written
+
+
+def test_a_block_says_what_follows() -> None:
+    rows = [
+        (0, 1, 3, 0, 1100, 1250, 64, 128, 2, -1, -1, 9),
+        (4, 0, 3, 0, 1250, 1260, 64, 0, 0, 5, 0, 0),
+        (0, 1, 4, 0, 990, 1000, 0, 0, 0, -1, -1, 0),
+    ]
+    marker, *spans = block_text(7, 8, 1000, rows).splitlines(keepends=True)
+    counts = [0] * len(KINDS)
+    counts[0], counts[4] = 2, 1
+    assert parse_line(marker, "file:2") == IterationStart(
+        7, 8, 1000, tuple(counts), sum(map(len, spans))
+    )
+    assert spans == [
+        "[0,1,3,0,100,150,64,128,2,-1,-1,9]\n",
+        "[4,0,3,0,250,10,64,0,0,5,0,0]\n",
+        "[0,1,4,0,-10,10,0,0,0,-1,-1,0]\n",
+    ]
+    late = parse_line(block_text(7, 8, 0, [], is_late=True), "file:3")
+    assert isinstance(late, IterationStart)
+    assert late.is_late
+
+
+def test_records_of_version_1() -> None:
+    old = json.loads(header_line(header()))
+    for newer in ("columns", "kinds", "reasons", "clock"):
+        del old[newer]
+    read = parse_line(json.dumps({**old, "version": 1}), "file:1")
+    assert isinstance(read, TraceHeader)
+    assert (read.layout.version, read.clock, read.run) == (1, "", "run-1")
+    span = Span("F", 1, 3, 100, 250, 7, wait_ns=20, bytes=4096, in_flight_bytes=8192)
+    assert parse_line(OLD_SPAN, "file:3") == span
+    assert parse_line('{"begin_iteration": 7, "num_microbatches": 8}', "") == IterationStart(7, 8)
+    bare = '{"action": "send", "chunk": 0, "microbatch": 1, "start_ns": 1, "end_ns": 1'
+    assert parse_line(bare + ', "iteration": 2}', "file:1") == Span("send", 0, 1, 1, 1, 2)
+
+
+def test_unknown_fields_and_records_are_ignored() -> None:
+    extended = {**json.loads(OLD_SPAN), "mood": "good"}
+    assert parse_line(json.dumps(extended), "file:2") == parse_line(OLD_SPAN, "")
+    assert parse_line('{"heartbeat": 1}', "file:3") is None
+
+
+def test_newer_version_is_refused_naming_both() -> None:
+    record = {**json.loads(header_line(header())), "version": FORMAT_VERSION + 4}
+    with pytest.raises(TraceError, match=rf"version {FORMAT_VERSION + 4}.*up to {FORMAT_VERSION}"):
+        parse_line(json.dumps(record), "file:1")
+
+
+def changed(change: Callable[[dict[str, object]], object]) -> str:
+    record = json.loads(header_line(header()))
+    change(record)
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"action": "F", "chu', "not a line of JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ('{"format": "other", "version": 1}', "'other'"),
+        ('{"format": "megatron-adaptive-trace", "version": "1"}', "version '1'"),
+        (changed(lambda h: h.pop("run")), "lacks the text field 'run'"),
+        (changed(lambda h: h.pop("kinds")), "lacks the list of words 'kinds'"),
+        (changed(lambda h: h.update(columns=["kind", 3])), "lacks the list of words 'columns'"),
+        (changed(lambda h: h.update(pp_rank=2)), "pp_rank is 2"),
+        (changed(lambda h: h.update(world_size=0)), "world_size is 0"),
+        (changed(lambda h: h.update(pid=1.5)), "'pid' is 1.5"),
+        ('{"begin_iteration": "x"}', "'begin_iteration'"),
+        ('{"begin_iteration": 1, "num_microbatches": 1, "counts": [1.5]}', "'counts'"),
+        ('{"begin_iteration": 1, "num_microbatches": 1, "size_bytes": null}', "'size_bytes'"),
+        ('{"clock_samples": [[1, 2, 3]], "reference": 0}', "lists of four"),
+        ('{"clock_samples": [[1, 2, 3, 4]]}', "'reference'"),
+        ('{"action": "F", "chunk": 0}', "lacks the field 'microbatch'"),
+        (OLD_SPAN.replace("250", "2.5"), "wrong type"),
+        (OLD_SPAN.replace("250", "90"), "ends 10 ns before it starts"),
+    ],
+)
+def test_bad_lines_are_refused_in_one_line(line: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        parse_line(line, "trace.jsonl:12")
+    assert "trace.jsonl:12" in str(caught.value)
+    assert "\n" not in str(caught.value)

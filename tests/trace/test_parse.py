@@ -1,0 +1,101 @@
+"""Lines of spans become numbers, fast where they are ours and carefully where they are not."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace import parse as parse_module
+from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, Layout
+from megatron.adaptive.trace.lines import block_text
+from megatron.adaptive.trace.parse import parse_spans
+from megatron.adaptive.trace.table import KIND, OTHER, REASON
+
+
+def place(line: int) -> str:
+    return f"file:{line + 10}"
+
+
+def lines(*rows: object) -> bytes:
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+
+
+ROW = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1]
+
+
+def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.integers(-(2**62), 2**62, (500, len(COLUMNS)))
+    rows[:, 0] = rng.integers(0, len(KINDS), 500)
+    rows[:, 10] = rng.integers(-1, len(KINDS), 500)
+    rows[:, 11] = rng.integers(0, len(REASONS), 500)
+    written = [tuple(row) for row in rows.tolist()]
+    text = block_text(1, 1, 0, written).split("\n", 1)[1]
+    monkeypatch.delattr(parse_module, "_careful")
+    rows[:, 5] -= rows[:, 4]
+    big = np.abs(rows).max()
+    assert big > 2**60
+    assert np.array_equal(parse_spans(text.encode(), Layout(), place), rows)
+    assert parse_spans(b"", Layout(), place).shape == (0, len(COLUMNS))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1]\n", ROW),
+        (b"[0,1,2,3,4,5]\n", [0, 1, 2, 3, 4, 5, 0, 0, 0, -1, -1, 0]),
+        (b" [0,1,2,3,4,5,6,7,8]\r\n", [0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, 0]),
+    ],
+)
+def test_lines_of_another_hand_are_read_as_json(line: bytes, expected: list[int]) -> None:
+    found = parse_spans(lines(ROW) + line + lines(ROW), Layout(), place)
+    assert found.tolist() == [ROW, expected, ROW]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"garbage\n", "file:11 is not a line of JSON"),
+        (b"[0,1,2\n", "file:11 is not a line of JSON"),
+        (b"[0,1,,2]\n", "file:11 is not a line of JSON"),
+        (b"[0,1,2]\n", "file:11 is no span"),
+        (b"[0,1,2,3,4,5,6,7,8,9,1,1,1]\n", "file:11 is no span"),
+        (b"[0,1,2,3,4,5.5,6,7,8,9,1,1]\n", "file:11 is no span"),
+        (b"[0,1,2,3,4,99999999999999999999,6,7,8,9,1,1]\n", "file:11 is no span"),
+        (b'["F",1,2,3,4,5,6,7,8,9,1,1]\n', "file:11 is no span"),
+        (b"12\n", "file:11 is no span"),
+    ],
+)
+def test_damaged_lines_are_named(line: bytes, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        parse_spans(lines(ROW) + line + lines(ROW), Layout(), place)
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_kinds_and_reasons_go_by_their_names() -> None:
+    layout = Layout(
+        2,
+        ("start_ns", "kind", "mood", "duration_ns", "chunk", "microbatch", "reason", "of"),
+        ("B", "teleport", "F"),
+        ("", "luck", "hint"),
+    )
+    found = parse_spans(
+        lines([100, 0, 7, 5, 1, 2, 2, 2], [200, 1, 7, 6, 1, 3, 1, 1], [300, 9, 7, 6, 1, 3, 9, -1]),
+        layout,
+        place,
+    )
+    column: Callable[[str], list[int]] = lambda name: found[:, COLUMNS.index(name)].tolist()  # noqa: E731
+    assert column("kind") == [KIND["B"], OTHER, OTHER]
+    assert column("of") == [KIND["F"], OTHER, -1]
+    assert column("reason") == [REASON["hint"], 0, 0]
+    assert column("start_ns") == [100, 200, 300]
+    assert column("peer") == [-1, -1, -1]
+    assert column("bytes") == [0, 0, 0]
+
+
+def test_numbers_out_of_their_range_name_nothing() -> None:
+    wild = [99, *ROW[1:10], 99, -7]
+    found = parse_spans(lines(wild), Layout(), place)[0]
+    assert (found[0], found[10], found[11]) == (OTHER, -1, 0)
