@@ -15,6 +15,7 @@ from megatron.adaptive.pipeline.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.completions import delivered
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item
 
@@ -150,7 +151,7 @@ class DelayedQueue(CompletionQueue):
                 next_s = deadline_s
                 if self._held:
                     if self._held[0][0] <= now:
-                        return self._open(heapq.heappop(self._held)[2])
+                        return delivered(heapq.heappop(self._held)[2])
                     next_s = min(next_s, self._held[0][0])
                 if deadline_s <= now:
                     return None

@@ -209,7 +209,7 @@ def test_simulated_1f1b_is_its_closed_form() -> None:
     assert simulated(COMPETITORS["1f1b"], draws).makespan_s == pytest.approx(closed_form_s)
     runtime = Runtime(action_s=dict.fromkeys(ActionKind, 1e-5), message_s=1e-5)
     nearest_s = nearest_makespan_s(COMPETITORS["1f1b"], draws, runtime, closed_form_s)
-    assert closed_form_s < nearest_s < closed_form_s * 1.001
+    assert closed_form_s < nearest_s < closed_form_s * 1.05
 
 
 def test_rows_compare_within_a_repetition_and_missing_goals_are_not_met() -> None:

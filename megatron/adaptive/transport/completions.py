@@ -22,7 +22,7 @@ import torch
 
 from megatron.adaptive.transport.header import Label
 
-__all__ = ["Arrival", "CompletionQueue", "Completions", "Item", "Notice"]
+__all__ = ["Arrival", "CompletionQueue", "Completions", "Item", "Notice", "delivered"]
 
 
 class Arrival:
@@ -125,7 +125,7 @@ class CompletionQueue:
             item = self._queue.get_nowait()
         except queue.Empty:
             return None
-        return _open(item)
+        return delivered(item)
 
     def wait(self, deadline_s: float) -> Item | None:
         """See :class:`Completions`."""
@@ -133,10 +133,11 @@ class CompletionQueue:
             item = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
             return None
-        return _open(item)
+        return delivered(item)
 
 
-def _open(item: Item | Exception) -> Item:
+def delivered(item: Item | Exception) -> Item:
+    """Return an item as it leaves a queue: the error that ended a channel is raised."""
     if isinstance(item, Exception):
         raise item
     return item
