@@ -31,8 +31,7 @@ class Options {
     try {
       value = given_[name].cast<Value>();
     } catch (const py::cast_error&) {
-      throw py::type_error(std::string(name) + " cannot be " +
-                           std::string(py::repr(given_[name])));
+      throw py::type_error(std::string(name) + " cannot be " + std::string(py::repr(given_[name])));
     }
   }
 

@@ -158,9 +158,9 @@ PyObject* node_send_tensor(PyObject* self, PyObject* const* args, Py_ssize_t cou
     message.step = as_int(args[1]);
     message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[2], "kind"));
     if (message.kind == MessageKind::kEnd) {
-    throw std::invalid_argument("kind 255 is the transports' own: close() sends it");
-  }
-  message.chunk = narrow<std::int32_t>(args[3], "chunk");
+      throw std::invalid_argument("kind 255 is the transports' own: close() sends it");
+    }
+    message.chunk = narrow<std::int32_t>(args[3], "chunk");
     message.microbatch = narrow<std::int32_t>(args[4], "microbatch");
     // The tensor's owner may put another storage into it before this one is sent.
     static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
