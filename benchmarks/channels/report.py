@@ -159,7 +159,7 @@ def chart(points: Sequence[Point], title: str, path: Path) -> None:
 
     patterns = list(dict.fromkeys(point.pattern for point in points))
     figure, panels = pyplot.subplots(
-        1, len(patterns), figsize=(6.5 * len(patterns), 5), layout="constrained", squeeze=False
+        1, len(patterns), figsize=(2 + 5.5 * len(patterns), 5), layout="constrained", squeeze=False
     )
     names = list(dict.fromkeys(point.name for point in points))
     colours = {name: f"C{index}" for index, name in enumerate(names)}
@@ -187,7 +187,12 @@ def chart(points: Sequence[Point], title: str, path: Path) -> None:
         axes.set_ylabel("GB/s")
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.set_title(pattern)
-        axes.legend(fontsize="small")
+    handles = {
+        label: handle
+        for axes in panels[0]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="outside right center", fontsize="small")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

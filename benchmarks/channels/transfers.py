@@ -192,7 +192,7 @@ def bandwidth_rows(
         )
     for what, series, near, far in (
         ("shm over the best of MPI and UCX", one_way, PEERS, PEERS),
-        ("the same, written and read", fresh, FRESH_NEAR, FRESH_FAR),
+        ("shm over the best of MPI and UCX, written and read", fresh, FRESH_NEAR, FRESH_FAR),
     ):
         for nbytes in (n for n in GLOO_SIZES if n in states):
             state = states[nbytes]

@@ -320,8 +320,8 @@ void wrong_writes_are_named(Lab& lab) {
   const auto named = [&](const std::string& words, const std::function<void(RawPeer&)>& theirs) {
     misbehaviour_is_named(lab, words, false, false, [](End&) {}, theirs);
   };
-  named("write 5 came where 0 was due",
-        [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(5, 0)); });
+  named("write 10 came where 0 was due",
+        [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(10, 0)); });
   named("slot 4 of 4 was written while it was not the peer's",
         [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(0, 4)); });
   named("message 3 came where 0 was due",

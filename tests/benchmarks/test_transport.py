@@ -15,6 +15,7 @@ import pytest
 from benchmarks.channels import copies, jobs, lab, machine, peers, report, soak, transfers
 from benchmarks.channels.connectors import WINDOW, Posted
 from benchmarks.channels.pair import Pair, PairError
+from megatron.adaptive import extension
 
 MIB = 1 << 20
 
@@ -84,7 +85,7 @@ def test_far_processors_have_goals_of_their_own(state: str, least: float) -> Non
     best = found["shm over the best of MPI and UCX, 1 MiB"]
     assert (best.value, best.met) == (2.0, True)
     assert "ucx" in best.note
-    written = found["the same, written and read, 1 MiB"]
+    written = found["shm over the best of MPI and UCX, written and read, 1 MiB"]
     assert (written.value, written.goal) == (2.0, 4.0 if state == "far" else 1.5)
 
 
@@ -239,12 +240,16 @@ def test_peers_have_some_messages_under_way_and_post_no_receive_too_many() -> No
     assert link.events.count("wait send") == WINDOW + 2
 
 
-@pytest.fixture
-def pair(library: Path) -> Iterator[Pair]:
+def make_pair(library: Path) -> Pair:
     cores = machine.Cores.choose()
-    made = Pair("two", "torch", cores=cores, copies=library, pool_bytes=MIB)
+    return Pair("two", "torch", cores=cores, copies=library, pool_bytes=MIB)
+
+
+@pytest.fixture(scope="module")
+def pair(library: Path) -> Iterator[Pair]:
+    made = make_pair(library)
     yield made
-    made.kill()
+    made.close()
 
 
 @pytest.mark.multiprocess
@@ -260,12 +265,66 @@ def test_a_pair_measures_and_ends(pair: Pair) -> None:
         "patterns", "half_round_trip", connector="gloo", nbytes=1024, rounds=5, options={}
     )
     assert all(0 < seconds < 10 for seconds in trip)
-    with pytest.raises(PairError, match="unknown pattern|has no attribute"):
-        pair.call("patterns", "no_such_pattern")
 
 
 @pytest.mark.multiprocess
-def test_a_pair_whose_process_dies_says_so(pair: Pair) -> None:
-    os.kill(pair.pids[1], signal.SIGKILL)
-    with pytest.raises(PairError, match="two: "):
-        pair.call("patterns", "copy", kind="plain", nbytes=64, messages=1)
+@pytest.mark.parametrize("dies", [False, True], ids=["raises", "dies"])
+def test_a_pair_of_which_one_fails_says_so_and_is_gone(library: Path, dies: bool) -> None:
+    pair = make_pair(library)
+    pids = pair.pids
+    if dies:
+        os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(PairError, match="two: " if dies else "has no attribute 'no_such_pattern'"):
+        pair.call("patterns", "no_such_pattern")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    pair.close()
+
+
+needs_extension = pytest.mark.skipif(
+    extension.load() is None, reason="shared memory needs the C++ extension"
+)
+
+
+@needs_extension
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("connector", ["shm", "shm node", "tcp", "gloo transport"])
+def test_our_transports_run_the_patterns(pair: Pair, connector: str) -> None:
+    options = {"slot_bytes": 1 << 16, "slots": 4}
+    shared = {"connector": connector, "options": options}
+    for nbytes in (1 << 12, 1 << 18):
+        streamed = pair.call("patterns", "stream", nbytes=nbytes, messages=12, **shared)
+        assert 0 < streamed[0] < 10
+    trip = pair.call("patterns", "half_round_trip", nbytes=1024, rounds=20, **shared)
+    assert all(0 < seconds < 10 for seconds in trip)
+
+
+@needs_extension
+@pytest.mark.multiprocess
+def test_reserved_memory_is_handed_over_and_a_step_of_the_pipeline_takes_time(pair: Pair) -> None:
+    shared = {"connector": "shm", "options": {"slot_bytes": 1 << 16, "slots": 4}}
+    left, arrived = pair.call("patterns", "hand_over", nbytes=1 << 16, rounds=10, **shared)
+    assert all(0 < end - start < 10 for start, end in zip(left, arrived, strict=True))
+    pair.call("patterns", "in_place", nbytes=1 << 16, messages=10, **shared)
+    step = {"nbytes": 1 << 16, "products": 1, "microbatches": 4}
+    for connector in (None, "shm"):
+        shared = {"connector": connector, "options": {"slot_bytes": 1 << 16, "slots": 4}}
+        assert all(0 < s < 10 for s in pair.call("pipeline_steps", "step", **step, **shared))
+
+
+@needs_extension
+@pytest.mark.multiprocess
+def test_a_short_soak_has_the_memory_that_was_asked_for(pair: Pair) -> None:
+    options = {"slot_bytes": soak.SLOT_BYTES, "slots": soak.SLOTS}
+    answers = pair.call("soak", "run", connector="shm", messages=3000, options=options)
+    asked = 2 * soak.SLOT_BYTES * soak.SLOTS
+    for answer in answers:
+        assert asked <= answer["mapped_bytes"] <= jobs.ARENAS * asked
+        assert len(answer["looks"]) >= 5
+
+
+@needs_extension
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_killed_ranks_leave_nothing_and_are_missed(kind: str) -> None:
+    result = jobs.kills(2, kind)
+    assert [row.met for row in result.rows] == [True] * 3, result

@@ -23,8 +23,15 @@ from megatron.adaptive.schedule.machine import F
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, draw
-from megatron.adaptive.trace.event import ClockSamples, TraceHeader, trace_file_name
+from megatron.adaptive.schedule.workload import (
+    PS_PER_S,
+    Jitter,
+    Link,
+    StageTimes,
+    Workload,
+    draw,
+)
+from megatron.adaptive.trace.event import COLUMNS, ClockSamples, TraceHeader, trace_file_name
 from megatron.adaptive.trace.lines import block_text, header_line, samples_line
 from megatron.adaptive.trace.synthetic_step import step_rows
 from megatron.adaptive.trace.table import KIND, Ints
@@ -40,6 +47,8 @@ COMPILE_FROM = 200_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
 SAMPLES_PER_BURST = 8
+
+_PEER = COLUMNS.index("peer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,52 +287,17 @@ class _Writer:
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
         """Simulate one replica's step; its rows have global ranks for peers."""
-        run, placement = self._run, self._candidate.placement
+        run = self._run
         faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
-        factors = list(run.stage_factors or (1.0,) * run.num_ranks)
-        links: dict[tuple[int, int], Link] = {}
-        extra_s = 0.0
-        for fault in faults:
-            position = fault.rank // run.replicas
-            if fault.kind == "slow-rank":
-                factors[position] *= fault.factor
-            elif fault.kind == "slow-link":
-                links[position, fault.to // run.replicas] = Link(
-                    latency_s=run.latency_s + fault.seconds, occupancy_s=run.occupancy_s
-                )
-            elif fault.kind == "slow-data":
-                extra_s += fault.seconds
-        seed = int(self._rng.integers(2**31))
-        work = draw(
-            placement,
-            run.num_microbatches,
-            self._times(),
-            jitter=Jitter(
-                seed=seed,
-                action_sigma=run.action_sigma,
-                microbatch_sigma=run.microbatch_sigma,
-                latency_sigma=0.3,
-            ),
-            link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
-            links=links,
-            rank_factors=factors,
-        )
         rng = np.random.default_rng((run.seed, iteration, replica))
+        work = self._work(faults)
         durations = work.durations_ps.copy()
-        for fault in faults:
-            if fault.kind == "spikes":
-                mine = [
-                    placement.stage_of(fault.rank // run.replicas, c)
-                    for c in range(placement.num_chunks)
-                ]
-                hit = rng.random(durations[:, mine].shape) < fault.probability
-                durations[:, mine] = np.where(
-                    hit, durations[:, mine] * fault.factor, durations[:, mine]
-                ).astype(np.int64)
+        self._add_spikes(durations, faults, rng)
+        extra_s = sum(fault.seconds for fault in faults if fault.kind == "slow-data")
         data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))
         durations[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
         result = simulate(
-            placement,
+            self._candidate.placement,
             run.num_microbatches,
             self._policies,
             replace(work, durations_ps=durations),
@@ -339,9 +313,52 @@ class _Writer:
             data_ns=np.rint(data_s * 1e9).astype(np.int64),
         )
         for part in rows:
-            known = part[:, 9] >= 0
-            part[known, 9] = part[known, 9] * run.replicas + replica
+            known = part[:, _PEER] >= 0
+            part[known, _PEER] = part[known, _PEER] * run.replicas + replica
         return result, rows
+
+    def _work(self, faults: Sequence[Fault]) -> Workload:
+        """Draw the times of a step, slow ranks and links among them."""
+        run = self._run
+        factors = list(run.stage_factors or (1.0,) * run.num_ranks)
+        links: dict[tuple[int, int], Link] = {}
+        for fault in faults:
+            position = fault.rank // run.replicas
+            if fault.kind == "slow-rank":
+                factors[position] *= fault.factor
+            elif fault.kind == "slow-link":
+                links[position, fault.to // run.replicas] = Link(
+                    latency_s=run.latency_s + fault.seconds, occupancy_s=run.occupancy_s
+                )
+        jitter = Jitter(
+            seed=int(self._rng.integers(2**31)),
+            action_sigma=run.action_sigma,
+            microbatch_sigma=run.microbatch_sigma,
+            latency_sigma=0.3,
+        )
+        return draw(
+            self._candidate.placement,
+            run.num_microbatches,
+            self._times(),
+            jitter=jitter,
+            link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
+            links=links,
+            rank_factors=factors,
+        )
+
+    def _add_spikes(
+        self, durations: Ints, faults: Sequence[Fault], rng: np.random.Generator
+    ) -> None:
+        """Make some actions of a rank longer; ``durations`` is ``[3, stages, microbatches]``."""
+        placement = self._candidate.placement
+        for fault in faults:
+            if fault.kind == "spikes":
+                position = fault.rank // self._run.replicas
+                mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
+                hit = rng.random(durations[:, mine].shape) < fault.probability
+                durations[:, mine] = np.where(
+                    hit, durations[:, mine] * fault.factor, durations[:, mine]
+                ).astype(np.int64)
 
     def _times(self) -> StageTimes:
         run, placement = self._run, self._candidate.placement

@@ -1,0 +1,84 @@
+"""The trace of a real job of two processes: complete, consistent, and it says what happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.event import CAUSES
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.read import RunTrace, read_run
+
+from .launch import ROOT, torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ITERATIONS, MICROBATCHES, CHUNKS = 5, 4, 2
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    " --max-position-embeddings 64 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 1023"
+    " --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --transport gloo"
+    f" --global-batch-size {MICROBATCHES} --train-iters {ITERATIONS} --model-chunks {CHUNKS}"
+    " --eval-iters 1 --eval-interval 3 --save saved --save-interval 3"
+    " --trace-dir traces --trace-interval 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
+    folder = tmp_path_factory.mktemp("job")
+    torchrun(ROOT / "pretrain_gpt.py", FLAGS, world_size=2, log=folder / "output.txt", limit_s=200)
+    return read_run(Path(folder / "traces"))
+
+
+def test_every_other_iteration_is_there(run: RunTrace) -> None:
+    assert run.iterations == run.complete_iterations() == (1, 3, 5)
+    assert run.notes() == []
+
+
+def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
+    for trace in run.ranks.values():
+        table = trace.table([3])
+        for kind in ("reduce", "optimizer", "step", "evaluate", "checkpoint"):
+            assert table.where(kind).sum() == 1, kind
+        step = table.of_kind("step")
+        inside = table.of_kind("F", "B", "W", "reduce", "optimizer")
+        assert (inside.start_ns >= step.start_ns[0]).all()
+        assert (inside.end_ns <= step.end_ns[0]).all()
+        after = table.of_kind("evaluate", "checkpoint")
+        assert (after.start_ns >= step.end_ns[0]).all()
+    # In a V the first rank reads for the first stage and the last.
+    assert [int(t.table([3]).where("data").sum()) for t in run.ranks.values()] == [MICROBATCHES, 0]
+
+
+def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
+    found = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
+    # Four stages in a V: the middle pair is on one rank.
+    assert len(found) == 3 * MICROBATCHES * 2 * 2
+    assert (found.arrived_ns > found.sent_ns).all()
+    assert (found.taken_ns >= found.arrived_ns).all()
+
+
+def test_figures_add_up(run: RunTrace) -> None:
+    figures = run_figures(run)
+    counts = figures.count.sum(axis=2)
+    assert (figures.count[..., :2] == MICROBATCHES).all()
+    assert (counts > 0).all()
+    assert (figures.sent_bytes == figures.received_bytes[:, ::-1]).all()
+    assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
+    # A rank waits within its idle time; the rest is what it takes itself between two actions.
+    idle = figures.step_ns - figures.busy_ns - figures.after_ns
+    assert (figures.wait_in_step_ns.sum(axis=2) <= idle + 1_000_000).all()
+
+
+def test_actions_and_waits_say_why(run: RunTrace) -> None:
+    for trace in run.ranks.values():
+        for span in trace.table().spans():
+            if span.action == "wait":
+                assert span.reason in CAUSES
+                assert span.of in ("F", "B", "W")
+            elif span.action in ("F", "B", "W"):
+                assert span.reason in ("turn", "deepest", "filler")
+                assert span.in_flight_bytes > 0
