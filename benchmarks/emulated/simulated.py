@@ -37,20 +37,32 @@ class Runtime:
     message_s: float = 0.0
 
     @classmethod
-    def measured(cls, records: Sequence[Mapping[str, Any]]) -> Runtime:
-        """Take the means of records of our executor, see ``overhead.Overhead``."""
-        if not records:
-            return cls()
+    def measured(
+        cls, records: Sequence[Mapping[str, Any]], otherwise: Runtime | None = None
+    ) -> Runtime:
+        """Take the means of records of our executor, see ``overhead.Overhead``.
 
-        def mean(name: str) -> float:
-            # A step where no action of a kind was ready in time says nothing: 0.
-            values = [record[name] for record in records if record[name]]
-            return statistics.fmean(values) if values else 0.0
-
-        late_s = mean("late_s")
-        action_s = {kind: late_s + mean(f"after_{kind.lower()}_s") for kind in ActionKind}
+        Args:
+            records: steps.
+            otherwise: what to take for actions of which no step says anything.
+        """
+        otherwise = otherwise or cls()
+        late_s = _mean(records, "late_s") or 0.0
+        action_s = {}
+        for kind in ActionKind:
+            after_s = _mean(records, f"after_{kind.lower()}_s")
+            action_s[kind] = otherwise.action_s[kind] if after_s is None else late_s + after_s
+        message_s = _mean(records, "message_s")
+        if message_s is None:
+            return cls(action_s=action_s, message_s=otherwise.message_s)
         sending_s = (action_s[ActionKind.F] + action_s[ActionKind.B]) / 2 - late_s
-        return cls(action_s=action_s, message_s=max(0.0, mean("message_s") - sending_s))
+        return cls(action_s=action_s, message_s=max(0.0, message_s - sending_s))
+
+
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """``None`` where there was nothing to measure, which a step says with 0."""
+    values = [record[name] for record in records if record[name]]
+    return statistics.fmean(values) if values else None
 
 
 def simulated(

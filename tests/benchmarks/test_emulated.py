@@ -212,6 +212,15 @@ def test_simulated_1f1b_is_its_closed_form() -> None:
     assert closed_form_s < nearest_s < closed_form_s * 1.05
 
 
+def test_what_a_step_does_not_say_of_its_runtime_comes_from_others() -> None:
+    others = Runtime(action_s=dict.fromkeys(ActionKind, 0.5), message_s=0.25)
+    step = {"late_s": 0.1, "after_f_s": 0.2, "after_b_s": 0.4, "after_w_s": 0.0, "message_s": 0.0}
+    runtime = Runtime.measured([step], others)
+    assert runtime.action_s == pytest.approx({F: 0.3, B: 0.5, ActionKind.W: 0.5})
+    assert runtime.message_s == 0.25
+    assert Runtime.measured([{**step, "message_s": 0.7}]).message_s == pytest.approx(0.4)
+
+
 def test_rows_compare_within_a_repetition_and_missing_goals_are_not_met() -> None:
     common = {"num_ranks": 4, "num_microbatches": 6, "scenario": "quiet", "peak": 4.0}
     common |= dict.fromkeys(("late_s", "after_f_s", "after_b_s", "after_w_s", "message_s"), 0.0)
