@@ -13,11 +13,13 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--lab] [--benchmarks] [--print-python]
+usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--benchmarks] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
                   ibverbs-utils, perftest)
+  --views         also what the tests open a trace's views with: LibreOffice Calc without its
+                  windows, Chromium and its driver (Debian 12)
   --lab           also the system packages for tests/labs: those of the nodes and those that their
                   kernel is compiled with (Debian 12)
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
@@ -36,6 +38,7 @@ cd -- "$root"
 venv=$root/.venv
 test=0
 rdma=0
+views=0
 lab=0
 benchmarks=0
 print_only=0
@@ -43,6 +46,7 @@ for argument in "$@"; do
   case $argument in
     --test) test=1 ;;
     --rdma) rdma=1 ;;
+    --views) views=1 ;;
     --lab) lab=1 ;;
     --benchmarks) benchmarks=1 ;;
     --print-python) print_only=1 ;;
@@ -58,6 +62,7 @@ for argument in "$@"; do
 done
 
 rdma_packages=(libibverbs-dev ibverbs-providers rdma-core ibverbs-utils perftest)
+view_packages=(libreoffice-calc-nogui chromium chromium-driver)
 lab_packages=(
   ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
   linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
@@ -155,7 +160,8 @@ fingerprint() {
   if [[ -e /usr/include/infiniband/verbs.h ]]; then header=present; fi
   {
     printf '%s\n' "$root" "$python" "${facts[version]}" "$header" "${CXX:-}" \
-      "${rdma_packages[*]}" "${lab_packages[*]}" "${benchmark_packages[*]}" \
+      "${rdma_packages[*]}" "${view_packages[*]}" "${lab_packages[*]}" \
+      "${benchmark_packages[*]}" \
       "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
     command -v c++ g++ || true
     sha256sum requirements.txt requirements-test.txt requirements-benchmarks.txt
@@ -181,6 +187,7 @@ is_set_up() {
   done <"$stamp"
   [[ ${fields[fingerprint]:-} == "$(fingerprint)" ]] || return 1
   ((rdma <= ${fields[rdma]:-0} && lab <= ${fields[lab]:-0})) || return 1
+  ((views <= ${fields[views]:-0})) || return 1
   ((benchmarks <= ${fields[benchmarks]:-0})) || return 1
   [[ -z ${fields[extension]:-} || -e ${fields[extension]} ]]
 }
@@ -313,6 +320,10 @@ set_up() {
     install_missing_packages 'the extension has no RDMA, or it cannot be measured' \
       "${rdma_packages[@]}"
   fi
+  if ((views)); then
+    install_missing_packages 'the tests that open a workbook or a page are skipped' \
+      "${view_packages[@]}"
+  fi
   if ((lab)); then
     install_missing_packages 'the tests in tests/labs are skipped' "${lab_packages[@]}"
   fi
@@ -329,8 +340,8 @@ set_up() {
   build_extension
   install_checkout
   now=$(fingerprint)
-  printf '%s\n' "fingerprint=$now" "rdma=$rdma" "lab=$lab" "benchmarks=$benchmarks" \
-    "extension=$extension" >"$(stamp_path)"
+  printf '%s\n' "fingerprint=$now" "rdma=$rdma" "views=$views" "lab=$lab" \
+    "benchmarks=$benchmarks" "extension=$extension" >"$(stamp_path)"
 }
 
 choose_python

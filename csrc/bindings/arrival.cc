@@ -89,6 +89,13 @@ PyObject* arrival_variant(PyObject* self, void*) {
 PyObject* arrival_nbytes(PyObject* self, void*) {
   return PyLong_FromUnsignedLongLong(message_of(self).nbytes);
 }
+PyObject* arrival_arrived_ns(PyObject* self, void*) {
+  const std::int64_t arrived_ns = reinterpret_cast<PyArrival*>(self)->arrival.arrived_ns;
+  if (arrived_ns == 0) {
+    Py_RETURN_NONE;
+  }
+  return PyLong_FromLongLong(arrived_ns);
+}
 PyObject* arrival_sequence(PyObject* self, void*) {
   return PyLong_FromUnsignedLongLong(message_of(self).sequence);
 }
@@ -173,6 +180,8 @@ PyGetSetDef kArrivalFields[] = {
     {"variant", arrival_variant, nullptr, "Which 8-bit float.", nullptr},
     {"shape", arrival_shape, nullptr, nullptr, nullptr},
     {"nbytes", arrival_nbytes, nullptr, nullptr, nullptr},
+    {"arrived_ns", arrival_arrived_ns, nullptr,
+     "When it arrived, as time.monotonic_ns(), or None where no thread saw that.", nullptr},
     {"sequence", arrival_sequence, nullptr, "Number of the message on its channel.", nullptr},
     {"free_slots", arrival_free_slots, nullptr,
      "Slots of the channel that this process does not hold, now or when dlpack() was called.",

@@ -96,6 +96,10 @@ struct Arrival {
   // what bounds the channel.
   unsigned slots = 0;
   const std::atomic<unsigned>* held = nullptr;
+
+  // When its last byte was received, on the monotonic clock; 0 where no thread sees that happen,
+  // as in memory that the peer writes by itself.
+  std::int64_t arrived_ns = 0;
 };
 
 // The end of a channel that did not close in order. Said once per peer.

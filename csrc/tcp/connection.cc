@@ -33,6 +33,10 @@ std::chrono::milliseconds period_of(const Offer& mine, const Offer& theirs) {
                     std::chrono::milliseconds(1), kLongestPeriod);
 }
 
+std::int64_t now_ns() {
+  return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
 Connection::Connection(const Session& session, int peer, ScopedFd socket, const Offer& mine,
@@ -188,11 +192,11 @@ void Connection::pump() noexcept {
 // ---- Receiving
 
 bool Connection::poll(Completions& into) noexcept {
-  const std::int64_t now_ns = std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
-  if (now_ns < next_look_ns_.load(std::memory_order_relaxed)) {
+  const std::int64_t present_ns = now_ns();
+  if (present_ns < next_look_ns_.load(std::memory_order_relaxed)) {
     return false;
   }
-  next_look_ns_.store(now_ns + kBetweenLooks.count(), std::memory_order_relaxed);
+  next_look_ns_.store(present_ns + kBetweenLooks.count(), std::memory_order_relaxed);
   return receive(&into, kReadBytes);
 }
 
@@ -300,6 +304,7 @@ void Connection::complete(const Message& message) {
   num_held_.fetch_add(1, std::memory_order_relaxed);
   arrival.slots = mine_.slots;
   arrival.held = &num_held_;
+  arrival.arrived_ns = now_ns();
   {
     const std::lock_guard<std::mutex> lock(fate_mutex_);
     any_received_ = true;

@@ -18,7 +18,12 @@ namespace {
 const std::vector<std::size_t> kSizes = {0,     1,       63,      64,      1000,
                                          16384, 1048576, 1048577, 5000000, 64U << 20};
 
+std::int64_t present_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 void messages_keep_order_and_content(const TcpOptions& options) {
+  const std::int64_t began_ns = present_ns();
   const auto both = [&](int rank, Link link) {
     const Node node(rank);
     const auto sender = node.open(std::move(link), options);
@@ -37,6 +42,7 @@ void messages_keep_order_and_content(const TcpOptions& options) {
                 arrival.message.chunk == 1 && arrival.message.step == 12,
             "the messages in order");
       check(arrival.peer == 1 - rank, "the peer");
+      check(arrival.arrived_ns > began_ns && arrival.arrived_ns <= present_ns(), "the time");
       check_payload(arrival, payloads[i]);
     }
     leave(*sender);

@@ -17,6 +17,8 @@ _SUBCOMMANDS = {
     "process-trace": ("process_trace", "aggregate a run's traces"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
+    "top": ("top", "show what a run does at this moment"),
+    "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),
     "transport": ("transport", "check what can connect two nodes, and how fast"),
     "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
 }

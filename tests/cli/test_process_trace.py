@@ -46,6 +46,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def slices(path: Path) -> list[dict[str, object]]:
+    """The slices in a file of events."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
 def test_the_script_prints_a_table_and_writes_events(checkout: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(SCRIPT), *SHAPE],
@@ -61,9 +67,10 @@ def test_the_script_prints_a_table_and_writes_events(checkout: Path) -> None:
     assert "run one, schedule 1f1b, 2 ranks x 1 chunks, 1 microbatches" in lines[0]
     assert lines[1].startswith("iteration 2: step 6.00 ms, bubble 58.3%")
     assert [line.split()[:2] for line in lines[3:5]] == [["stage", "0"], ["stage", "1"]]
-    assert "over 2 complete iterations (1-2)" in lines[5]
-    events = json.loads((checkout / "trace_pipeline_2_model_chunks_1.json").read_text())
-    assert len([event for event in events if event["ph"] == "B"]) == 8
+    assert lines[5].split()[:4] == ["of", "the", "step,", "ms"]
+    assert "over 2 complete iterations (1-2)" in lines[8]
+    assert lines[9] == "clocks: one for all ranks"
+    assert len(slices(checkout / "trace_pipeline_2_model_chunks_1.json")) == 8
 
 
 def test_json_and_a_chosen_iteration(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +80,15 @@ def test_json_and_a_chosen_iteration(checkout: Path, capsys: pytest.CaptureFixtu
     assert figures["bubble_fraction"] == pytest.approx(7 / 12)
     assert [rank["busy_ms"] for rank in figures["ranks"]] == [3.0, 2.0]
     assert figures["events"] == "out/trace_pipeline_2_model_chunks_1.json"
-    assert len(json.loads(Path(figures["events"]).read_text())) == 2 + 8
+    assert len(slices(Path(figures["events"]))) == 4
+
+
+def test_views_are_written_as_well(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--format", "png,tensorboard", "--iterations", "1-2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"iteration 2 drawn: {checkout}/trace_pipeline_2_model_chunks_1.png",
+        "curves of 2 iterations: tensorboard --logdir trace_pipeline_2_model_chunks_1_tensorboard",
+    ]
 
 
 def test_the_text_form_gives_the_same_figures(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.training.progress import PROGRESS_NAME
 
 from .launch import torchrun
 
@@ -41,6 +42,13 @@ def train(name: str, extra: str, folder: Path) -> tuple[list[dict[str, Any]], st
     return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(2)], log.read_text()
 
 
+def last_iteration(traces: Path | str) -> dict[str, Any]:
+    """The last line of a run's progress that is about an iteration."""
+    lines = Path(traces, PROGRESS_NAME).read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    return [line for line in told if "iteration" in line][-1]  # type: ignore[no-any-return]
+
+
 def numbers(ranks: list[dict[str, Any]]) -> list[list[Any]]:
     """What the ranks with the loss said, in order: one of them at each iteration."""
     return sorted(entry for rank in ranks for entry in rank["iterations"] if entry[-1])
@@ -69,6 +77,8 @@ def test_a_job_that_moves_trains_as_one_that_stays(
     assert list(temporary.glob("megatron-adaptive-moving-*")) == []
     assert read_run(f"{traces}-1").complete_iterations() == (1, 2, 3, 4)
     assert read_run(traces).complete_iterations() == (5, 6, 7)
+    # So does what the trainer tells of its progress.
+    assert [last["iteration"] for last in map(last_iteration, (f"{traces}-1", traces))] == [4, 7]
 
 
 def mean_losses(log: str) -> list[str]:

@@ -8,8 +8,10 @@ import pytest
 
 from megatron.adaptive.trace.event import CAUSES
 from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.table import REASON
 
 from .launch import ROOT, torchrun
 
@@ -82,3 +84,20 @@ def test_actions_and_waits_say_why(run: RunTrace) -> None:
             elif span.action in ("F", "B", "W"):
                 assert span.reason in ("turn", "deepest", "filler")
                 assert span.in_flight_bytes > 0
+
+
+def test_messages_were_seen_to_arrive(run: RunTrace) -> None:
+    for trace in run.ranks.values():
+        receives = trace.table().of_kind("receive")
+        assert len(receives)
+        assert (receives.reason == REASON["seen"]).all()  # by gloo's threads
+
+
+def test_who_looks_on_sees_how_far_it_is(run: RunTrace) -> None:
+    snapshot = LiveRun(run.origin).refresh()
+    assert (snapshot.state, snapshot.detail) == ("ended", "all iterations are done")
+    assert (snapshot.iteration, snapshot.total_iterations) == (ITERATIONS, ITERATIONS)
+    assert [rank.is_ended for rank in snapshot.ranks] == [True, True]
+    assert [rank.now.iteration for rank in snapshot.ranks if rank.now] == [ITERATIONS] * 2
+    for name in ("loss", "tokens_per_s", "learning_rate", "grad_norm", "step_ms"):
+        assert snapshot.last(name) is not None, name

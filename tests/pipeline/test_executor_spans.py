@@ -171,26 +171,57 @@ def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
     assert receives[1].start_ns == pytest.approx(wait.end_ns, abs=50_000_000)
 
 
+def test_others_see_what_it_does() -> None:
+    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1, one after the other in one thread
+    placement = Placement(num_ranks=2, num_chunks=1)
+    pipeline = Ranks(placement)
+    executor = make_executor(pipeline, Alone(), pp_rank=0)
+    completions = pipeline.transports[0].completions
+    seen: list[dict[str, Any]] = []
+
+    class Watched(Counting):
+        def forward(self, *given: Any) -> Any:
+            seen.append(executor.look())
+            return super().forward(*given)
+
+        def backward(self, *given: Any) -> Any:
+            seen.append(executor.look())
+            return super().backward(*given)
+
+    def pick(state: RankState) -> Action | None:
+        action = policy.pick(state)
+        if action is None:
+            seen.append(executor.look())
+            microbatch = state.num_started - 2
+            payload = torch.tensor([microbatch, 1], dtype=torch.float64)
+            completions.put(arrival(Label(0, Action(B, 0, microbatch)), 11, payload))
+        return action
+
+    policy = make_policies("1f1b", placement, 2)[0]
+    assert executor.look() == {}
+    executor.run(Watched(placement, 0), Picks(pick), pipeline.state(0, 2))
+    assert executor.look() == {}
+    assert [(now["doing"], now.get("microbatch", -1), now["done"]) for now in seen] == [
+        ("F", 0, [0, 0, 0]),
+        ("F", 1, [1, 0, 0]),
+        ("wait", -1, [2, 0, 0]),
+        ("B", 0, [2, 0, 0]),
+        ("wait", -1, [2, 1, 0]),
+        ("B", 1, [2, 1, 0]),
+    ]
+    assert [now["held_bytes"] for now in seen] == [0, 100, 200, 200, 100, 100]
+
+
 def test_a_transport_may_tell_when_a_message_arrived(tmp_path: Path) -> None:
     pipeline, completions = last_rank()
     early = time.monotonic_ns()
 
     def put(item: Any) -> None:
-        completions.put(Stamped(item, early))
+        completions.put(Arrival(item.label, item.peer, item.nbytes, item.take, early))
 
     spans = awaited_later(tmp_path, put, pipeline)
     receives = [span for span in spans if span.action == "receive"]
     assert [(span.start_ns, span.reason) for span in receives] == [(early, "seen")] * 2
-
-
-class Stamped(Arrival):
-    """An arrival of a transport that can tell when it came."""
-
-    __slots__ = ("arrived_ns",)
-
-    def __init__(self, item: Arrival, arrived_ns: int) -> None:
-        super().__init__(item.label, item.peer, item.nbytes, item.take)
-        self.arrived_ns = arrived_ns
 
 
 @pytest.mark.parametrize(

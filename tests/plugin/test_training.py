@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.trace.live_state import ENDED, read_now
 from megatron.adaptive.trace.read import read_run
 
 from ..multiprocess.launch import torchrun
@@ -140,6 +141,18 @@ def test_two_ranks(tmp_path: Path) -> None:
         # Evaluation is not traced; the actions are three kinds of each microbatch.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
+        # What comes around them is seen from outside; this user reads data on every rank.
+        table = rank.table([2])
+        around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
+        assert around == {"data": 4, "reduce": 1, "optimizer": 1}
+        assert sorted(table.of_kind("data").microbatch.tolist()) == [0, 1, 2, 3]
+        step, update = table.of_kind("step"), table.of_kind("optimizer")
+        assert step.start_ns[0] < actions.start_ns[actions.iteration == 2].min()
+        assert table.of_kind("reduce").end_ns[0] <= update.start_ns[0]
+        assert update.end_ns[0] <= step.end_ns[0]
+        now = read_now(tmp_path / "traces", rank.header.rank)
+        assert now is not None
+        assert (now.doing, now.iteration) == (ENDED, 4)
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_ranks_of_one_clock_keep_their_monotonic_times(
     write_spans(tmp_path, later, [Span("F", 0, 0, 200, 300, 1)])
     run = read_run(tmp_path)
     assert starts(run) == [100, 200]
-    assert run.alignment.describe() == "1 clocks, none measured"
+    assert run.alignment.describe() == "one for all ranks"
     assert run.notes() == []
 
 

@@ -47,6 +47,19 @@ def test_header_and_samples_survive_their_line() -> None:
         assert parse_line(line, "file:1") == record
 
 
+def test_a_header_says_what_stages_hold_or_does_not() -> None:
+    told = header(layers=(2, 0, 3), work=(2.0, 0.0, 3.75))
+    assert parse_line(header_line(told), "here") == told
+    record = json.loads(header_line(told))
+    del record["layers"], record["work"]
+    untold = parse_line(json.dumps(record), "here")
+    assert isinstance(untold, TraceHeader)
+    assert (untold.layers, untold.work) == ((), ())
+    for wrong in ("4", [-1], [None]):
+        with pytest.raises(TraceError, match="header field 'work' is .* expected numbers from 0"):
+            parse_line(json.dumps({**record, "work": wrong}), "here")
+
+
 def test_the_header_names_columns_kinds_and_reasons() -> None:
     written = json.loads(header_line(header()))
     assert (written["format"], written["version"]) == ("megatron-adaptive-trace", FORMAT_VERSION)

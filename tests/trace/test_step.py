@@ -24,6 +24,24 @@ def test_a_step_holds_the_executed_order_from_time_zero(
     assert step.actions == ("F", "B")
 
 
+def test_waits_are_cut_to_the_step(
+    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
+) -> None:
+    spans = (
+        Span("wait", 0, 0, 50, 110, 1, of="F", reason="input"),
+        Span("F", 0, 0, 110, 120, 1),
+        Span("wait", 0, 0, 125, 130, 1, of="B", reason="order"),
+        Span("B", 0, 0, 130, 140, 1),
+    )
+    write_spans(tmp_path, make_header(0), [Span("F", 0, 0, 100, 105, 1)])
+    write_spans(tmp_path, make_header(1), spans)
+    step = pipeline_step(read_run(tmp_path))
+    assert step.waits[0] == ()
+    found = [(wait.start_ns, wait.end_ns, wait.of, wait.reason) for wait in step.waits[1]]
+    assert found == [(0, 10, "F", "input"), (25, 30, "B", "order")]
+    assert (step.dp_rank, step.num_replicas) == (0, 1)
+
+
 def test_one_rank_one_microbatch(write_run: Callable[..., Path]) -> None:
     step = pipeline_step(read_run(write_run(1, 1, 1)))
     assert step.step_ns == 1_000_000 + 2_000_000

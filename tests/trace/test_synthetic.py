@@ -148,3 +148,28 @@ def test_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot write traces"):
         write_synthetic(tmp_path / "file" / "x", SyntheticRun())
+
+
+def test_the_last_stage_has_a_head_and_the_plan_may_be_wrong(make: Make) -> None:
+    run, figures = make(action_sigma=0.0, head=2.0, planned_head=1.0)
+    header = run.ranks[0].header
+    assert header.layers == (4, 4, 4, 4)
+    assert header.work == (4, 4, 4, 5)
+    forward = figures.median_ns[0, :, 0, 0]
+    assert forward[3] == pytest.approx(1.5 * forward[1], rel=0.01)
+
+
+def test_ranks_differ_alike_in_all_iterations(make: Make) -> None:
+    _, figures = make(rank_sigma=0.2, action_sigma=0.0, replicas=2)
+    forward = figures.median_ns[:, :, 0, 0]
+    assert np.ptp(forward, axis=0).max() < 1e5
+    assert np.ptp(forward, axis=1).min() > 1e6
+
+
+def test_stray_actions_and_iterations_differ(make: Make) -> None:
+    _, quiet = make(action_sigma=0.0, schedule="1f1b")
+    _, strays = make(action_sigma=0.0, schedule="1f1b", stray_probability=0.1)
+    ratio = strays.std_ns[:, 1:, 0, 0] / quiet.mean_ns[:, 1:, 0, 0]
+    assert (ratio > 0.05).any(axis=0).all()
+    _, uneven = make(action_sigma=0.0, iteration_sigma=0.1)
+    assert (np.ptp(uneven.median_ns[:, :, 0, 0], axis=0) > 0.02 * 1e7).all()

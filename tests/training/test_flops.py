@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import DataError
 from megatron.adaptive.training.corpus import Corpus
-from megatron.adaptive.training.flops import flops_per_token
+from megatron.adaptive.training.flops import flops_per_token, stage_work
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -25,9 +25,10 @@ SMALL = (
 PADDED_VOCAB_SIZE = 128
 
 
-def settings(flags: str = "", base: str = SMALL) -> TrainerConfig:
+def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> TrainerConfig:
     installed = Installed(transformer_engine=False, apex=False)
-    return parse(f"{base} {flags}".split(), world_size=1, last_wins=True, installed=installed)
+    arguments = f"{base} {flags}".split()
+    return parse(arguments, world_size=world_size, last_wins=True, installed=installed)
 
 
 @pytest.fixture
@@ -131,3 +132,14 @@ def test_asks_the_tokenizer_for_its_vocabulary(corpus: Corpus, tmp_path: Path) -
     assert flops_per_token(cfg) == flops_per_token(cfg, padded_vocab_size=401)
     with pytest.raises(DataError, match=r"missing\.json"):
         flops_per_token(with_files(tmp_path / "missing.json"))
+
+
+def test_work_of_stages_adds_up_to_the_whole_model() -> None:
+    cfg = settings(
+        "--partition 1-0-2-1 --num-layers 4 --pipeline-model-parallel-size 4", world_size=4
+    )
+    work = stage_work(cfg, PADDED_VOCAB_SIZE)
+    assert work[:3] == (1, 0, 2)
+    logits = 6 * 64 * PADDED_VOCAB_SIZE
+    layer = (flops_per_token(cfg) - logits) / 4
+    assert work[3] == pytest.approx(1 + logits / layer)

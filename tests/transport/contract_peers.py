@@ -153,6 +153,26 @@ def listen(rank: Rank, kind: str, count: int) -> list[Any]:
     return [heard, values, ended]
 
 
+def arrivals(rank: Rank, kind: str, count: int) -> list[tuple[int | None, int, int]]:
+    """When messages arrived by the channel's word, before they were looked for and after."""
+    transport, peer = rank.open(kind)
+    if rank.sends(kind):
+        for number in range(count):
+            transport.send(peer, label(number), torch.full((8,), float(number)))
+        rank.mark("sent")
+    told = []
+    if rank.receives(kind):
+        rank.await_mark("sent")
+        time.sleep(0.3)  # meanwhile all of them come
+        looked_ns = time.monotonic_ns()
+        for _ in range(count):
+            arrival = wait(transport)
+            told.append((arrival.arrived_ns, looked_ns, time.monotonic_ns()))
+            arrival.take()
+    transport.close()
+    return told
+
+
 def mixed(rank: Rank) -> list[Any]:
     """Three ranks in a row: 0 and 1 over shm, 1 and 2 over gloo, one queue on rank 1."""
     peers = {0: [1], 1: [0, 2], 2: [1]}[rank.rank]

@@ -187,6 +187,18 @@ def test_arrivals_are_heard_while_the_process_computes(pool: Pool, kind: str) ->
 
 
 @all_kinds
+def test_arrivals_tell_when_they_came(pool: Pool, kind: str) -> None:
+    """A thread that takes messages off a network sees each come; nobody sees a peer's stores."""
+    told = pool.run("arrivals", ranks_of(kind), kind=kind, count=8)[-1]
+    assert len(told) == 8
+    if kind in ("tcp", "gloo"):
+        assert told[0][0] < told[0][1]  # before anybody looked
+        assert all(0 < arrived_ns < taken_ns for arrived_ns, _, taken_ns in told)
+    else:
+        assert [arrived_ns for arrived_ns, _, _ in told] == [None] * 8
+
+
+@all_kinds
 def test_what_no_message_can_carry_is_refused_by_the_sender(pool: Pool, kind: str) -> None:
     types, dimensions = pool.run("refused", ranks_of(kind), kind=kind)[0]
     assert "torch.bits8 cannot be sent" in types

@@ -297,9 +297,9 @@ def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
 def _draw(shape: _Shape, run_dir: Path) -> bool:
     """Write text trace and picture from the traces, where there are any."""
     from megatron.adaptive.trace.order import legacy_name, write_legacy
-    from megatron.adaptive.trace.picture import write_picture
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step import pipeline_step
+    from megatron.adaptive.trace.views.picture import write_picture
 
     traces = run_dir / "traces"
     if not traces.is_dir():

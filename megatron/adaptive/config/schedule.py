@@ -127,6 +127,13 @@ class ScheduleConfig:
         unit="ITERATIONS",
         derived="no limit",
     )
+    diagnose_interval: int = flag(
+        "With --trace-dir: look every so many iterations for what slows the run, and tell it once; "
+        "0 for never.",
+        default=100,
+        minimum=0,
+        unit="ITERATIONS",
+    )
 
     @property
     def is_rule(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -149,6 +149,7 @@ class Executor:
         self._timeout_s = timeout_s
         self._launch_ahead = launch_ahead
         self._step = -1
+        self._is_running = False
         self._early: list[Item] = []
         self._codes: list[int] = []
         self._inputs: dict[Action, _Input] = {}
@@ -163,6 +164,30 @@ class Executor:
         Microbatches and pieces ascend within a chunk, so that codes say everything.
         """
         return tuple(self._codes)
+
+    def look(self) -> dict[str, Any]:
+        """What this rank does in its step, for another thread; the step notes nothing for it.
+
+        Returns:
+            Fields of ``trace.live_state.Now``, none between two steps.
+        """
+        codes, launched = tuple(self._codes), tuple(self._done)
+        if not self._is_running:
+            return {}
+        finished = len(launched)
+        if launched and not self._clock.is_passed(cast("Any", launched[-1][2])):
+            finished -= 1  # the device is at it
+        kinds, chunks = tuple(ActionKind), self._num_chunks
+        fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
+        if len(codes) > finished:
+            number, chunk = divmod(codes[-1], chunks)
+            fields |= {"doing": kinds[number].value, "chunk": chunk}
+            if kinds[number] is not ActionKind.W:  # that one comes in pieces
+                fields["microbatch"] = codes.count(codes[-1]) - 1
+        elif (log := self._log) is not None:
+            fields["cause"] = log.present_cause()
+        done = [code // chunks for code in codes[:finished]]
+        return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Run one step: every action of ``state`` once, in the order ``policy`` picks.
@@ -182,6 +207,7 @@ class Executor:
         self._done.clear()
         self._codes.clear()
         self._held_bytes = 0
+        self._is_running = True
         self._log = self._new_log(policy, state)
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
@@ -205,6 +231,7 @@ class Executor:
                     )
                 self._await_arrival(state)  # the leader knows that it has arrived
             self._perform(action, stages, state)
+        self._is_running = False
 
     def finish_step(self) -> StepTimes:
         """Hand the spans of the last step to the recorder; the device must have finished it.
@@ -373,7 +400,7 @@ class Executor:
             arrived_ns = 0
             if self._log is not None:
                 # Not every transport can tell; what was waited for arrives as it is taken.
-                told: int | None = getattr(item, "arrived_ns", None)
+                told = item.arrived_ns
                 arrived_ns = told or time.monotonic_ns()
                 is_awaited = is_awaited or told is not None
             self._inputs[action] = (item.take(), item.nbytes, item.peer, arrived_ns, is_awaited)

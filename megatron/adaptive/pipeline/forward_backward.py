@@ -7,7 +7,9 @@ policy.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ class ForwardBackward:
         stores: where the chunks' layers leave their weight gradients, for split backwards.
         given: the schedule to follow where ``schedule`` is ``file``.
         replay: recorded orders to take in training steps; the caller says which step begins.
+        span: traces a block as a span of a kind; told of ``reduce`` where the caller does not do so
+            himself.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class ForwardBackward:
         stores: Sequence[WeightGradientStore] | None = None,
         given: Schedule | None = None,
         replay: Replay | None = None,
+        span: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._executor = executor
         self._placement = placement
@@ -74,6 +79,7 @@ class ForwardBackward:
         self._stores = stores
         self._given = given
         self._replay = replay
+        self._span = span or _untraced
         self._meter = ActivationMeter()
         self._policies: dict[tuple[int, bool], Policy] = {}
 
@@ -149,13 +155,14 @@ class ForwardBackward:
         finally:
             stages.finish()
         if not forward_only and stages.config.finalize_model_grads_func is not None:
-            stages.config.finalize_model_grads_func(
-                chunks,
-                stages.num_tokens if stages.config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                # megatron-core 0.15 does not know it.
-                **({"force_all_reduce": True} if force_all_reduce else {}),
-            )
+            with self._span("reduce"):
+                stages.config.finalize_model_grads_func(
+                    chunks,
+                    stages.num_tokens if stages.config.calculate_per_token_loss else None,
+                    pg_collection=groups,
+                    # megatron-core 0.15 does not know it.
+                    **({"force_all_reduce": True} if force_all_reduce else {}),
+                )
         if timers is not None:
             timers("forward-backward").stop()
         return stages.reduced_losses
@@ -232,3 +239,7 @@ class ForwardBackward:
             forward_only=forward_only,
             weight_pieces=self._weight_pieces,
         )
+
+
+def _untraced(kind: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()

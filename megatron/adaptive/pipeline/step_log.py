@@ -85,6 +85,10 @@ class StepLog:
         self._waker = -1
         self._by_group = True
 
+    def present_cause(self) -> str:
+        """The cause of the wait that goes on, empty if none does."""
+        return REASONS[self._cause] if self._since_ns else ""
+
     def begins(
         self, action: Action, now_ns: int, peer: int, nbytes: int, arrived_ns: int, is_exact: bool
     ) -> None:

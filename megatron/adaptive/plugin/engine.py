@@ -7,9 +7,7 @@ Owns the channels, the trace and their end. What a step does is
 from __future__ import annotations
 
 import atexit
-import os
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +29,9 @@ from megatron.adaptive.pipeline.build import (
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
 from megatron.adaptive.plugin.refused import check_call, check_model
-from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.plugin.settings import Settings
+from megatron.adaptive.plugin.trace import StepTrace, open_trace
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.event import TraceHeader
-from megatron.adaptive.trace.files import set_aside
-from megatron.adaptive.trace.recorder import Recorder
 
 __all__ = ["Engine"]
 
@@ -59,8 +55,7 @@ class Engine:
         self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
         self._wiring: Wiring | None = None
-        self._recorder: Recorder | None = None
-        self._iteration = 0
+        self._trace: StepTrace | None = None
         self._broken = False
         self.left_open = False
 
@@ -85,8 +80,9 @@ class Engine:
         self._connect(config, given)
         assert self._forward_backward is not None
         self._end_iteration()
-        if not given.get("forward_only", False):
-            self._begin_iteration(given["num_microbatches"])
+        if self._trace is not None and not given.get("forward_only", False):
+            self._trace.begin(given["num_microbatches"])
+            given = {**given, "data_iterator": self._trace.timed(given["data_iterator"])}
         try:
             return self._forward_backward(**given)
         except BaseException:
@@ -101,9 +97,9 @@ class Engine:
         """
         atexit.unregister(self._close_at_exit)
         self._end_iteration()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
         wiring, self._wiring = self._wiring, None
         if wiring is not None and self._broken:
             self.left_open = True
@@ -136,7 +132,15 @@ class Engine:
         payload = _payload_shape(config, given, len(self._chunks))
         if self._wiring is None:
             self._group, self._placement, self._payload = group, placement, payload
-            self._recorder = self._make_recorder(placement, given["num_microbatches"])
+            settings = self._settings
+            if settings.trace_dir is not None:
+                self._trace = open_trace(
+                    settings.trace_dir,
+                    settings.schedule,
+                    placement,
+                    given["num_microbatches"],
+                    self._accelerator,
+                )
             self._build(config, given["num_microbatches"])
             atexit.register(self._close_at_exit)
         elif group is not self._group or placement != self._placement:
@@ -163,7 +167,7 @@ class Engine:
             payload_shape=self._payload,
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
-            recorder=self._recorder,
+            recorder=None if self._trace is None else self._trace.recorder,
             transport=TransportConfig(transport=self._settings.transport),
             in_flight=inputs_in_flight(
                 self._placement,
@@ -172,6 +176,8 @@ class Engine:
                 keeps_all=self._settings.schedule in KEEPING_ALL,
             ),
         )
+        if self._trace is not None:
+            self._trace.watch(self._wiring.executor)
         self._forward_backward = None
         if former is not None:
             former.close()  # by now all ranks are here, with nothing under way
@@ -199,64 +205,16 @@ class Engine:
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             weight_pieces=pieces,
             stores=stores,
+            span=None if self._trace is None else self._trace.span,
         )
-
-    def _make_recorder(self, placement: Placement, num_microbatches: int) -> Recorder | None:
-        """Open this rank's trace, in a folder without those of an earlier start. Collective."""
-        folder = self._settings.trace_dir
-        if folder is None:
-            return None
-        rank = dist.get_rank()
-        places = gather_places()
-        machine = places[rank]["machine"]
-        if rank == next(at for at, place in enumerate(places) if place["machine"] == machine):
-            set_aside(folder)
-        # Sent by rank 0 after it has moved the folder; the barrier is for the other machines.
-        run: list[Any] = [f"{time.time_ns()}-{os.getpid()}"]
-        dist.broadcast_object_list(run, src=0)
-        dist.barrier()
-        return Recorder(
-            folder,
-            TraceHeader.create(
-                run=run[0],
-                rank=rank,
-                world_size=dist.get_world_size(),
-                pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-                tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-                dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-                num_ranks=placement.num_ranks,
-                num_chunks=placement.num_chunks,
-                num_microbatches=num_microbatches,
-                schedule=self._settings.schedule,
-                placement=placement.kind,
-            ),
-        )
-
-    def _begin_iteration(self, num_microbatches: int) -> None:
-        """Begin the trace of a training step, under the number that the log will have for it."""
-        current = getattr(megatron_arguments(), "curr_iteration", None)
-        self._iteration = max(self._iteration, current or 0) + 1
-        if self._recorder is not None:
-            try:
-                self._recorder.begin_iteration(self._iteration, num_microbatches)
-            except TraceError as error:
-                _say(error)
 
     def _end_iteration(self) -> None:
         """Write what the step before did, by now done on the device as well."""
-        if self._recorder is None or self._wiring is None or self._broken:
+        if self._trace is None or self._wiring is None or self._broken:
             return
         self._accelerator.synchronize()
         self._wiring.executor.finish_step()
-        try:
-            self._recorder.end_iteration()
-        except TraceError as error:
-            _say(error)
-
-
-def _say(error: TraceError) -> None:
-    """Training goes on without a trace; the recorder says this once and records no more."""
-    print(f"megatron.adaptive: {error}", file=sys.stderr, flush=True)
+        self._trace.end()
 
 
 def _this_device() -> Accelerator:

@@ -5,6 +5,8 @@ Writing side (used while training, imports neither torch nor a drawing package):
 - ``event``     what a trace is made of: header, iterations, spans, clock samples, their words
 - ``lines``     the text form of them
 - ``recorder``  collects spans in a step and writes them from a thread
+- ``live_state``  what a rank does at this moment, in a file of its own
+- ``clock_sync``  compares the clocks of a running job
 
 Reading side:
 
@@ -16,15 +18,14 @@ Reading side:
 - ``read``      a folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``messages``  each send with its receive
 - ``figures``   figures of a whole run, read by several processes
+- ``live``      a run in progress, read as it grows (``live_files``), and drawn (``live_view``)
 - ``step``      one iteration of one pipeline as objects: what every chart draws
 - ``summary``   figures of a step: busy, wait, bubble, durations
 - ``order``     the text form ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read
-- ``chrome``    the events of a run for chrome://tracing and Perfetto
-- ``palette``   the colours shared by the charts
-- ``workbook``  the chart as ``.xlsx``
-- ``picture``   the chart as ``.png``
+- ``views``     what a trace looks like: Excel, HTML, Perfetto, PNG, TensorBoard
 - ``files``     writes a result whole or not at all
 - ``locate``    which run the user means
+- ``diagnose``  names what slows a run: a rank, a link, the reading of data
 
 To test all of it:
 

@@ -72,10 +72,12 @@ class Alignment:
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """One line: how many clocks there are and how well they agree."""
+        """Some words: how many clocks there are and how well they agree."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
+        if len(self.clocks) <= 1:
+            return "one for all ranks"
         if not measured:
-            return f"{max(1, len(self.clocks))} clocks, none measured"
+            return f"{len(self.clocks)} clocks, none measured"
         drift = max((fit.drift_ppm for fit in measured), key=abs)
         return (
             f"{len(self.clocks)} clocks, {len(measured)} measured: residual "

@@ -12,7 +12,7 @@ exchanges count, each the less the slower it was. Through them goes a line, or, 
 corrected on the way, a line with bends. What remains is settled by the run's own messages: none
 arrives before it was sent.
 
-This module computes; samples are taken in ``training.clock_sync`` and read with the trace.
+This module computes; samples are taken in ``clock_sync`` and read with the trace.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.palette import ACTION_NAMES, IDLE, chunk_color
+from megatron.adaptive.trace.views.palette import ACTION_NAMES, IDLE, chunk_color
 
 __all__ = ["write_comparison"]
 

@@ -138,6 +138,10 @@ class TraceHeader:
         unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
         clock: id of the monotonic clock; ranks with one id share one. Empty if the file does not
             say it, as those of version 1.
+        layers: transformer layers of each stage in pipeline order; empty if the file does not say
+            it.
+        work: how long each stage should take beside one layer, so its layers and what else it
+            holds; empty if the file does not say it.
         layout: how the lines below it are to be read.
     """
 
@@ -157,6 +161,8 @@ class TraceHeader:
     monotonic_ns: int
     unix_ns: int
     clock: str = ""
+    layers: tuple[int, ...] = ()
+    work: tuple[float, ...] = ()
     layout: Layout = Layout()
 
     @classmethod
@@ -174,6 +180,8 @@ class TraceHeader:
         tp_rank: int = 0,
         dp_rank: int = 0,
         placement: str = "loop",
+        layers: tuple[int, ...] = (),
+        work: tuple[float, ...] = (),
     ) -> TraceHeader:
         """A header of this process: host, pid, clock and its readings are taken here."""
         return cls(
@@ -193,6 +201,8 @@ class TraceHeader:
             monotonic_ns=time.monotonic_ns(),
             unix_ns=time.time_ns(),
             clock=_clock_id(),
+            layers=layers,
+            work=work,
         )
 
     @property

@@ -157,6 +157,8 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     if version > 1:
         layout = Layout(version, *(_words(record, n, origin) for n in Layout.__slots__[1:]))
         values["clock"] = str(record.get("clock", ""))
+        values["layers"] = tuple(map(int, _numbers(record, "layers", origin)))
+        values["work"] = _numbers(record, "work", origin)
     header = TraceHeader(**values, layout=layout)
     _check_header(header, origin)
     return header
@@ -177,6 +179,15 @@ def _words(record: Mapping[str, Any], field: str, origin: object) -> tuple[str, 
     value = record.get(field)
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise TraceError(f"{origin}: header lacks the list of words {field!r}")
+    return tuple(value)
+
+
+def _numbers(record: Mapping[str, Any], field: str, origin: object) -> tuple[float, ...]:
+    """A list of numbers of 0 or more that a header may lack."""
+    value = record.get(field, [])
+    sound = isinstance(value, list) and all(type(n) in (int, float) and n >= 0 for n in value)
+    if not sound:
+        raise TraceError(f"{origin}: header field {field!r} is {value!r}, expected numbers from 0")
     return tuple(value)
 
 

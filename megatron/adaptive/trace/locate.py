@@ -17,7 +17,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
-__all__ = ["load_run"]
+__all__ = ["LATEST", "RUNS", "TRACES", "latest_run", "load_run"]
 
 TRACES = "traces"
 RUNS = "runs"
@@ -48,7 +48,7 @@ def load_run(
         if not given.exists():
             raise TraceError(f"{given} does not exist; give the folder of a run")
         return _read(given, num_ranks, num_chunks, base)
-    latest = _latest(base)
+    latest = latest_run(base)
     if latest is not None:
         return _read(latest, num_ranks, num_chunks, base)
     text = _text_file(base, num_ranks, num_chunks)
@@ -61,7 +61,15 @@ def load_run(
     )
 
 
-def _latest(base: Path) -> Path | None:
+def latest_run(base: Path) -> Path | None:
+    """The folder behind ``runs/latest``, ``None`` where there is none.
+
+    Args:
+        base: the folder that holds ``runs``.
+
+    Raises:
+        TraceError: it points to a folder that is gone.
+    """
     pointer = base / RUNS / LATEST
     if pointer.is_file():
         folder = pointer.parent / pointer.read_text(encoding="utf-8").strip()

@@ -7,21 +7,23 @@ write::
     extend() record() record() | end_iteration() --queue--> writer: format, write
             a list, no lock    |   (64 iterations at most)
 
-A killed run therefore leaves a file of whole lines that lacks at most the iterations still in the
-queue. This module imports no torch and never looks at a device: times are given by the caller.
+If it is told how to look, the thread also keeps ``now_rank_*.json`` up to date (``live_state``). A
+killed run leaves a file of whole lines that lacks at most the iterations still in the queue. This
+module imports no torch and never looks at a device: times are given by the caller.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
@@ -33,11 +35,14 @@ from megatron.adaptive.trace.event import (
     trace_file_name,
 )
 from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
+from megatron.adaptive.trace.live_state import ENDED, PERIOD_S, NowFile
 
 __all__ = ["Recorder"]
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
+
+Look = Callable[[], Mapping[str, Any]]
 
 _KIND = {word: number for number, word in enumerate(KINDS)}
 _REASON = {word: number for number, word in enumerate(REASONS)}
@@ -102,6 +107,8 @@ class Recorder:
                 f"cannot write the trace file {self._path}: {error.strerror or error}"
             ) from error
         self._size = size
+        self._rank = header.rank
+        self._look: Look | None = None
         self._begun: tuple[int, int, int] | None = None
         self._rows: list[Row] | None = None
         self._error: Exception | None = None
@@ -215,6 +222,18 @@ class Recorder:
         if self._open and samples.samples:
             self._offer(samples)
 
+    def watch(self, look: Look) -> None:
+        """Keep the rank's ``now_rank_*.json`` up to date, twice a second, until the recorder ends.
+
+        Args:
+            look: tells what the rank does, in fields of
+                :class:`~megatron.adaptive.trace.live_state.Now`. Called from the writer's thread
+                while the rank works on, so it must only look.
+        """
+        self._look = look
+        if self._open:
+            self._offer(ClockSamples(0, ()))  # wakes the thread
+
     def close(self) -> None:
         """Write everything that is left and close the file; later calls do nothing.
 
@@ -299,13 +318,22 @@ class Recorder:
 
     def _write_batches(self) -> None:
         """The writer thread: until the sentinel comes, or drained after a failure."""
-        while (batch := self._queue.get()) is not None:
-            if self._error is None:
-                try:
-                    self._append(_text(batch).encode())
-                except Exception as error:
-                    self._error = error
+        with _Teller(self._path.parent, self._rank) as teller:
+            while (batch := self._next(teller)) is not None:
+                if self._error is None:
+                    try:
+                        self._append(_text(batch).encode())
+                    except Exception as error:
+                        self._error = error
         os.close(self._file)
+
+    def _next(self, teller: _Teller) -> _Batch | ClockSamples | None:
+        """What the queue has next; meanwhile tells what the rank does, where that is wanted."""
+        while True:
+            try:
+                return self._queue.get(timeout=teller.tell(self._look))
+            except queue.Empty:
+                continue
 
     def _append(self, data: bytes) -> None:
         """Append all of ``data``, or nothing of it and raise."""
@@ -319,9 +347,51 @@ class Recorder:
         self._size += written
 
 
+class _Teller:
+    """Says what the rank does, as long as that works: nobody's trace depends on it.
+
+    Args:
+        folder: of the traces.
+        rank: global rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._place = (folder, rank)
+        self._file: NowFile | None = None
+        self._look: Look | None = None
+        self._due_s = 0.0
+        self._failed = False
+
+    def tell(self, look: Look | None) -> float | None:
+        """Say it if it is time to; returns the seconds to the next time, ``None`` for never."""
+        if look is None or self._failed:
+            return None
+        self._look = look
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + PERIOD_S
+            try:
+                if self._file is None:
+                    self._file = NowFile(*self._place)
+                self._file.write(look())
+            except Exception:
+                self._failed = True  # a full disk, say: what the spans meet there is reported
+        return self._due_s - now_s
+
+    def __enter__(self) -> _Teller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with contextlib.suppress(Exception):  # as above
+                last = {} if self._look is None or self._failed else self._look()
+                self._file.write({**last, "doing": ENDED})
+            self._file.close()
+
+
 def _text(batch: _Batch | ClockSamples) -> str:
     if isinstance(batch, ClockSamples):
-        return samples_line(batch)
+        return samples_line(batch) if batch.samples else ""
     return block_text(
         batch.iteration,
         batch.num_microbatches,

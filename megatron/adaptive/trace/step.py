@@ -1,6 +1,7 @@
 """One iteration of one pipeline on one clock: what every view draws.
 
-Only F, B and W are kept; times start at the first of them, over all ranks.
+Only F, B and W are kept, and the waits between them; times start at the first of the actions, over
+all ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class PipelineStep:
         start_ns: the step's start on the run's common clock.
         step_ns: from the first start to the last end, over all ranks.
         clock_jumps: pipeline ranks whose clock was set back in the middle of it.
+        waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
+            cause. Empty where nothing is known of waits.
+        dp_rank: which data-parallel replica this is.
+        num_replicas: how many there are traces of.
     """
 
     iteration: int
@@ -46,6 +51,9 @@ class PipelineStep:
     start_ns: int
     step_ns: int
     clock_jumps: tuple[int, ...] = ()
+    waits: tuple[tuple[Span, ...], ...] = ()
+    dp_rank: int = 0
+    num_replicas: int = 1
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -101,7 +109,8 @@ def pipeline_step(
     """
     ranks = run.replica(dp_rank, tp_rank)
     chosen = _choose(run, iteration, dp_rank)
-    found = [None if trace is None else _drawn(trace, chosen) for trace in ranks]
+    tables = [None if trace is None else _known(trace, chosen) for trace in ranks]
+    found = [None if spans is None else _of_kinds(spans, *DRAWN_ACTIONS) for spans in tables]
     rows = [() if spans is None else _sorted(spans) for spans in found]
     if not any(rows):
         raise TraceError(
@@ -124,6 +133,11 @@ def pipeline_step(
         clock_jumps=tuple(
             pp_rank for pp_rank, spans in enumerate(found) if spans and _went_back(spans)
         ),
+        waits=tuple(
+            () if spans is None else _cut(_of_kinds(spans, "wait"), start, end) for spans in tables
+        ),
+        dp_rank=dp_rank,
+        num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
     )
 
 
@@ -136,10 +150,23 @@ def _choose(run: RunTrace, iteration: int | None, dp_rank: int) -> int:
     return iteration
 
 
-def _drawn(trace: RankTrace, iteration: int) -> list[Span]:
-    """The actions of an iteration in the order they were written."""
-    spans = trace.table([iteration]).of_kind("wait", *DRAWN_ACTIONS).spans()
-    return [span for span in spans if span.action in DRAWN_ACTIONS]
+def _known(trace: RankTrace, iteration: int) -> tuple[Span, ...]:
+    """The actions and waits of an iteration in the order they were written."""
+    return trace.table([iteration]).of_kind("wait", *DRAWN_ACTIONS).spans()
+
+
+def _of_kinds(spans: Iterable[Span], *kinds: str) -> list[Span]:
+    return [span for span in spans if span.action in kinds]
+
+
+def _cut(waits: Iterable[Span], start_ns: int, end_ns: int) -> tuple[Span, ...]:
+    """What of the waits lies between two times, from the first of them."""
+    inside = (
+        replace(wait, start_ns=max(wait.start_ns, start_ns), end_ns=min(wait.end_ns, end_ns))
+        for wait in waits
+        if wait.end_ns > start_ns and wait.start_ns < end_ns
+    )
+    return _from(_sorted(inside), start_ns)
 
 
 def _sorted(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -117,7 +117,14 @@ class SyntheticRun:
         reduce_s: the reduction, from when the last rank is done.
         action_sigma: spread of each action, lognormal.
         microbatch_sigma: spread of each microbatch.
+        rank_sigma: spread of the ranks' speeds, lognormal, the same in all iterations.
+        iteration_sigma: spread of each rank's speed from iteration to iteration, lognormal.
+        stray_probability: one action in ``1 / stray_probability`` takes 1.5 to 4 times as long, on
+            every rank.
         stage_factors: how much longer each rank's work takes by design, empty for equal stages.
+        layers: transformer layers of each stage, as the headers say them.
+        head: what the last stage has to do besides, in layers.
+        planned_head: what the headers say of it, ``None`` for the truth.
         message_bytes: size of a message.
         activation_bytes: what a forward keeps.
         hosts: machines, each with a clock of its own and its part of the ranks.
@@ -147,7 +154,13 @@ class SyntheticRun:
     reduce_s: float = 0.002
     action_sigma: float = 0.03
     microbatch_sigma: float = 0.0
+    rank_sigma: float = 0.0
+    iteration_sigma: float = 0.0
+    stray_probability: float = 0.0
     stage_factors: tuple[float, ...] = ()
+    layers: int = 4
+    head: float = 0.0
+    planned_head: float | None = None
     message_bytes: int = 4 << 20
     activation_bytes: int = 64 << 20
     hosts: int = 1
@@ -283,15 +296,28 @@ class _Writer:
             monotonic_ns=int(self._local(host, START_NS)),
             unix_ns=BOOT_UNIX_NS + START_NS + round(wrong_s * 1e9),
             clock=f"clock of host{host}",
+            layers=(run.layers,) * self._candidate.placement.num_stages,
+            work=self._planned_work(),
         )
+
+    def _planned_work(self) -> tuple[float, ...]:
+        run, placement = self._run, self._candidate.placement
+        factors = run.stage_factors or (1.0,) * run.num_ranks
+        work = [
+            run.layers * factors[placement.locate(stage)[0]]
+            for stage in range(placement.num_stages)
+        ]
+        work[-1] += run.head if run.planned_head is None else run.planned_head
+        return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
         """Simulate one replica's step; its rows have global ranks for peers."""
         run = self._run
         faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
         rng = np.random.default_rng((run.seed, iteration, replica))
-        work = self._work(faults)
+        work = self._work(faults, iteration, replica)
         durations = work.durations_ps.copy()
+        durations[:, -1] = np.rint(durations[:, -1] * (1 + run.head / run.layers))
         self._add_spikes(durations, faults, rng)
         extra_s = sum(fault.seconds for fault in faults if fault.kind == "slow-data")
         data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))
@@ -317,10 +343,15 @@ class _Writer:
             part[known, _PEER] = part[known, _PEER] * run.replicas + replica
         return result, rows
 
-    def _work(self, faults: Sequence[Fault]) -> Workload:
+    def _work(self, faults: Sequence[Fault], iteration: int, replica: int) -> Workload:
         """Draw the times of a step, slow ranks and links among them."""
         run = self._run
-        factors = list(run.stage_factors or (1.0,) * run.num_ranks)
+        speeds = np.random.default_rng((run.seed, 1, replica)).standard_normal(run.num_ranks)
+        now = np.random.default_rng((run.seed, 2, replica, iteration)).standard_normal(
+            run.num_ranks
+        )
+        differ = np.exp(run.rank_sigma * speeds + run.iteration_sigma * now)
+        factors = (np.array(run.stage_factors or (1.0,) * run.num_ranks) * differ).tolist()
         links: dict[tuple[int, int], Link] = {}
         for fault in faults:
             position = fault.rank // run.replicas
@@ -351,6 +382,10 @@ class _Writer:
     ) -> None:
         """Make some actions of a rank longer; ``durations`` is ``[3, stages, microbatches]``."""
         placement = self._candidate.placement
+        if self._run.stray_probability:
+            stray = rng.random(durations.shape) < self._run.stray_probability
+            longer = np.where(stray, rng.uniform(1.5, 4.0, durations.shape), 1.0)
+            durations[...] = np.rint(durations * longer)
         for fault in faults:
             if fault.kind == "spikes":
                 position = fault.rank // self._run.replicas

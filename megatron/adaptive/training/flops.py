@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.training.tokenizer import build_tokenizer
 
-__all__ = ["flops_per_token"]
+__all__ = ["flops_per_token", "stage_work"]
 
 _MULTIPLY_ADD = 2  # operations of each element of a matrix product
 _PASSES = 3  # forward, backward by inputs, backward by weights: each as much as the forward
@@ -41,6 +41,29 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     model = cfg.model
     if padded_vocab_size is None:
         padded_vocab_size = _padded_vocab_size(cfg)
+    layers = model.num_layers * _layer(cfg)
+    logits = model.hidden_size * padded_vocab_size
+    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+
+
+def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
+    """Return how much each stage should have to do, in layers.
+
+    By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
+    the loss move through memory comes on top.
+
+    Args:
+        cfg: the run's settings.
+        padded_vocab_size: rows of the embedding.
+    """
+    work = [float(layers) for layers in cfg.layers_per_stage]
+    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    return tuple(work)
+
+
+def _layer(cfg: TrainerConfig) -> float:
+    """Multiply-adds of one token's forward through a layer."""
+    model = cfg.model
     query_width = model.num_attention_heads * model.kv_channels
     key_value_width = 2 * model.query_groups * model.kv_channels
     attention = (
@@ -49,9 +72,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
         + query_width * model.hidden_size
     )
     feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
-    layers = model.num_layers * (attention + feed_forward)
-    logits = model.hidden_size * padded_vocab_size
-    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+    return attention + feed_forward
 
 
 def _padded_vocab_size(cfg: TrainerConfig) -> int:

@@ -21,6 +21,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.training.flops import flops_per_token
+from megatron.adaptive.training.progress import ProgressFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["IterationReport", "TrainingLog", "startup_line"]
 
 _MAIN_LOSS = "lm loss"
+_TOLD = ("learning_rate", "grad_norm", "memory_bytes", "peak_memory_bytes")  # of a report
 _DEFAULT_COLUMNS = 100
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 
@@ -128,6 +130,7 @@ class TrainingLog:
         self._consumed_samples: int | None = None
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
+        self._progress = ProgressFile(None)
         if is_writer:
             self._open(start_iteration)
 
@@ -135,8 +138,14 @@ class TrainingLog:
         self._meter = _make_meter(self._cfg, self._accelerator, self._padded_vocab_size)
         if self._settings.tensorboard_dir is not None:
             self._curves = _Curves(self._cfg)
+        self._open_progress(start_iteration)
         if sys.stderr.isatty():
             self._bar = _make_bar(self._total_iterations, start_iteration)
+
+    def _open_progress(self, start_iteration: int) -> None:
+        self._progress.close()
+        self._progress = ProgressFile(self._cfg.schedule.trace_dir)
+        self._progress.begins(start_iteration, self._total_iterations)
 
     def hand_over(
         self, iteration: int, *, is_writer: bool, tell: Callable[[object], Sequence[object]]
@@ -157,6 +166,8 @@ class TrainingLog:
             (state,) = [one for one in told if one is not None]
             self._interval, self._consumed_samples = cast("tuple[_Interval, int | None]", state)
             self._open(iteration)
+        elif is_writer:
+            self._open_progress(iteration)  # the traces before the move were put aside
         self._is_writer = is_writer
 
     @property
@@ -182,6 +193,7 @@ class TrainingLog:
             and report.iteration % self._settings.tensorboard_log_interval == 0
         ):
             self._curves.iteration(report, speed)
+        self._tell_progress(report, speed)
         if report.iteration % self._settings.log_interval == 0:
             self.message(self._line(report))
             self._interval = _Interval()
@@ -216,6 +228,11 @@ class TrainingLog:
             split = "test" if "test" in prefix.split() else "validation"
             self._curves.validation(split, losses, iteration, consumed_samples)
 
+    def ends(self, reason: str) -> None:
+        """Print why the training ended, and tell those who look on."""
+        self.message(f"training ends: {reason}")
+        self._progress.ended(reason)
+
     def message(self, text: str) -> None:
         """Print a text at once, above the progress bar."""
         if not self._is_writer:
@@ -234,6 +251,19 @@ class TrainingLog:
         if self._curves is not None:
             self._curves.close()
             self._curves = None
+        self._progress.close()
+
+    def _tell_progress(self, report: IterationReport, speed: _Speed) -> None:
+        self._progress.iteration(
+            report.iteration,
+            {
+                "step_ms": round(report.elapsed_s * 1e3, 3),
+                "tokens_per_s": round(speed.tokens_per_s * self._meter.world_size, 1),
+                "loss": report.losses.get(_MAIN_LOSS),
+                **{name: getattr(report, name) for name in _TOLD},
+            },
+            is_logged=report.iteration % self._settings.log_interval == 0,
+        )
 
     def _advance(self, bar: tqdm[Any], report: IterationReport, speed: _Speed) -> None:
         shown = {"tokens/s": f"{speed.tokens_per_s * self._meter.world_size:.0f}"}

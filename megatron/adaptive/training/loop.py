@@ -14,6 +14,7 @@ from megatron.adaptive.training import relocate
 from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
+from megatron.adaptive.training.diagnosis import RunningDiagnosis
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
 from megatron.adaptive.training.setup import Run, make_loader, make_recording
@@ -90,6 +91,7 @@ class Trainer:
         self._decision: Decision | None = None  # to move, at the end of this iteration
         self._loader: Any = None
         self._recording = make_recording(run, self._counters.iteration)
+        self._diagnosis = _make_diagnosis(run, log, self._counters.iteration)
         self._saved_at = self._counters.iteration if progress is not None else -1
         self._iterations_here = 0
 
@@ -132,6 +134,8 @@ class Trainer:
                     self._move(self._decision)
         finally:
             self._close_loader()
+            if self._diagnosis is not None:
+                self._diagnosis.close()
         if self._recording is not None:
             self._recording.write(self._run.job.control_group)
         self._stop.finish()
@@ -250,6 +254,8 @@ class Trainer:
                 peak_memory_bytes=run.job.accelerator.peak_memory_bytes(),
             )
         )
+        if self._diagnosis is not None:
+            self._diagnosis.after_iteration(iteration)
         if iteration % self._config.logging.log_interval == 0:
             self._log_timers(iteration)
         interval = self._config.run.manual_gc_interval
@@ -325,6 +331,17 @@ class Trainer:
         if interval and self._counters.iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
+
+
+def _make_diagnosis(run: Run, log: TrainingLog, done: int) -> RunningDiagnosis | None:
+    """What diagnoses the run from its traces, on the rank that writes the log."""
+    schedule = run.job.config.schedule
+    interval = schedule.diagnose_interval
+    if schedule.trace_dir is None or run.tracing.recorder is None or not run.job.is_writer:
+        return None
+    if not interval or run.samples.iterations - done <= interval:
+        return None
+    return RunningDiagnosis(schedule.trace_dir, interval, done, log.message)
 
 
 def _learning_rate(optimizer: Any) -> float:

@@ -102,7 +102,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect)
             del run  # the trainer's, which may replace it
             reason = trainer.train()
-            log.message(f"training ends: {reason}")
+            log.ends(reason)
             if reason == Trainer.COMPLETE:
                 trainer.evaluate_at_end()
         finally:

@@ -21,24 +21,26 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.build import Wiring, build_executor, inputs_in_flight
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
 from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+from megatron.adaptive.pipeline.outside import OutsideTrace
 from megatron.adaptive.pipeline.record import Recording, RecordShape, Replay, load_on_all
+from megatron.adaptive.pipeline.tracing import Tracing
 from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.trace.clock_sync import start_clock_sync
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.training.batch_sizes import BatchSizes
-from megatron.adaptive.training.clock_sync import start_clock_sync
 from megatron.adaptive.training.datasets import DataSpec, build_datasets
 from megatron.adaptive.training.embedding import finalize_gradients
+from megatron.adaptive.training.flops import stage_work
 from megatron.adaptive.training.initialize import Job
 from megatron.adaptive.training.layout import placement_of
 from megatron.adaptive.training.loader import MicrobatchLoader, OnRead
 from megatron.adaptive.training.model import build_chunks, transformer_config
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler
 from megatron.adaptive.training.tokenizer import Tokenizer, build_tokenizer
-from megatron.adaptive.training.tracing import Tracing
 
 
 def _forward_backward(
@@ -197,13 +199,15 @@ def build_run(job: Job) -> Run:
     samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect(config, core, chunks, optimizer)
-    tracing = _tracing(job, placement)
+    tracing = _tracing(job, placement, tokenizer.padded_vocab_size)
     core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
     replay = None
     wiring = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
-        forward_backward = get_forward_backward_func()
+        outside = OutsideTrace(get_forward_backward_func(), tracing)
+        tracing.watch(outside.look)
+        forward_backward = outside
     else:
         wiring = build_executor(
             placement=placement,
@@ -216,6 +220,7 @@ def build_run(job: Job) -> Run:
             transport=config.transport,
             in_flight=_inputs_in_flight(config, placement),
         )
+        tracing.watch(wiring.executor.look)
         replay = _replay(job, placement)
         forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
     return Run(
@@ -361,16 +366,10 @@ def _connect(
         core.param_sync_func = gathers[0] if single else gathers
 
 
-def _tracing(job: Job, placement: Placement) -> Tracing:
+def _tracing(job: Job, placement: Placement, padded_vocab_size: int) -> Tracing:
     """Open this rank's trace. Collective over all ranks."""
     config = job.config
     if config.schedule.trace_dir is None:
-        return Tracing()
-    if config.schedule.pipeline_schedule == "megatron":
-        if job.is_first:
-            print(
-                "no traces: megatron-core's own schedule tells nothing of its actions", flush=True
-            )
         return Tracing()
     if job.environment.local_rank == 0:
         set_aside(config.schedule.trace_dir)
@@ -389,6 +388,8 @@ def _tracing(job: Job, placement: Placement) -> Tracing:
         num_microbatches=config.num_microbatches,
         schedule=config.schedule.pipeline_schedule,
         placement=placement.kind,
+        layers=config.layers_per_stage,
+        work=stage_work(config, padded_vocab_size),
     )
     recorder = Recorder(config.schedule.trace_dir, header)
     sync = start_clock_sync(

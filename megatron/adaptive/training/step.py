@@ -156,6 +156,7 @@ class Step:
         """
         run = self._run
         if run.wiring is None:
+            run.tracing.end_iteration()
             return None
         self.times = times = run.wiring.executor.finish_step()
         run.tracing.end_iteration()

@@ -32,16 +32,24 @@ class Arrival:
         label: what it is.
         peer: global rank of the sender.
         nbytes: size of the payload.
+        arrived_ns: when the receive was complete, on ``time.monotonic_ns``; ``None`` where no
+            thread sees that happen, as in memory that the peer writes by itself.
     """
 
-    __slots__ = ("_take", "label", "nbytes", "peer")
+    __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
     def __init__(
-        self, label: Label, peer: int, nbytes: int, take: Callable[[], torch.Tensor]
+        self,
+        label: Label,
+        peer: int,
+        nbytes: int,
+        take: Callable[[], torch.Tensor],
+        arrived_ns: int | None = None,
     ) -> None:
         self.label = label
         self.peer = peer
         self.nbytes = nbytes
+        self.arrived_ns = arrived_ns
         self._take = take
 
     def take(self) -> torch.Tensor:

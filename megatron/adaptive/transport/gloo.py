@@ -295,7 +295,13 @@ class GlooTransport:
             self._group.recv([raw(payload)], self._index[peer], tag).wait(_POSTED_FOR)
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
-        return Arrival(label, peer, payload.nbytes, lambda: payload.to(self._device))
+        return Arrival(
+            label,
+            peer,
+            payload.nbytes,
+            lambda: payload.to(self._device),
+            time.monotonic_ns(),
+        )
 
     def _lost(self, peer: int, error: Exception) -> PeerLostError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -85,6 +85,11 @@ class NativeArrival(Arrival):
         """See :class:`Arrival`."""
         return self._native.nbytes  # type: ignore[no-any-return]
 
+    @property
+    def arrived_ns(self) -> int | None:  # type: ignore[override]
+        """See :class:`Arrival`."""
+        return self._native.arrived_ns  # type: ignore[no-any-return]
+
     def take(self) -> torch.Tensor:
         """See :class:`Arrival`.
 

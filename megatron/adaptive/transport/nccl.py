@@ -13,6 +13,7 @@ arrived: the sender's kernel is already queued then.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,4 +87,5 @@ class NcclTransport(GlooTransport):
             group.recv([raw(received)], dist.get_group_rank(group, peer), 0).wait()
             return received
 
-        return Arrival(label, peer, payload.nbytes, take)
+        # The payload waits with NCCL on the sender from here on.
+        return Arrival(label, peer, payload.nbytes, take, time.monotonic_ns())

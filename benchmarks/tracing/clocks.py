@@ -1,0 +1,111 @@
+"""How far the clocks of processes are apart once they were compared; by itself, one such process.
+
+Every process puts its clock wrong on purpose, by an offset and a drift, and samples that of the
+first over a real connection, while it computes. The truth is known: the machine has one clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.clock import fit_clock
+from megatron.adaptive.trace.clock_sync import ClockServer, Sampler
+from megatron.adaptive.trace.event import ClockSamples
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
+"""Offsets in seconds, drifts in ppm."""
+
+PERIODS_S = (0.1, 0.5)
+
+
+def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
+    """Let processes with wrong clocks sample, and hold what is fitted against the truth.
+
+    Args:
+        seconds: how long each samples.
+        repetitions: of each wrong clock.
+
+    Returns:
+        Per process ``error_us``, the median error of its fitted times, ``residual_us``, what the
+        fit itself says, and ``drift_error_ppm``.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    found: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
+    with closing(ClockServer()) as server:
+        for _ in range(repetitions):
+            for offset_s, drift_ppm in WRONG:
+                told = _sample(server, offset_s, drift_ppm, seconds)
+                fit = fit_clock(told["samples"])
+                true = told["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
+                errors = np.abs(
+                    fit.apply(_wrong(true, told["start_ns"], offset_s, drift_ppm)) - true
+                )
+                found["error_us"].append(float(np.median(errors)) / 1e3)
+                found["residual_us"].append(fit.residual_ns / 1e3)
+                found["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
+    return found
+
+
+def _sample(
+    server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
+) -> dict[str, Any]:
+    numbers = (server.port, server.token.hex(), offset_s, drift_ppm, seconds)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tracing.clocks", *map(str, numbers)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a process with a wrong clock failed: {done.stderr[-500:]}")
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def _wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
+    """The reading of a wrong clock, which was off by the offset alone at ``start_ns``."""
+    return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
+
+
+def main() -> int:
+    """Be a process with a wrong clock."""
+    port, token, offset_s, drift_ppm, seconds = sys.argv[1:]
+    start_ns = time.monotonic_ns()
+
+    def now() -> int:
+        true = np.array([time.monotonic_ns()])
+        return int(_wrong(true, start_ns, float(offset_s), float(drift_ppm))[0])
+
+    bursts: list[ClockSamples] = []
+    sampler = Sampler(
+        *("localhost", int(port), bytes.fromhex(token)),
+        deliver=bursts.append,
+        now=now,
+        periods_s=PERIODS_S,
+    )
+    end = time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        sum(range(2000))  # a rank's own thread holds the interpreter's lock, too
+    sampler.close()
+    samples = [sample for burst in bursts for sample in burst.samples]
+    print(json.dumps({"samples": samples, "start_ns": start_ns}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The times of a run as arrays: what every test of the diagnosis looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.robust import Floats, middle
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, TraceHeader
+from megatron.adaptive.trace.figures import compute_ns
+from megatron.adaptive.trace.messages import Messages, match_messages
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.step import stages_of_rank
+from megatron.adaptive.trace.table import Ints, TraceTable
+
+__all__ = ["Measured", "Place", "measure"]
+
+MOST_ITERATIONS = 200
+"""Of a longer run so many are looked at, evenly spread."""
+
+MOST_SPANS = 4_000_000
+"""And fewer where they hold more spans than this."""
+
+MOST_MESSAGE_SPANS = 1_500_000
+"""Of these iterations messages are matched in so many as hold this many spans."""
+
+FIRST_STEPS = 1
+"""So many first iterations of a process are left out: they set up what others reuse."""
+
+_KINDS = len(DRAWN_ACTIONS)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    pp_rank: int
+    dp_rank: int
+    tp_rank: int
+    host: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The times of some iterations.
+
+    Attributes:
+        places: by column of the arrays.
+        iterations: ``[iterations]``, their numbers.
+        num_microbatches: of the last of them.
+        num_chunks: per rank.
+        layers: per stage, empty where the trace does not say it.
+        work: per stage, see ``TraceHeader.work``.
+        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, F, B and W without the
+            reading of data within them, pieces of a W added up; NaN for what there is none of.
+        read_ns: ``[iterations, ranks]``, reading of data.
+        reads: ``[iterations, ranks]``, how often.
+        step_ns: ``[iterations]``, first action to last, longest pipeline.
+        messages: of some iterations.
+        waits: of the same: rank, rank the input came from, length in ns, ``[waits, 3]``.
+        message_iterations: how many these are.
+        clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
+    """
+
+    places: tuple[Place, ...]
+    iterations: Ints
+    num_microbatches: int
+    num_chunks: int
+    layers: tuple[int, ...]
+    work: tuple[float, ...]
+    action_ns: Floats
+    read_ns: Ints
+    reads: Ints
+    step_ns: Ints
+    messages: Messages
+    waits: Ints
+    message_iterations: int
+    clock_error_ns: float
+
+    @cached_property
+    def median_ns(self) -> Floats:
+        """``[iterations, ranks, chunks, 3]``: medians over microbatches, NaN for none."""
+        found: Floats = middle(self.action_ns, axis=-1)
+        return found
+
+    @cached_property
+    def microbatch_ns(self) -> Floats:
+        """``[ranks]``: how long all work of one microbatch takes a rank."""
+        found: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
+        return found
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions were looked at."""
+        return int(np.isfinite(self.action_ns).sum())
+
+    @property
+    def step(self) -> float:
+        """Median length of a step in ns."""
+        return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Column by global rank."""
+        return {place.rank: number for number, place in enumerate(self.places)}
+
+    @cached_property
+    def replicas(self) -> dict[tuple[int, int], list[int]]:
+        """Columns of each pipeline, by its data- and tensor-parallel position."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, place in enumerate(self.places):
+            found.setdefault((place.dp_rank, place.tp_rank), []).append(number)
+        return found
+
+    @cached_property
+    def peers(self) -> dict[tuple[int, int], list[int]]:
+        """Columns of ranks that do the same work on other data, by stage and tensor position."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, place in enumerate(self.places):
+            found.setdefault((place.pp_rank, place.tp_rank), []).append(number)
+        return found
+
+    def cost_ns(self, column: int, excess_ns: float) -> float:
+        """Estimate what a rank's step loses because each microbatch takes it so much longer.
+
+        The steady state goes at the pace of the slowest rank; to what the rank is behind the
+        others there comes one microbatch's way through the pipeline.
+        """
+        paces = self.microbatch_ns
+        without = paces.copy()
+        without[column] -= excess_ns
+        behind = float(np.nanmax(paces) - np.nanmax(without))
+        return behind * max(0, self.num_microbatches - 1) + excess_ns
+
+
+def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
+    """Read what a diagnosis needs.
+
+    Args:
+        run: the run.
+        iterations: only these; ``None`` for all but the first.
+
+    Raises:
+        TraceError: a file is damaged, or the iterations hold no action.
+    """
+    ranks = sorted(run.ranks)
+    chosen = np.array(_choose(run, iterations), dtype=np.int64)
+    counts = {i: max(t.num_microbatches.get(i, 0) for t in run.ranks.values()) for i in chosen}
+    shape = (len(chosen), len(ranks), run.num_chunks, _KINDS, max(counts.values(), default=0))
+    action_ns = np.full(shape, np.nan, dtype=np.float32)
+    read_ns, reads = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
+    begins = np.full(shape[:2], np.iinfo(np.int64).max)
+    ends = np.zeros(shape[:2], dtype=np.int64)
+    shown = _thinned(chosen, _spans(run, chosen), MOST_MESSAGE_SPANS)
+    tables: dict[int, TraceTable] = {}
+    for number, rank in enumerate(ranks):
+        table = run.ranks[rank].table(chosen.tolist())
+        _fill(action_ns[:, number], table, chosen)
+        places = np.searchsorted(chosen, table.iteration)
+        data = table.where("data")
+        np.add.at(read_ns[:, number], places[data], table.duration_ns[data])
+        np.add.at(reads[:, number], places[data], 1)
+        drawn = table.where(*DRAWN_ACTIONS)
+        np.minimum.at(begins[:, number], places[drawn], table.start_ns[drawn])
+        np.maximum.at(ends[:, number], places[drawn], table.end_ns[drawn])
+        wanted = table.where("send", "receive", "wait") & np.isin(table.iteration, shown)
+        tables[rank] = table.take(wanted)
+    if not np.isfinite(action_ns).any():
+        raise TraceError(f"{run.origin} holds no F, B or W of the iterations asked for")
+    headers = [run.ranks[rank].header for rank in ranks]
+    last = max(counts)
+    return Measured(
+        places=tuple(_place(header) for header in headers),
+        iterations=chosen,
+        num_microbatches=counts[last],
+        num_chunks=run.num_chunks,
+        layers=_of_stages(headers, "layers"),
+        work=_of_stages(headers, "work"),
+        action_ns=action_ns,
+        read_ns=read_ns,
+        reads=reads,
+        step_ns=_steps(begins, ends, headers),
+        messages=match_messages(tables),
+        waits=_waits(tables),
+        message_iterations=len(shown),
+        clock_error_ns=_clock_error(run),
+    )
+
+
+def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
+    """The iterations to look at: complete ones, not the first, not too many."""
+    if iterations is not None:
+        wanted = sorted(set(iterations))
+        for iteration in wanted:
+            run.require_iteration(iteration)
+        found = wanted
+    else:
+        found = [
+            i for i in run.iterations if all(trace.is_complete(i) for trace in run.ranks.values())
+        ] or list(run.iterations)
+        found = found[FIRST_STEPS:] if len(found) > 2 * FIRST_STEPS else found
+    if len(found) > MOST_ITERATIONS:
+        found = [found[n] for n in np.linspace(0, len(found) - 1, MOST_ITERATIONS).astype(int)]
+    if not found:
+        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+    kept: list[int] = _thinned(np.array(found), _spans(run, np.array(found)), MOST_SPANS).tolist()
+    return kept
+
+
+def _spans(run: RunTrace, iterations: Ints) -> int:
+    """About how many spans some iterations hold."""
+    wanted = set(iterations.tolist())
+    return sum(
+        sum(block.marker.counts)
+        for trace in run.ranks.values()
+        for block in trace.index.blocks
+        if block.marker.iteration in wanted
+    )
+
+
+def _thinned(iterations: Ints, spans: int, most: int) -> Ints:
+    """As many of them, evenly spread, as hold not too many spans; one at least."""
+    keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
+    return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
+
+
+def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
+    """Put a rank's actions into ``[iterations, chunks, 3, microbatches]``."""
+    drawn = table.where(*DRAWN_ACTIONS)
+    pure = compute_ns(table)[drawn]
+    actions = table.take(drawn)
+    place = np.searchsorted(iterations, actions.iteration)
+    _, chunks, kinds, microbatches = action_ns.shape
+    fits = (actions.chunk < chunks) & (actions.microbatch < microbatches)
+    key = ((place * chunks + actions.chunk) * kinds + actions.kind) * microbatches
+    key = (key + actions.microbatch)[fits]
+    total = np.bincount(key, weights=pure[fits], minlength=action_ns.size)
+    some = np.bincount(key, minlength=action_ns.size) > 0
+    action_ns[...] = np.where(some & (total > 0), total, np.nan).reshape(action_ns.shape)
+
+
+def _place(header: TraceHeader) -> Place:
+    stages = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
+    return Place(
+        rank=header.rank,
+        pp_rank=header.pp_rank,
+        dp_rank=header.dp_rank,
+        tp_rank=header.tp_rank,
+        host=header.host,
+        stages=stages or (header.pp_rank,),
+    )
+
+
+def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
+    """What the headers say about stages, if they say it and agree."""
+    values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
+    stages = headers[0].num_ranks * headers[0].num_chunks
+    value = next(iter(values))
+    return value if len(values) == 1 and len(value) == stages else ()
+
+
+def _steps(begins: Ints, ends: Ints, headers: Sequence[TraceHeader]) -> Ints:
+    """``[iterations]``: the longest step of any pipeline; clocks of two never mix."""
+    longest = np.zeros(len(begins), dtype=np.int64)
+    groups = np.array([header.dp_rank * 100_000 + header.tp_rank for header in headers])
+    for group in np.unique(groups):
+        mine = groups == group
+        longest = np.maximum(longest, ends[:, mine].max(axis=1) - begins[:, mine].min(axis=1))
+    return np.maximum(longest, 0)
+
+
+def _waits(tables: dict[int, TraceTable]) -> Ints:
+    rows = []
+    for rank, table in tables.items():
+        wait = table.take(table.where("wait") & (table.peer >= 0))
+        ranks = np.full(len(wait), rank, dtype=np.int64)
+        rows.append(np.stack([ranks, wait.peer.astype(np.int64), wait.duration_ns], axis=1))
+    return np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.int64)
+
+
+def _clock_error(run: RunTrace) -> float:
+    """Half the fastest exchange of the worst clock; a second where a clock was not measured."""
+    clocks = run.alignment.clocks[1:]
+    if not clocks:
+        return 0.0
+    return max(c.fit.delay_ns / 2 if c.fit.num_samples else 1e9 for c in clocks)

@@ -1,0 +1,125 @@
+"""The whole diagnosis of a run: every test, and what to do about what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding, Period
+from megatron.adaptive.trace.diagnose.links import find_slow_links
+from megatron.adaptive.trace.diagnose.measured import Measured, measure
+from megatron.adaptive.trace.diagnose.partition import LayerTimes, best_partition, layer_times
+from megatron.adaptive.trace.diagnose.ranks import find_slow_ranks
+from megatron.adaptive.trace.diagnose.reading import find_slow_reading
+from megatron.adaptive.trace.diagnose.spikes import find_spikes
+from megatron.adaptive.trace.read import RunTrace
+
+__all__ = ["diagnose"]
+
+WORTH_MOVING = 0.03
+"""Least gain of pace for which another partition is told."""
+
+UNEVEN = 0.10
+"""Least gain of pace for which the stages are called uneven."""
+
+
+def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosis:
+    """Say what slows a run, who causes it, and what to do.
+
+    Noise is not a cause: a finding must be significant and large enough to matter.
+
+    Args:
+        run: the run.
+        iterations: only these; ``None`` for all but the first, or, of a long run, some of them
+            evenly spread.
+
+    Raises:
+        TraceError: a file is damaged, an iteration does not exist, or nothing is there to look at.
+    """
+    measured = measure(run, iterations)
+    times = layer_times(measured)
+    slow = find_slow_ranks(measured)
+    found = [*slow, *find_slow_links(measured), *find_slow_reading(measured)]
+    found += find_spikes(measured)
+    if not any(f.period.kind in ("lasting", "begun") for f in slow) and times is not None:
+        found += _uneven(measured, times)
+    advised = [_advise(measured, times, finding) for finding in found]
+    return Diagnosis(
+        findings=tuple(sorted(advised, key=lambda finding: -finding.cost_ms)),
+        iterations=tuple(measured.iterations.tolist()),
+        num_ranks=len(measured.places),
+        counts={"actions": measured.num_actions, "messages": len(measured.messages)},
+        step_ms=measured.step / 1e6,
+        notes=tuple(run.notes()),
+    )
+
+
+def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:
+    """Stages that have more work than others by the partition itself."""
+    better = best_partition(times, sum(m.layers))
+    pace, best = times.pace_ns(m.layers), times.pace_ns(better)
+    if pace <= 0 or 1 - best / pace < UNEVEN:
+        return []
+    stages = np.asarray(m.layers) * times.layer_ns + times.beside_ns
+    ranks = np.bincount(times.rank_of, weights=stages)
+    worst = int(np.argmax(ranks))
+    places = [place for place in m.places if place.pp_rank == worst]
+    cost_ns = (pace - best) * m.num_microbatches
+    return [
+        Finding(
+            cause="uneven stages",
+            ranks=tuple(place.rank for place in places),
+            stages=places[0].stages if places else (worst,),
+            hosts=tuple(place.host for place in places),
+            period=Period(first=int(m.iterations[0]), last=int(m.iterations[-1])),
+            against="others",
+            confidence=0.95,
+            factor=float(ranks[worst] / np.median(np.delete(ranks, worst)))
+            if len(ranks) > 1
+            else 1.0,
+            counts={"iterations": len(m.iterations), "actions": m.num_actions},
+            detail=f"layers {format_partition(m.layers)}",
+            cost_ms=cost_ns / 1e6,
+            cost_fraction=cost_ns / m.step if m.step else 0.0,
+        )
+    ]
+
+
+def _advise(m: Measured, times: LayerTimes | None, finding: Finding) -> Finding:
+    """Add what to do."""
+    advice: list[str] = []
+    partition: tuple[int, ...] = ()
+    hosts = " and ".join(sorted(set(finding.hosts)))
+    if finding.cause in ("slow rank", "uneven stages"):
+        if times is not None and finding.period.kind != "passed":
+            better = best_partition(times, sum(m.layers))
+            gain = 1 - times.pace_ns(better) / max(1.0, times.pace_ns(m.layers))
+            if gain >= WORTH_MOVING:
+                partition = better
+                advice.append(
+                    f"move layers, --partition {format_partition(better)} instead of "
+                    f"{format_partition(m.layers)}: a pace {gain:.0%} quicker"
+                )
+        elif times is None:
+            advice.append(f"give stage {finding.stages[0]} fewer layers (--partition)")
+        if finding.cause == "slow rank":
+            advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+    elif finding.cause == "slow link":
+        source, target = finding.ranks
+        advice += [
+            f"check the network of {hosts}, or leave one of them out",
+            "choose an order that keeps more microbatches on the way (--pipeline-schedule adaptive "
+            f"or hinted, a larger --activation-cap): it hides {finding.delay_ms:.3g} ms from "
+            f"rank {source} to rank {target}",
+        ]
+    elif finding.cause == "slow data":
+        advice += ["read ahead with more processes (--num-workers) or from a faster disk"]
+    else:
+        advice += [
+            "choose the order at run time (--pipeline-schedule adaptive), which fills such gaps",
+            f"look for other programs on {hosts}",
+        ]
+    return replace(finding, advice=tuple(advice), partition=partition)

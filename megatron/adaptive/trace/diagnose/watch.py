@@ -1,0 +1,73 @@
+"""A process beside a running job that diagnoses its traces when it is asked.
+
+``python -m megatron.adaptive.trace.diagnose.watch DIR PARENT`` reads lines ``FIRST LAST`` from its
+input, each a range of iterations, and answers the newest with a line of JSON: ``{"findings":
+[...]}``, every finding with its ``key`` and its ``text``, or ``{"error": "..."}``. It ends with its
+input, or with the process ``PARENT``, which started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+from typing import Any
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.run import diagnose
+from megatron.adaptive.trace.read import read_run
+
+__all__ = ["answer", "main"]
+
+LOOK_S = 1.0
+"""How often it looks whether its parent still lives."""
+
+
+def answer(folder: str, first: int, last: int) -> dict[str, Any]:
+    """Diagnose a range of iterations, as far as they are written.
+
+    Args:
+        folder: of the traces.
+        first: first iteration.
+        last: last one.
+
+    Returns:
+        What goes out as a line.
+    """
+    try:
+        run = read_run(folder)
+        there = [
+            i
+            for i in run.iterations
+            if first <= i <= last and all(trace.is_complete(i) for trace in run.ranks.values())
+        ]
+        found = diagnose(run, there).findings if there else ()
+    except TraceError as error:
+        return {"error": str(error)}
+    findings = [{"key": [f.cause, *f.ranks], "text": f.format()} for f in found]
+    return {"findings": findings}
+
+
+def main() -> int:
+    """Answer until the input ends."""
+    folder, parent = sys.argv[1], int(sys.argv[2])
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    buffer = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], LOOK_S)[0]:
+            continue
+        data = os.read(0, 4096)
+        if not data:
+            return 0
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines[-1:]:  # the newest question will do
+            first, last = map(int, line.split())
+            print(json.dumps(answer(folder, first, last)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

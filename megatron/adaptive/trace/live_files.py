@@ -1,0 +1,246 @@
+"""The files of a run in progress, read as they grow: what is known already is never read again.
+
+A rank's file may be of any size when it is looked at first: then only its header and its end are
+read. Blocks of spans are passed over by what their marker says, and only whole ones are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import IterationStart, TraceHeader
+from megatron.adaptive.trace.figures import RankFigures, rank_figures
+from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
+from megatron.adaptive.trace.lines import parse_line
+
+__all__ = ["ProgressTail", "RankIteration", "RankTail"]
+
+TAIL_BYTES = 1 << 20
+"""So much of a file's end is read at first, more where one iteration is longer."""
+
+PROGRESS_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RankIteration:
+    """Figures of one iteration of one rank.
+
+    Attributes:
+        num_microbatches: microbatches of the iteration.
+        start_ns: of the first action, on the rank's own clock.
+        end_ns: of the last action.
+        busy_ns: time within actions.
+        wait_ns: by ``figures.WAIT_CAUSES``.
+        compute_ns: what its actions take, each counted as the median of its kind and chunk.
+        held_bytes: most activation bytes held.
+        held_microbatches: most forwards without their backward.
+    """
+
+    num_microbatches: int
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    wait_ns: tuple[int, ...]
+    compute_ns: float
+    held_bytes: int
+    held_microbatches: int
+
+
+class RankTail:
+    """The trace file of one rank.
+
+    Args:
+        path: the file.
+        kept: iterations that are kept, the latest.
+
+    Attributes:
+        header: its last one, ``None`` before one was seen.
+        iterations: the latest iterations, ascending.
+        written_s: time of day of its last change.
+        problem: why it is not read further, empty if it is.
+    """
+
+    def __init__(self, path: Path, kept: int) -> None:
+        self.path = path
+        self._kept = kept
+        self._reset()
+
+    def _reset(self) -> None:
+        self.header: TraceHeader | None = None
+        self.iterations: dict[int, RankIteration] = {}
+        self.written_s = 0.0
+        self.problem = ""
+        self._identity: tuple[int, int] | None = None
+        self._offset = self._size = 0
+
+    def refresh(self) -> bool:
+        """Read what is new; returns whether there was anything."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return False  # it is being moved aside
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._identity or status.st_size < self._size:
+            self._reset()
+            self._identity = identity
+        if status.st_size == self._size or self.problem:
+            return False
+        self._size, self.written_s = status.st_size, status.st_mtime
+        try:
+            with self.path.open("rb") as file:
+                blocks = self._walk(file)
+            self._take([block for block in blocks if not block.marker.is_late])
+        except (OSError, TraceError) as error:
+            self.problem = str(error)
+        return True
+
+    def _walk(self, file: BinaryIO) -> list[Block]:
+        """Go on to the end of what is whole; returns the blocks on the way."""
+        if self.header is None:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return []
+            record = parse_line(line, f"{self.path}:1")
+            if not isinstance(record, TraceHeader):
+                raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
+            if record.layout.version == 1:
+                raise TraceError(f"{self.path} is of version 1, which has no sizes to go by")
+            self.header, self._offset = record, file.tell()
+            if self._size - self._offset > TAIL_BYTES:
+                self._offset = self._near_end(file)
+        blocks: list[Block] = []
+        while True:
+            file.seek(self._offset)
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return blocks
+            begin, self._offset = self._offset, file.tell()
+            if not line.startswith(b"{"):
+                continue  # the rest of a block whose writer was killed
+            record = parse_line(line, self.path)
+            if isinstance(record, TraceHeader):
+                self.header = record
+            elif isinstance(record, IterationStart):
+                end = self._offset + record.size_bytes
+                if end > self._size:
+                    self._offset = begin
+                    return blocks
+                if self._is_end(file, end):
+                    blocks.append(Block(record, 0, self._offset, record.size_bytes))
+                    self._offset = end
+
+    def _near_end(self, file: BinaryIO) -> int:
+        """The offset of a marker in the file's last part."""
+        wanted = TAIL_BYTES
+        while wanted < self._size:
+            file.seek(self._size - wanted)
+            at = file.read(wanted).find(b'\n{"begin_iteration"')
+            if at >= 0:
+                return self._size - wanted + at + 1
+            wanted *= 4
+        return self._offset
+
+    def _is_end(self, file: BinaryIO, end: int) -> bool:
+        """Whether a line ends before ``end`` and no span follows."""
+        file.seek(end - 1)
+        around = file.read(2)
+        return around[:1] == b"\n" and around[1:] in (b"", b"{")
+
+    def _take(self, blocks: list[Block]) -> None:
+        header = self.header
+        if header is None or not blocks:
+            return
+        blocks = blocks[-self._kept :]
+        table = read_blocks(FileIndex(self.path, [header]), blocks)
+        if len(table):
+            sizes = {block.marker.iteration: block.marker.num_microbatches for block in blocks}
+            for iteration, found in _by_iteration(rank_figures(table, header.num_chunks), sizes):
+                self.iterations.pop(iteration, None)
+                self.iterations[iteration] = found
+        for old in sorted(self.iterations)[: -self._kept]:
+            del self.iterations[old]
+
+
+def _by_iteration(figures: RankFigures, sizes: dict[int, int]) -> list[tuple[int, RankIteration]]:
+    counts = figures.count
+    compute_ns = (counts * np.nan_to_num(figures.median_ns)).sum(axis=(1, 2))
+    return [
+        (
+            iteration,
+            RankIteration(
+                num_microbatches=sizes.get(iteration, 0),
+                start_ns=int(figures.start_ns[row]),
+                end_ns=int(figures.end_ns[row]),
+                busy_ns=int(figures.busy_ns[row]),
+                wait_ns=tuple(figures.wait_ns[row].tolist()),
+                compute_ns=float(compute_ns[row]),
+                held_bytes=int(figures.peak_in_flight_bytes[row]),
+                held_microbatches=int(figures.peak_microbatches[row]),
+            ),
+        )
+        for row, iteration in enumerate(figures.iterations.tolist())
+        if figures.num_actions[row]
+    ]
+
+
+@dataclass
+class ProgressTail:
+    """What the trainer tells of its iterations, see ``training.progress``.
+
+    Attributes:
+        path: the file, which may be missing.
+        records: the latest lines about iterations.
+        total_iterations: of the whole training, 0 if unknown.
+        ended: why it ended, empty if it goes on.
+    """
+
+    path: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    total_iterations: int = 0
+    ended: str = ""
+    _offset: int = 0
+    _inode: int = -1
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self.records, self.total_iterations, self.ended = [], 0, ""
+                    self._offset, self._inode = 0, status.st_ino
+                    if status.st_size > TAIL_BYTES:
+                        self._line(file.readline())
+                        file.seek(status.st_size - TAIL_BYTES)
+                        file.readline()
+                        self._offset = file.tell()
+                file.seek(self._offset)
+                whole = file.read()
+        except OSError:
+            return
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._line(line)
+        del self.records[:-PROGRESS_KEPT]
+
+    def _line(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return  # cut short by a full disk
+        if not isinstance(said, dict):
+            return
+        if "ended" in said:
+            self.ended = str(said["ended"])
+        elif "iteration" in said:
+            self.records.append(said)
+        elif "total_iterations" in said:
+            self.total_iterations, self.ended = int(said["total_iterations"]), ""

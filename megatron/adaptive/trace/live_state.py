@@ -1,0 +1,129 @@
+"""What a rank does at this moment, in a small file that it writes over and over.
+
+A rank's spans come into its trace at the end of an iteration. Who looks at a running job wants to
+know more about a long one, or about one that hangs, so the recorder's thread also keeps
+``now_rank_00000.json``: one line of JSON of a fixed length, which one write replaces::
+
+    {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
+     "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
+
+The file stays when the rank is killed; its age then tells so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ENDED", "PERIOD_S", "Now", "NowFile", "now_file_name", "read_now"]
+
+PERIOD_S = 0.5
+"""How often a rank says what it does."""
+
+ENDED = "ended"
+"""What a rank does that closed its trace."""
+
+_LINE_BYTES = 512
+
+
+def now_file_name(rank: int) -> str:
+    """The name of the file of a global rank, in the folder of the traces."""
+    return f"now_rank_{rank:05d}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What a rank says that it does.
+
+    Attributes:
+        unix_ns: when it said so, by its machine's time of day.
+        iteration: its iteration, 0 before the first.
+        num_microbatches: microbatches of that iteration.
+        doing: a kind of span, :data:`ENDED`, or empty for what has no name.
+        chunk: of the action, -1 for none.
+        microbatch: of the action, -1 for none.
+        cause: of a wait, empty where it is not known.
+        since_s: for so long, to :data:`PERIOD_S`.
+        done: finished forwards, backwards and weight gradients of the iteration, over all chunks.
+        held_bytes: activation bytes held.
+    """
+
+    unix_ns: int
+    iteration: int = 0
+    num_microbatches: int = 0
+    doing: str = ""
+    chunk: int = -1
+    microbatch: int = -1
+    cause: str = ""
+    since_s: float = 0.0
+    done: tuple[int, int, int] = (0, 0, 0)
+    held_bytes: int = 0
+
+    def age_s(self) -> float:
+        """Seconds since the rank said so, 0 where its time of day is ahead of ours."""
+        return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
+
+
+class NowFile:
+    """The file of one rank, for the thread that writes it.
+
+    Args:
+        folder: of the traces.
+        rank: global rank.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
+        path = Path(folder) / now_file_name(rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._seen: Any = None
+        self._since_s = 0.0
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        """Say what the rank does.
+
+        Args:
+            fields: those of :class:`Now` but ``unix_ns`` and ``since_s``, as far as they are known.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        now_s = time.monotonic()
+        if fields != self._seen:
+            self._seen, self._since_s = dict(fields), now_s
+        said = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
+        line = json.dumps(said, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
+        os.pwrite(self._file, line.encode("ascii"), 0)
+
+    def close(self) -> None:
+        """Close the file; it stays."""
+        os.close(self._file)
+
+
+def read_now(folder: Path, rank: int) -> Now | None:
+    """What a rank said last; ``None`` where it said nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        said = json.loads((folder / now_file_name(rank)).read_bytes())
+        forwards, backwards, weights = (int(count) for count in said.get("done", (0, 0, 0)))
+        numbers = {
+            name: int(said[name])
+            for name in ("iteration", "num_microbatches", "chunk", "microbatch", "held_bytes")
+            if name in said
+        }
+        return Now(
+            unix_ns=int(said["unix_ns"]),
+            doing=str(said.get("doing", "")),
+            cause=str(said.get("cause", "")),
+            since_s=float(said.get("since_s", 0.0)),
+            done=(forwards, backwards, weights),
+            **numbers,
+        )
+    return None

@@ -1,0 +1,344 @@
+"""Draws a :class:`~megatron.adaptive.trace.live.Snapshot` for a terminal, with rich.
+
+::
+
+    run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
+    iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4 s left
+    step 41.2 ms   12,410 tokens/s   loss 6.516 ▆▅▄▃▂▁   bubble 28.6%
+
+     rank stage now        done  step            bubble  waits            compute    held  slow
+        0     0 F 3         3+1  ███████▌░░░░░░   38.0%  input 31%        18.2 ms  64 MiB
+        1     1 waits input 2+1  █████████▎░░░░   28.1%  input 20%        20.0 ms  32 MiB  1.30x
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron.adaptive.trace.event import DRAWN_ACTIONS
+from megatron.adaptive.trace.live import LiveRank, Snapshot
+
+__all__ = ["draw"]
+
+WIDE, MIDDLE = 120, 96
+"""From so many columns on there is room for everything, and for the bar of the step."""
+
+_STATES = {
+    "running": "bold green",
+    "ended": "bold blue",
+    "waiting": "bold yellow",
+    "silent": "bold yellow",
+    "killed": "bold red",
+}
+_DOING = {"F": "blue", "B": "green", "W": "dark_orange", "wait": "dim"}
+_WAITS = {"input": "red", "memory": "magenta", "order": "yellow", "group": "cyan"}
+_BARS = "▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def draw(snapshot: Snapshot, width: int, height: int | None = None) -> RenderableType:
+    """Draw a run.
+
+    Args:
+        snapshot: the run.
+        width: columns of the terminal.
+        height: its rows, ``None`` for as many as it takes. Where they are too few for a line per
+            rank there is one per stage.
+    """
+    parts: list[RenderableType] = [_title(snapshot, width)]
+    if snapshot.iteration or snapshot.total_iterations:
+        parts += [_progress(snapshot, width), _figures(snapshot, width)]
+    shown = len(snapshot.ranks)
+    room = shown if height is None else height - len(parts) - 5
+    if shown:
+        header = snapshot.header
+        num_stages = 1 if header is None else header.num_ranks
+        parts.append(Text())
+        if shown <= max(room, 1) or shown <= num_stages:
+            parts.append(_rank_table(snapshot.ranks[: max(room, 1)], width))
+            if shown > max(room, 1):
+                parts.append(Text(f" and {shown - max(room, 1)} more ranks", style="dim"))
+        else:
+            parts.append(_stage_table(snapshot, width, max(room, 1)))
+    parts += [Text(f" {note}", style="yellow") for note in _notes(snapshot)]
+    return Group(*parts)
+
+
+def _title(snapshot: Snapshot, width: int) -> RenderableType:
+    header = snapshot.header
+    name = str(snapshot.folder)
+    if header is not None:
+        replicas = header.world_size // header.num_ranks
+        what = [
+            header.schedule,
+            _count(header.num_ranks, "stage") + f" x {_count(header.num_chunks, 'chunk')}",
+        ]
+        what += [_count(replicas, "replica")] if replicas > 1 else []
+        shape = " · ".join(what)
+        name = f"{_short(name, max(12, width - len(shape) - 28))} · {shape}"
+    state = Text(snapshot.state, style=_STATES.get(snapshot.state, "bold"))
+    if snapshot.state in ("running", "waiting", "silent") and snapshot.age_s is not None:
+        state.append(f", {_ago(snapshot.age_s)} old", style="default")
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    line.add_row(Text(f" {name}", style="bold"), state)
+    if not snapshot.detail:
+        return line
+    return Group(line, Text(f" {snapshot.detail}", style="dim", no_wrap=True, overflow="ellipsis"))
+
+
+def _progress(snapshot: Snapshot, width: int) -> RenderableType:
+    done, total = snapshot.iteration, snapshot.total_iterations
+    if not total:
+        return Text(f" iteration {done}")
+    line = Table.grid(padding=(0, 1))
+    rest = f"{done / total:.0%}"
+    left_s = snapshot.left_s()
+    if snapshot.state == "running" and left_s is not None:
+        rest += f", {_ago(left_s)} left"
+    head = f" iteration {done} of {total}"
+    bar = ProgressBar(total=total, completed=done, width=max(8, min(48, width - len(head) - 26)))
+    line.add_row(head, bar, rest)
+    return line
+
+
+def _figures(snapshot: Snapshot, width: int) -> Text:
+    words = []
+    if snapshot.step_ms is not None:
+        words.append(f"step {_ms(snapshot.step_ms)}")
+    if (speed := snapshot.last("tokens_per_s")) is not None:
+        words.append(f"{speed:,.0f} tokens/s")
+    if (loss := snapshot.last("loss")) is not None:
+        losses = [line.get("loss") for line in snapshot.progress]
+        known = [float(value) for value in losses if isinstance(value, int | float)]
+        words.append(f"loss {loss:.4g} {_sparkline(known, 24 if width >= MIDDLE else 12)}")
+    elif snapshot.progress:
+        words.append("loss not finite")
+    if snapshot.bubble is not None:
+        words.append(f"bubble {snapshot.bubble:.1%}")
+    if width >= WIDE and (rate := snapshot.last("learning_rate")) is not None:
+        words.append(f"learning rate {rate:.3g}")
+    if width >= WIDE and (peak := snapshot.last("peak_memory_bytes")):
+        words.append(f"memory {_bytes(peak)}")
+    return Text(" " + "   ".join(words), no_wrap=True, overflow="ellipsis")
+
+
+def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
+    is_roomy = width >= MIDDLE
+    table = _table(width)
+    chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
+    for name in ("rank", "stage"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("now", min_width=14)  # its cells give way where there is too little room
+    table.add_column("done", justify="right", no_wrap=True)
+    if is_roomy:
+        table.add_column("step", no_wrap=True)
+    table.add_column("bubble", justify="right", no_wrap=True)
+    table.add_column("waits", no_wrap=True)
+    for name in ("compute", "held", "slow"):
+        table.add_column(name, justify="right" if name != "slow" else "left", no_wrap=True)
+    for rank in ranks:
+        stage = "" if rank.header is None else str(rank.header.pp_rank)
+        cells: list[Text | str] = [str(rank.rank), stage, _now(rank, chunks), _done(rank, width)]
+        if is_roomy:
+            cells.append(_bar(rank, 32 if width >= WIDE else 14))
+        cells.append(_percent(None if rank.busy is None else 1 - rank.busy))
+        cells.append(_waits(rank.waits, 4 if width >= WIDE else 1))
+        held = None if rank.figures is None else rank.figures.held_bytes
+        if rank.now is not None and rank.now.held_bytes:
+            held = rank.now.held_bytes
+        cells += [_ms(rank.compute_ms), _bytes(held), _mark(rank, is_short=width < WIDE)]
+        table.add_row(*cells)
+    return table
+
+
+def _table(width: int) -> Table:
+    padding = (0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1)
+    return Table(box=None, padding=padding, header_style="dim")
+
+
+def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
+    """A line per stage: what its ranks do, and the figures of the middle one and the worst."""
+    table = _table(width)
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("now", no_wrap=True, overflow="ellipsis", max_width=width - 46)
+    table.add_column("bubble", justify="right", no_wrap=True)
+    if width >= MIDDLE:
+        table.add_column("waits", no_wrap=True)
+    for name in ("compute", "slowest", "slow"):
+        table.add_column(name, justify="right" if name != "slow" else "left", no_wrap=True)
+    stages: dict[int, list[LiveRank]] = {}
+    for rank in snapshot.ranks:
+        if rank.header is not None:
+            stages.setdefault(rank.header.pp_rank, []).append(rank)
+    for stage, members in sorted(stages.items())[:room]:
+        doing = Counter(_word(rank) for rank in members)
+        text = Text(" · ").join(
+            [Text(f"{count} {word}", style=_style(word)) for word, count in doing.most_common()]
+        )
+        busy = [rank.busy for rank in members if rank.busy is not None]
+        times = {rank.rank: rank.compute_ms for rank in members if rank.compute_ms is not None}
+        worst = max(times, key=lambda rank: times[rank], default=None)
+        marks = [rank for rank in members if rank.slowness is not None]
+        slow = Text()
+        if marks:
+            first = max(marks, key=lambda r: r.slowness.factor if r.slowness else 0.0)
+            slow = _mark(first, is_short=True)
+        cells: list[Text | str] = [str(stage), str(len(members)), text]
+        cells.append(_percent(1 - statistics.median(busy) if busy else None))
+        if width >= MIDDLE:
+            causes = {cause for rank in members for cause in rank.waits}
+            cells.append(
+                _waits(
+                    {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}, 2
+                )
+            )
+        cells.append(_ms(statistics.median(times.values()) if times else None))
+        cells.append("" if worst is None else f"rank {worst} {_ms(times[worst])}")
+        table.add_row(*cells, slow)
+    return table
+
+
+def _word(rank: LiveRank) -> str:
+    """What a rank does, in a word or two."""
+    now = rank.now
+    if rank.header is None:
+        return "unreadable" if rank.problem else "not started"
+    if rank.is_ended:
+        return "ended"
+    if rank.is_gone:
+        return "gone"
+    if now is None:
+        return f"after {rank.iteration}" if rank.iteration else "started"
+    if now.doing == "wait":
+        return f"waits {now.cause}".rstrip()
+    return now.doing or "between steps"
+
+
+def _style(word: str) -> str:
+    if word in ("gone", "unreadable"):
+        return "red"
+    return _DOING.get("wait" if word.startswith("waits") else word, "default")
+
+
+def _now(rank: LiveRank, chunks: int) -> Text:
+    word, now = _word(rank), rank.now
+    text = Text(word, style=_style(word), no_wrap=True, overflow="ellipsis")
+    if now is None or word in ("ended", "gone", "not started", "unreadable"):
+        return text
+    if word in DRAWN_ACTIONS and now.microbatch >= 0:
+        text.append(f" {now.microbatch}")
+    if word in DRAWN_ACTIONS and chunks > 1:
+        text.append(f" chunk {now.chunk}", style="dim")
+    if now.since_s >= 1:
+        text.append(f" {_ago(now.since_s)}", style="yellow" if now.since_s < 10 else "red")
+    return text
+
+
+def _done(rank: LiveRank, width: int) -> str:
+    """Forwards and backwards of the iteration, of all."""
+    now = rank.now
+    if now is None or rank.header is None or not now.num_microbatches or rank.is_ended:
+        return ""
+    each = now.num_microbatches * rank.header.num_chunks
+    counts = f"{now.done[0]}+{now.done[1]}"
+    return f"{counts} of {each}" if width >= MIDDLE else counts
+
+
+def _bar(rank: LiveRank, length: int) -> Text:
+    """The step: work, waits by cause, and the rest."""
+    if rank.busy is None:
+        return Text()
+    text = Text()
+    filled = max(0.0, min(1.0, rank.busy)) * length
+    whole, part = int(filled), int(filled % 1 * 8)
+    text.append("█" * whole + (_EIGHTHS[part] if part else ""), style="green")
+    for cause, share in rank.waits.items():
+        cells = min(round(share * length), length - len(text))
+        text.append("▒" * cells, style=_WAITS.get(cause, "red"))
+    text.append("░" * (length - len(text)), style="dim")
+    return text
+
+
+def _waits(waits: Mapping[str, float], most: int) -> Text:
+    text = Text()
+    ordered = sorted(waits.items(), key=lambda item: -item[1])
+    for cause, share in [item for item in ordered if item[1] >= 0.005][:most]:
+        text.append(f"{cause} {share:.0%} ", style=_WAITS.get(cause, "red"))
+    return text
+
+
+def _mark(rank: LiveRank, *, is_short: bool = False) -> Text:
+    if rank.slowness is None:
+        return Text()
+    factor = f"{rank.slowness.factor:.2f}x"
+    return Text(factor if is_short else f"{factor} {rank.slowness.than}", style="bold red")
+
+
+def _notes(snapshot: Snapshot) -> list[str]:
+    notes = [rank.problem for rank in snapshot.ranks if rank.problem]
+    missing = sum(rank.header is None and not rank.problem for rank in snapshot.ranks)
+    if missing:
+        notes.append(f"{missing} of {len(snapshot.ranks)} ranks have no trace")
+    return notes[:3]
+
+
+def _sparkline(values: Sequence[float], length: int) -> str:
+    """The last values, the range of all of them in eight steps."""
+    if len(values) < 2:
+        return ""
+    if len(values) > length:  # the whole run, thinned
+        step = (len(values) - 1) / (length - 1)
+        values = [values[round(place * step)] for place in range(length)]
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{part:.1%}"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value >= 10_000:
+        return f"{value / 1e3:.1f} s"
+    return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms"
+
+
+def _bytes(size: float | None) -> str:
+    if not size:
+        return ""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.0f} {units[0]}" if size >= 10 else f"{size:.1f} {units[0]}"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else "…" + name[1 - length :]

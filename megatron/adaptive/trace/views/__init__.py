@@ -1,0 +1,10 @@
+"""What a trace looks like: one file per view.
+
+- ``palette``   the colours shared by the views
+- ``parts``     where the time of a step went on each rank: work, waits by cause, the ends
+- ``workbook``  ``.xlsx``: the order, the time, figures, native charts
+- ``picture``   ``.png`` for papers
+- ``scalars``   a curve per figure for TensorBoard
+- ``page``      ``.html``: one self-contained page to zoom in
+- ``perfetto``  ``.json.gz`` for Perfetto and chrome://tracing
+"""

@@ -1,0 +1,282 @@
+"use strict";
+// What is shown, and what changes it.
+
+const chart = document.getElementById("chart");
+const overview = document.getElementById("overview");
+const tip = document.getElementById("tip");
+const element = (id) => document.getElementById(id);
+const CONFIG = {
+  responsive: true, displaylogo: false, scrollZoom: true,
+  showSendToCloud: false, plotlyServerURL: "",  // the page talks to nobody
+  doubleClick: "autosize",
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "resetScale2d"],
+  modeBarButtonsToAdd: [
+    { name: "whole", title: "Whole step", icon: Plotly.Icons.home, click: () => showAll() },
+  ],
+};
+const SWITCHES = ["arrows", "simulated", "memory"];
+const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const state = { place: 0, group: 0, block: null, from: null, to: null, rows: null, draws: 0 };
+
+function options() {
+  return {
+    arrows: element("arrows").checked,
+    simulated: element("simulated").checked,
+    memory: element("memory").checked && state.block.kind === "spans",
+  };
+}
+
+// What the axes show now. Without a zoom: from a little before the step to its end.
+function currentView() {
+  const block = state.block;
+  const names = PAGE.groups[state.group].rows;
+  const whole = Math.max(block.shown_ms, block.simulated_ms) || block.extent_ms;
+  const from = state.from === null ? -0.01 * whole : state.from;
+  const to = state.to === null ? 1.01 * whole : state.to;
+  const rows = state.rows || [names.length - 0.5, -0.5];
+  const limit = (row) => Math.min(names.length - 1, Math.max(0, Math.round(row)));
+  const margins = 160;
+  return {
+    from, to, rows, width: Math.max(200, chart.clientWidth - margins),
+    top: limit(Math.min(...rows)), foot: limit(Math.max(...rows)),
+  };
+}
+
+function makeTraces(view) {
+  const [block, chosen] = [state.block, options()];
+  const idle = idleTrace(block, view, PAGE.idle);
+  if (block.kind === "mean") {
+    element("message").textContent = "height of a colour: its part of the replicas' time";
+    return [idle, ...meanTraces(block, view)];
+  }
+  const bars = timelineTraces(block, view, chosen);
+  const arrows = arrowTrace(block, view, chosen);
+  const said = [];
+  if (bars.summed) {
+    said.push(`${bars.total.toLocaleString("en")} spans in view: shown as parts of time`);
+  }
+  if (arrows.inView > LIMITS.arrows) {
+    said.push(`${arrows.inView.toLocaleString("en")} messages in view: zoom in for arrows`);
+  }
+  if (chosen.simulated && !block.simulated_ms) said.push("this step could not be simulated");
+  element("message").textContent = said.join("; ");
+  return [
+    idle, ...bars.traces, ...simulatedTraces(block, view, chosen), arrows.trace,
+    labelTrace(bars.labels), ...memoryTraces(block, state.group, view, chosen),
+  ];
+}
+
+function makeLayout(view) {
+  const names = PAGE.groups[state.group].rows;
+  const memory = options().memory;
+  const every = Math.ceil(names.length / 40);
+  const ticks = names.map((_, row) => row).filter((row) => row % every === 0);
+  const longest = Math.max(...names.map((name) => name.length));
+  const floor = !memory ? 0 : namesMemory(names) ? 0.32 : 0.29;
+  const legend = { orientation: "h", x: 0, yanchor: "bottom" };
+  const grid = { gridcolor: "#ececef", zeroline: false };
+  return {
+    uirevision: "page", margin: { l: Math.min(220, 30 + 6.6 * longest), r: 20, t: 58, b: 44 },
+    hovermode: "closest", dragmode: "zoom", plot_bgcolor: "#fff", paper_bgcolor: "#fff",
+    font: { family: FONT, size: 12, color: "#1f2328" },
+    legend: { ...legend, y: 1.005, traceorder: "normal", font: { size: 11.5 } },
+    legend2: { ...legend, y: memory ? 0.235 : 0, font: { size: 11 },
+      title: { text: "activation memory held by " } },
+    xaxis: { ...grid, range: [view.from, view.to], anchor: memory ? "y2" : "y",
+      title: { text: "time in the step (ms)", standoff: 6 }, uirevision: `x${++state.draws}` },
+    yaxis: { showgrid: false, zeroline: false, range: view.rows, domain: [floor, 1],
+      tickvals: ticks, ticktext: ticks.map((row) => names[row]), fixedrange: names.length <= 12,
+      uirevision: `y${state.draws}` },
+    yaxis2: { ...grid, domain: [0, 0.23], title: { text: "MiB", standoff: 4 }, visible: memory,
+      rangemode: "tozero", fixedrange: true, uirevision: `m${state.draws}` },
+  };
+}
+
+function draw() {
+  const view = currentView();
+  const block = state.block;
+  const number = PAGE.iterations[state.place];
+  element("iteration").textContent = `iteration ${number}`;
+  element("slider").value = state.place;
+  element("group").value = state.group;
+  element("numbers").innerHTML = `step <b>${formatMs(block.step_ms)}</b>, bubble ` +
+    `<b>${(100 * block.bubble).toFixed(1)}%</b>` +
+    (block.simulated_ms ? `, simulated <b>${formatMs(block.simulated_ms)}</b>` : "");
+  chart.dataset.iteration = number;
+  return Plotly.react(chart, makeTraces(view), makeLayout(view), CONFIG);
+}
+
+let pending = false;
+function redraw() {
+  if (pending) return;
+  pending = true;
+  requestAnimationFrame(() => { pending = false; draw(); });
+}
+
+async function show(place, group) {
+  state.place = Math.max(0, Math.min(PAGE.iterations.length - 1, place));
+  if (group !== state.group) [state.from, state.to, state.rows] = [null, null, null];
+  state.group = group;
+  const wanted = [state.group, state.place];
+  const block = await loadBlock(...wanted);
+  if (wanted[0] !== state.group || wanted[1] !== state.place) return;  // the slider went on
+  if (!block.present) {
+    const found = new Set(block.kind === "mean" ? block.used : block.category);
+    block.present = CATEGORIES.map((_, number) => found.has(number));
+  }
+  state.block = block;
+  for (const id of SWITCHES) element(id).disabled = block.kind === "mean";
+  await draw();
+  markOverview();
+}
+
+function showAll() {
+  [state.from, state.to, state.rows] = [null, null, null];
+  redraw();
+}
+
+// The zoom of the chart, from what plotly says changed.
+function zoomed(change) {
+  if (change["xaxis.autorange"]) [state.from, state.to] = [null, null];
+  if ("xaxis.range[0]" in change) {
+    [state.from, state.to] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+  } else if (change["xaxis.range"]) {
+    [state.from, state.to] = change["xaxis.range"];
+  }
+  if (change["yaxis.autorange"]) state.rows = null;
+  if ("yaxis.range[0]" in change) state.rows = [change["yaxis.range[0]"], change["yaxis.range[1]"]];
+  redraw();
+}
+
+function showTip(event) {
+  const layout = chart._fullLayout;
+  const block = state.block;
+  tip.hidden = true;
+  if (!layout || !block || block.kind !== "spans" || event.buttons) return;
+  const box = chart.getBoundingClientRect();
+  const [x, y] = [layout.xaxis, layout.yaxis];
+  const [atX, atY] = [event.clientX - box.left - x._offset, event.clientY - box.top - y._offset];
+  if (atX < 0 || atX > x._length || atY < 0 || atY > y._length) return;
+  const [time, height] = [x.p2d(atX), y.p2d(atY)];
+  const row = Math.round(height);
+  const within = height - row;
+  const withSimulated = options().simulated && block.simulated_ms > 0;
+  const place = heights(withSimulated);
+  if (row < 0 || row >= block.rows || Math.abs(within) > BAR) return;
+  const slack = 2.5 * (x.p2d(1) - x.p2d(0));
+  let told = null;
+  if (within <= place.foot) {
+    const strip = within > place.foot - 0.13 * (place.foot - place.top);
+    let bar = strip ? barAt(block, row, time, slack, true) : -1;
+    if (bar < 0) bar = barAt(block, row, time, slack, false);
+    if (bar >= 0) told = describeBar(block, state.group, row, bar);
+  } else if (within >= place.ghostTop) {
+    told = describeSimulated(block, row, time);
+  }
+  if (told) fillTip(told, event);
+}
+
+function describeSimulated(block, row, time) {
+  for (let i = block.s_offset[row]; i < block.s_offset[row + 1]; i++) {
+    const from = block.s_start[i] * block.unit_ms;
+    const length = block.s_length[i] * block.unit_ms;
+    if (time < from || time > from + length) continue;
+    const category = CATEGORIES[block.s_category[i]];
+    return {
+      color: category.color,
+      title: `simulated ${nameOf(category.kind, category.chunk, block.s_microbatch[i], 0)}`,
+      lines: [["row", PAGE.groups[state.group].rows[row]], ["start", formatMs(from)],
+        ["length", formatMs(length)]],
+    };
+  }
+  return null;
+}
+
+function fillTip(told, event) {
+  const safe = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
+  const cells = told.lines.map(([name, value]) =>
+    `<tr><td>${safe(name)}</td><td>${safe(value)}</td></tr>`);
+  tip.innerHTML = `<b><i style="background:${told.color}"></i>${safe(told.title)}</b>` +
+    `<table>${cells.join("")}</table>`;
+  tip.hidden = false;
+  const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - width - 8)}px`;
+  const below = event.clientY + 18;
+  tip.style.top = `${below + height > innerHeight ? event.clientY - height - 12 : below}px`;
+}
+
+// Step time of every iteration of the run; a click goes to the nearest one that the page holds.
+function drawOverview() {
+  const numbers = PAGE.all_iterations;
+  if (numbers.length < 2) {
+    overview.hidden = true;
+    return Promise.resolve();
+  }
+  const held = new Map(numbers.map((number, at) => [number, at]));
+  const at = PAGE.iterations.map((number) => held.get(number));
+  const hover = "iteration %{x}: %{y:.4~g} ms<extra></extra>";
+  return Plotly.newPlot(overview, [
+    { type: "scatter", mode: "lines", x: numbers, y: PAGE.step_ms,
+      line: { color: "#b6bac1", width: 1.2 }, hovertemplate: hover },
+    { type: "scatter", mode: "markers", x: PAGE.iterations, y: at.map((i) => PAGE.step_ms[i]),
+      marker: { color: "#3b6fb0", size: 6 }, hovertemplate: hover },
+    { type: "scatter", mode: "markers", x: [], y: [], hoverinfo: "skip",
+      marker: { color: "#d9480f", size: 10, symbol: "circle-open", line: { width: 2 } } },
+  ], {
+    margin: { l: 64, r: 20, t: 4, b: 30 }, showlegend: false, hovermode: "closest", dragmode: false,
+    font: { family: FONT, size: 11, color: "#6b6b70" },
+    xaxis: { dtick: Math.ceil((numbers[numbers.length - 1] - numbers[0] + 1) / 20), tick0: numbers[0],
+      range: [numbers[0] - 0.5, numbers[numbers.length - 1] + 0.5],
+      title: { text: "iteration", standoff: 2 }, zeroline: false, showgrid: false,
+      fixedrange: true },
+    yaxis: { title: { text: "step (ms)" }, rangemode: "tozero", nticks: 4, fixedrange: true,
+      gridcolor: "#ececef" },
+  }, { responsive: true, displayModeBar: false, showSendToCloud: false }).then(() => {
+    overview.on("plotly_click", (event) => {
+      const wanted = event.points[0].x;
+      const away = PAGE.iterations.map((number) => Math.abs(number - wanted));
+      show(away.indexOf(Math.min(...away)), state.group);
+    });
+  });
+}
+
+function markOverview() {
+  if (overview.hidden || !overview.data) return;
+  const number = PAGE.iterations[state.place];
+  const value = PAGE.step_ms[PAGE.all_iterations.indexOf(number)];
+  Plotly.restyle(overview, { x: [[number]], y: [[value]] }, [2]);
+}
+
+async function begin() {
+  element("title").textContent = PAGE.title;
+  element("subtitle").textContent = PAGE.subtitle;
+  const notes = element("notes");
+  for (const line of PAGE.notes) notes.appendChild(document.createElement("p")).textContent = line;
+  const select = element("group");
+  PAGE.groups.forEach((group, i) => select.add(new Option(group.name, i)));
+  select.hidden = PAGE.groups.length < 2;
+  element("slider").max = PAGE.iterations.length - 1;
+  for (const id of ["slider", "previous", "next"]) element(id).hidden = PAGE.iterations.length < 2;
+  const height = Math.min(1100, Math.max(400, 220 + 18 * PAGE.groups[0].rows.length));
+  chart.style.minHeight = `${height}px`;
+  await drawOverview();
+  await show(PAGE.iterations.length - 1, 0);
+  chart.on("plotly_relayout", zoomed);
+  chart.addEventListener("mousemove", showTip);
+  chart.addEventListener("mouseleave", () => { tip.hidden = true; });
+  const move = (by) => show(state.place + by, state.group);
+  element("slider").addEventListener("input", () =>
+    show(Number(element("slider").value), state.group));
+  element("previous").addEventListener("click", () => move(-1));
+  element("next").addEventListener("click", () => move(1));
+  select.addEventListener("change", () => show(state.place, Number(select.value)));
+  for (const id of SWITCHES) element(id).addEventListener("change", redraw);
+  document.addEventListener("keydown", (event) => {
+    if (["INPUT", "SELECT"].includes(event.target.tagName)) return;
+    if (event.key === "ArrowLeft") move(-1);
+    if (event.key === "ArrowRight") move(1);
+  });
+  document.body.dataset.ready = "yes";
+}
+
+begin();

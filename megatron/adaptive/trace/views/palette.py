@@ -1,0 +1,56 @@
+"""Colours of the views: forward blue, backward green, weight orange, idle grey, waits pale.
+
+The chunk sets the lightness, from dark (chunk 0) to light. The hues were chosen to stay apart for
+the common kinds of colour blindness, where blue keeps its hue and this green turns yellow-brown.
+A wait has the tint of its cause, lighter than any action; idle time that no wait explains is grey.
+"""
+
+from __future__ import annotations
+
+import colorsys
+
+__all__ = ["ACTION_NAMES", "IDLE", "WAIT_COLORS", "WAIT_NAMES", "chunk_color", "text_color"]
+
+ACTION_NAMES = {"F": "forward", "B": "backward", "W": "weight"}
+IDLE = "E4E4E7"
+
+WAIT_NAMES = {
+    "input": "wait for input",
+    "memory": "wait for memory",
+    "order": "wait for order",
+    "group": "wait for group",
+    "": "wait, cause unknown",
+}
+"""By the cause of a wait, as ``Span.reason`` has it; traces of version 1 do not say it."""
+WAIT_COLORS = {
+    "input": "F6C9C9",
+    "memory": "D6C4EE",
+    "order": "F7E7A1",
+    "group": "B5E3DF",
+    "": "CACACF",
+}
+"""By the cause of a wait, the fill as ``RRGGBB``."""
+
+_HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
+_DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
+
+
+def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
+    """The fill of a cell as ``RRGGBB``; distinct for every chunk of up to some hundred."""
+    hue, saturation = _HUES[action]
+    if num_chunks <= 1:
+        lightness = _SINGLE
+    elif num_chunks <= 3:
+        lightness = _SINGLE - 0.06 + 0.19 * chunk
+    else:
+        lightness = _DARK + (_LIGHT - _DARK) * chunk / (num_chunks - 1)
+    channels = colorsys.hls_to_rgb(hue, lightness, saturation)
+    return "".join(f"{round(255 * channel):02X}" for channel in channels)
+
+
+def text_color(fill: str) -> str:
+    """``FFFFFF`` or a near black, whichever has the higher contrast on a fill ``RRGGBB``."""
+    channels = [int(fill[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "FFFFFF" if luminance < 0.22 else "1A1A1A"

@@ -1,0 +1,298 @@
+"""The chart of a step as a picture: time to the right, a row per stage.
+
+Waits have the tint of their cause, other idle time is grey.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megatron.adaptive.trace.event import Span
+from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.summary import NS_PER_MS, StepSummary, summarize
+from megatron.adaptive.trace.views.palette import (
+    ACTION_NAMES,
+    IDLE,
+    WAIT_COLORS,
+    WAIT_NAMES,
+    chunk_color,
+    text_color,
+)
+
+__all__ = ["write_picture"]
+
+DPI = 150
+WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
+"""The picture grows from the first width to the second, so that a short action is this wide."""
+TOP_IN, BOTTOM_IN, LEFT_IN, RIGHT_IN = 0.86, 0.96, 0.35, 0.85
+ROW_IN_FEW, ROW_IN_MANY, MANY_ROWS = 0.62, 0.36, 8
+MAX_ROWS_IN = 100.0
+"""All rows together are not higher: readers of pictures end at 65,536 pixels."""
+BAR = 0.80
+"""Height of a bar; the rest of a row's unit is the gap to the next."""
+INK, FAINT = "#1F2328", "#6B6B70"
+LETTER_EM, DIGIT_EM = 0.60, 0.64
+"""Widths of a letter and of a digit, in font sizes."""
+DIGIT_HEIGHT_EM = 1.15
+SMALLEST_PT, UPRIGHT_BELOW_PT = 4.5, 5.5
+POINTS_PER_IN = 72
+VISIBLE = 2000
+"""A wait of so small a part of the step is less than a dot: the legend does not name its cause."""
+LEGEND_CHUNKS = 8
+"""Up to this many chunks the legend shows each; beyond, some of them, evenly spaced."""
+
+
+def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
+    """Write a step as ``.png`` (or what else the ending asks of matplotlib), replacing the file.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    figure = _draw(step, summarize(step))
+    with replaced(path) as temporary:
+        figure.savefig(temporary, facecolor="white")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Sizes of the picture in inches: bars lie between ``left`` and ``width - RIGHT_IN``."""
+
+    width: float
+    height: float
+    left: float
+    row: float
+    step_ms: float
+
+    @property
+    def inches_per_ms(self) -> float:
+        return (self.width - self.left - RIGHT_IN) / self.step_ms
+
+
+def _draw(step: PipelineStep, summary: StepSummary) -> Figure:
+    labels = _labels(step)
+    frame = _frame(step, labels)
+    figure = Figure(figsize=(frame.width, frame.height), dpi=DPI)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes(
+        (
+            frame.left / frame.width,
+            BOTTOM_IN / frame.height,
+            1 - (frame.left + RIGHT_IN) / frame.width,
+            1 - (TOP_IN + BOTTOM_IN) / frame.height,
+        )
+    )
+    _set_axes(axes, step, frame, labels)
+    _draw_rows(axes, step, summary, frame)
+    _write_texts(axes, step, frame)
+    page = figure.add_axes((0, 0, 1, 1))
+    page.set_axis_off()
+    page.set_xlim(0, frame.width)
+    page.set_ylim(0, frame.height)
+    _write_title(page, step, summary, frame)
+    _draw_legend(page, step, frame)
+    return figure
+
+
+def _labels(step: PipelineStep) -> list[str]:
+    """Row names: on two lines where rows are high, on one where they are many."""
+    separator = "\n" if step.num_ranks <= MANY_ROWS else "  "
+    return [step.label(r).replace(" (", f"{separator}(") for r in range(step.num_ranks)]
+
+
+def _frame(step: PipelineStep, labels: Sequence[str]) -> _Frame:
+    row = ROW_IN_FEW if step.num_ranks <= MANY_ROWS else ROW_IN_MANY
+    row = min(row, MAX_ROWS_IN / step.num_ranks)
+    letters = max(len(part) for label in labels for part in label.split("\n"))
+    left = LEFT_IN + letters * LETTER_EM * 9 / POINTS_PER_IN
+    durations = sorted(span.duration_ns for bars in step.rows for span in bars)
+    short_ns = max(1, durations[len(durations) // 10])
+    wanted = left + RIGHT_IN + FORWARD_IN * step.step_ns / short_ns
+    return _Frame(
+        width=min(max(WIDTH_IN, wanted), MAX_WIDTH_IN),
+        height=TOP_IN + BOTTOM_IN + row * step.num_ranks,
+        left=left,
+        row=row,
+        step_ms=max(step.step_ns, 1) / NS_PER_MS,
+    )
+
+
+def _set_axes(axes: Axes, step: PipelineStep, frame: _Frame, labels: Sequence[str]) -> None:
+    axes.set_xlim(0, frame.step_ms)
+    axes.set_ylim(step.num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(step.num_ranks), labels, fontsize=_label_pt(frame), color=INK)
+    axes.tick_params(axis="y", length=0, pad=6)
+    axes.tick_params(axis="x", length=3, color=FAINT, labelcolor=FAINT, labelsize=8.5)
+    axes.set_xlabel("time in the step (ms)", fontsize=9, color=FAINT, labelpad=3)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _label_pt(frame: _Frame) -> float:
+    return min(9.0, frame.row * POINTS_PER_IN * 0.8)
+
+
+def _draw_rows(axes: Axes, step: PipelineStep, summary: StepSummary, frame: _Frame) -> None:
+    idle_rows = [
+        Rectangle((0, rank.pp_rank - BAR / 2), frame.step_ms, BAR) for rank in summary.ranks
+    ]
+    axes.add_collection(PatchCollection(idle_rows, facecolor=f"#{IDLE}", edgecolor="none"))
+    for cause, color in WAIT_COLORS.items():
+        waits = [
+            _bar(pp_rank, wait)
+            for pp_rank, row in enumerate(step.waits)
+            for wait in row
+            if _cause(wait) == cause
+        ]
+        axes.add_collection(PatchCollection(waits, facecolor=f"#{color}", edgecolor="none"))
+    durations = sorted(span.duration_ns for row in step.rows for span in row)
+    typical_pt = durations[len(durations) // 2] / NS_PER_MS * frame.inches_per_ms * POINTS_PER_IN
+    edge_pt = min(0.5, 0.05 * typical_pt)  # A wider edge would hide the bars of a dense chart.
+    for action in step.actions:
+        for chunk in range(step.num_chunks):
+            bars = [
+                _bar(pp_rank, span)
+                for pp_rank, row in enumerate(step.rows)
+                for span in row
+                if (span.action, span.chunk) == (action, chunk)
+            ]
+            color = f"#{chunk_color(action, chunk, step.num_chunks)}"
+            axes.add_collection(
+                PatchCollection(bars, facecolor=color, edgecolor="white", linewidth=edge_pt)
+            )
+    for rank in summary.ranks:
+        axes.annotate(
+            f"{1 - rank.bubble_fraction:.0%} busy",
+            (frame.step_ms, rank.pp_rank),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=_label_pt(frame),
+            color=FAINT,
+            annotation_clip=False,
+        )
+    for pp_rank in step.missing:
+        axes.text(0, pp_rank, "no trace of this rank", va="center", color=FAINT, style="italic")
+
+
+def _cause(wait: Span) -> str:
+    return wait.reason if wait.reason in WAIT_COLORS else ""
+
+
+def _bar(pp_rank: int, span: Span) -> Rectangle:
+    return Rectangle(
+        (span.start_ns / NS_PER_MS, pp_rank - BAR / 2), span.duration_ns / NS_PER_MS, BAR
+    )
+
+
+def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
+    """Write ``chunk-microbatch`` into the bars wide enough.
+
+    All bars of a kind of action get one size and one direction: upright where the text would be
+    too small along the bar.
+    """
+    largest = min(9.0 if frame.row == ROW_IN_FEW else 7.5, _label_pt(frame))
+    for action in step.actions:
+        bars = [
+            (pp_rank, span)
+            for pp_rank, row in enumerate(step.rows)
+            for span in row
+            if span.action == action
+        ]
+        upright = False
+        common = min(largest, _tenth([_fitting_pt(span, frame) for _, span in bars]))
+        if common < UPRIGHT_BELOW_PT:
+            upright = True
+            common = min(largest, _tenth([_fitting_pt(span, frame, True) for _, span in bars]))
+        common = max(common, SMALLEST_PT)
+        for pp_rank, span in bars:
+            size = _fitting_pt(span, frame, upright)
+            if size < SMALLEST_PT:
+                continue
+            axes.text(
+                (span.start_ns + span.end_ns) / 2 / NS_PER_MS,
+                pp_rank,
+                f"{span.chunk}-{span.microbatch}",
+                ha="center",
+                va="center" if upright else "center_baseline",
+                rotation=90 if upright else 0,
+                fontsize=min(size, common),
+                color=f"#{text_color(chunk_color(action, span.chunk, step.num_chunks))}",
+            )
+
+
+def _fitting_pt(span: Span, frame: _Frame, upright: bool = False) -> float:
+    """The largest font size at which a span's text fits its bar, in points."""
+    width_pt = span.duration_ns / NS_PER_MS * frame.inches_per_ms * POINTS_PER_IN
+    letters_em = DIGIT_EM * len(f"{span.chunk}-{span.microbatch}")
+    if not upright:
+        return 0.88 * width_pt / letters_em
+    height_pt = frame.row * BAR * POINTS_PER_IN
+    return min(0.95 * width_pt / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters_em)
+
+
+def _tenth(values: Sequence[float]) -> float:
+    """A value that nine tenths of the values reach."""
+    return sorted(values)[len(values) // 10]
+
+
+def _write_title(page: Axes, step: PipelineStep, summary: StepSummary, frame: _Frame) -> None:
+    title = f"Pipeline schedule: {step.schedule}"
+    page.text(
+        frame.left, frame.height - 0.32, title, size=14, weight="bold", color=INK, va="center"
+    )
+    chunks = "chunk" if step.num_chunks == 1 else "chunks"
+    ranks = "rank" if step.num_ranks == 1 else "ranks"
+    replica = f", replica {step.dp_rank} of {step.num_replicas}" if step.num_replicas > 1 else ""
+    subtitle = (
+        f"{step.num_ranks} pipeline {ranks} × {step.num_chunks} {chunks}, "  # noqa: RUF001
+        f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{replica}  ·  "
+        f"step {summary.step_ms:.4g} ms  ·  bubble {summary.bubble_fraction:.1%}"
+    )
+    page.text(frame.left, frame.height - 0.60, subtitle, size=10, color=FAINT, va="center")
+
+
+def _draw_legend(page: Axes, step: PipelineStep, frame: _Frame) -> None:
+    """A strip of swatches per kind of action, numbered by chunk, one per cause of a wait, idle."""
+    count = min(step.num_chunks, LEGEND_CHUNKS)
+    shown = [round(i * (step.num_chunks - 1) / max(1, count - 1)) for i in range(count)]
+    word = ", chunk" if step.num_chunks > 1 else ""
+    groups = [
+        (
+            ACTION_NAMES[action] + word,
+            [
+                (str(chunk) if word else "", chunk_color(action, chunk, step.num_chunks))
+                for chunk in shown
+            ],
+        )
+        for action in step.actions
+    ]
+    long_ns = step.step_ns / VISIBLE
+    shown_causes = {
+        _cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns
+    }
+    groups += [
+        (WAIT_NAMES[cause], [("", color)])
+        for cause, color in WAIT_COLORS.items()
+        if cause in shown_causes
+    ]
+    groups.append(("idle", [("", IDLE)]))
+    x, y, height = frame.left, 0.25, 0.19
+    for name, swatches in groups:
+        caption = page.text(x, y, name, size=9, color=INK, va="center_baseline")
+        x += caption.get_window_extent().width / DPI + 0.10
+        for text, color in swatches:
+            width = 0.30 if text else 0.36
+            page.add_patch(Rectangle((x, y - height / 2), width, height, facecolor=f"#{color}"))
+            ink = f"#{text_color(color)}"
+            page.text(x + width / 2, y, text, size=8, color=ink, ha="center", va="center_baseline")
+            x += width + 0.025
+        x += 0.35

@@ -1,0 +1,101 @@
+"""A trace as curves in TensorBoard: one run per rank, so that a figure's ranks share a chart.
+
+::
+
+    <folder>/mean/events.out.tfevents.trace          mean over the ranks
+    <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
+
+Every iteration is a point, at the time it happened. The files are written with TensorBoard's own
+writer, whole or not at all; writing again replaces them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.adaptive.trace.figures import Floats, RunFigures
+from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.summary import NS_PER_MS
+from megatron.adaptive.trace.views.parts import PART_NAMES, PARTS, parts_ms
+
+__all__ = ["FILE_NAME", "MEAN", "time_of_day_lead_ns", "write_scalars"]
+
+FILE_NAME = "events.out.tfevents.trace"
+MEAN = "mean"
+"""The folder of the curves that are means over the ranks."""
+
+
+def write_scalars(
+    figures: RunFigures, folder: str | os.PathLike[str], *, lead_ns: int = 0
+) -> tuple[str, ...]:
+    """Write curves of bubble fraction, step time and what the step's time went into.
+
+    Args:
+        figures: of the ranks to show.
+        folder: for TensorBoard's ``--logdir``; files of an earlier call are replaced.
+        lead_ns: what turns the figures' times into time of day, see :func:`time_of_day_lead_ns`.
+
+    Returns:
+        The names of the curves.
+
+    Raises:
+        TraceError: a file cannot be written.
+        ImportError: TensorBoard is missing.
+    """
+    # Not at the top: slow to import, and nobody else in here needs it.
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    curves = dict(_curves(figures))
+    known = figures.num_actions > 0
+    moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
+    runs = {f"rank {rank:05d}": column for column, rank in enumerate(figures.ranks.tolist())}
+    for name, column in {MEAN: None, **runs}.items():
+        with (
+            replaced(Path(folder, name, FILE_NAME)) as temporary,
+            temporary.open("wb") as file,
+        ):
+            writer = RecordWriter(file)
+            start_s = float(moments_s[0])
+            writer.write(Event(wall_time=start_s, file_version="brain.Event:2").SerializeToString())
+            for row, iteration in enumerate(figures.iterations.tolist()):
+                columns = np.flatnonzero(known[row]) if column is None else [column]
+                if not len(columns) or not known[row, columns].all():
+                    continue
+                values = [
+                    Summary.Value(tag=tag, simple_value=float(curve[row, columns].mean()))
+                    for tag, curve in curves.items()
+                ]
+                event = Event(
+                    wall_time=float(moments_s[row]), step=iteration, summary=Summary(value=values)
+                )
+                writer.write(event.SerializeToString())
+            writer.flush()
+    return tuple(curves)
+
+
+def time_of_day_lead_ns(run: RunTrace) -> int:
+    """What turns a run's common time into time of day, in nanoseconds.
+
+    A run on several clocks is on the time of day of one of them; with one clock its times are those
+    of a monotonic clock.
+    """
+    if len(run.alignment.clocks) != 1:
+        return 0
+    header = next(iter(run.ranks.values())).header
+    return header.unix_ns - header.monotonic_ns
+
+
+def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
+    """Names and values, ``[iterations, ranks]``."""
+    yield "pipeline/bubble fraction", figures.bubble_fraction
+    yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
+    parts = parts_ms(figures)
+    for number, part in enumerate(PARTS):
+        yield f"pipeline parts/{PART_NAMES[part]} ms", parts[..., number]

@@ -1,0 +1,122 @@
+"""The diagnosis of a run while it trains: every some iterations, in a process of its own.
+
+The training process writes a question into a pipe and looks, between two iterations, whether an
+answer has come: it reads no trace, waits for nothing, and goes on without answers where the other
+process fails. That one runs at the lowest priority and ends with this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["RunningDiagnosis"]
+
+_ROOT = Path(__file__).resolve().parents[3]
+_WATCH = "megatron.adaptive.trace.diagnose.watch"
+_LAST_S = 10.0
+
+
+class RunningDiagnosis:
+    """Tells once of each thing that slows the run.
+
+    Args:
+        folder: where the ranks write their traces.
+        interval: iterations between two diagnoses, each of the iterations since the one before.
+        start_iteration: iterations done before this process began; its first one is left out.
+        tell: takes the text of a finding.
+    """
+
+    def __init__(
+        self, folder: str, interval: int, start_iteration: int, tell: Callable[[str], None]
+    ) -> None:
+        self._interval = interval
+        self._next = start_iteration + 2
+        self._tell = tell
+        self._told: set[tuple[object, ...]] = set()
+        self._answers = b""
+        self._waiting = False
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-m", _WATCH, folder, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+
+    def after_iteration(self, iteration: int) -> None:
+        """Ask where it is time to, and tell what was answered. Takes microseconds."""
+        if self._process is None:
+            return
+        if self._waiting:
+            self._read()
+        elif iteration - self._next + 1 >= self._interval:
+            self._ask(iteration)
+
+    def close(self) -> None:
+        """Tell what is still found of the last question; idempotent. Blocks for 10 s at most."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        rest = b""
+        try:
+            if self._waiting:
+                os.set_blocking(process.stdout.fileno(), True)
+                rest = process.communicate(timeout=_LAST_S)[0]
+        except (OSError, subprocess.TimeoutExpired):
+            pass  # whoever ends a job does not wait for advice
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._take(rest)
+
+    def _ask(self, last: int) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), f"{self._next} {last}\n".encode())
+            self._waiting = True
+            self._next = last + 1
+        except OSError:
+            self.close()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._waiting = False
+            self.close()
+            return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._answers = (self._answers + data).split(b"\n")
+        for line in lines:
+            self._waiting = False
+            for finding in json.loads(line).get("findings", ()):
+                key = tuple(finding["key"])
+                if key not in self._told:
+                    self._told.add(key)
+                    self._tell(f"warning: {finding['text']}")

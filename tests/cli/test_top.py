@@ -1,0 +1,205 @@
+"""``top`` as a user runs it: one frame, frames into a pipe, and a terminal with keys."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.top import main
+from megatron.adaptive.trace.event import trace_file_name
+from megatron.adaptive.trace.live import LiveRun
+from megatron.adaptive.trace.live_state import ENDED, NowFile
+from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]
+# A session of its own with its terminal, so that Ctrl-C there is a signal.
+ADOPT = (
+    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of 2 stages and 2 replicas in the middle of iteration 6 of 20; rank 3 is slow."""
+    slow = Fault(kind="slow-rank", rank=3, factor=1.5)
+    traces = tmp_path / "run" / "traces"
+    write_synthetic(traces, SyntheticRun(num_ranks=2, replicas=2, iterations=5, faults=(slow,)))
+    say(traces, {"doing": "F", "chunk": 0, "microbatch": 3, "done": [3, 1, 0]})
+    lines = [{"total_iterations": 20, "start_iteration": 0}]
+    lines += [
+        {"iteration": i, "step_ms": 400.0, "tokens_per_s": 12345.6, "loss": 9.0 - i}
+        for i in range(1, 6)
+    ]
+    with (traces / "progress.jsonl").open("w") as file:
+        for number, line in enumerate(lines):
+            file.write(json.dumps({**line, "unix_ns": time.time_ns() + number * 10**9}) + "\n")
+    return tmp_path / "run"
+
+
+def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
+    """Let ranks say what they do."""
+    for rank in ranks:
+        file = NowFile(traces, rank)
+        file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
+        file.close()
+
+
+def frame(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
+    """The lines of one frame."""
+    assert main([str(argument) for argument in (*arguments, "--once")]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    return text.splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_frame_tells_everything(
+    folder: Path, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    say(folder / "traces", {"doing": "wait", "cause": "input", "done": [2, 0, 0]}, [2])
+    lines = frame(capsys, folder, "--width", str(width))
+    assert max(len(line) for line in lines) <= width
+    text = "\n".join(lines)
+    assert re.search(r"adaptive · 2 stages x 1 chunk · 2 replicas +running, 0\.\d s old", lines[0])
+    assert re.search(r"iteration 6 of 20 ━+╸? +30%, 15 s left", text)
+    assert "step 400.0 ms   12,346 tokens/s   loss 4 █▆▅▃▁   bubble" in text
+    header = next(line for line in lines if line.split()[:2] == ["rank", "stage"])
+    assert {"now", "done", "bubble", "waits", "compute", "held"} <= set(header.split())
+    ranks = {line.split()[0]: line for line in lines[lines.index(header) + 1 :]}
+    assert re.match(r" +0 +0 +F 3 +3\+1", ranks["0"])
+    assert re.match(r" +2 +1 +waits input +2\+0", ranks["2"])
+    assert all("3.0 MiB" in ranks[rank] for rank in "0123")
+    assert [rank for rank, line in ranks.items() if " 1.50x" in line] == ["3"]
+    assert ("█" in ranks["0"]) == (width >= 96)
+
+
+def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "traces" / trace_file_name(1)).unlink()
+    (folder / "traces" / trace_file_name(2)).write_text("{}\nnonsense\n")
+    lines = frame(capsys, folder / "traces")
+    text = "\n".join(lines)
+    assert "1 of 4 ranks have no trace" in text
+    assert re.search(r"\n +1 +not started", text)
+    assert re.search(r"\n +2 +unreadable", text)
+    assert "trace_rank_00002.jsonl does not begin with a header" in text
+
+
+def test_an_empty_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = frame(capsys, tmp_path, "--width", "80")
+    assert lines[0].endswith("waiting")
+    assert lines[1] == " no traces yet"
+
+
+def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from megatron.adaptive.trace.live_view import draw
+
+    slow = Fault(kind="slow-rank", rank=9, factor=1.5)
+    run = SyntheticRun(num_ranks=4, replicas=8, iterations=5, num_microbatches=4, faults=(slow,))
+    write_synthetic(tmp_path, run)
+    say(tmp_path, {"doing": "B"}, range(30))
+    snapshot = LiveRun(tmp_path).refresh()
+    for width in (80, 140):
+        Console(width=width, highlight=False).print(draw(snapshot, width, 24))
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24
+        assert max(len(line) for line in lines) <= width
+        stages = [line for line in lines if re.match(r" +\d +8 ", line)]
+        assert len(stages) == 4
+        assert "8 B" in stages[0]
+        assert "6 B · 2 after 5" in stages[3]
+        assert [" 1.5" in stage for stage in stages] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere does not exist; give the folder of a run or its traces"),
+        ([], "there is no runs/latest here; give the folder of a run or its traces"),
+        (["--interval", "0"], "'0' is no time from 0.05 to 3600 s; see --help"),
+        (["--width", "wide"], "'wide' is no number of columns from 40 to 1000; see --help"),
+        (["--twice"], "top: unrecognized arguments: --twice; see --help"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(main, arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_into_a_pipe_frames_come_until_the_run_is_over(folder: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, str(folder), "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        say(folder / "traces", {"doing": ENDED})
+        rest = process.stdout.read()
+        assert process.wait(60) == 0
+    assert "running" in first
+    assert rest.splitlines()[-1].split()[0] == "3"  # the last rank of the last frame
+    frames = [line for line in (first + rest).splitlines() if "2 stages" in line]
+    assert frames[-1].endswith("ended")
+    assert "\x1b" not in rest
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+def test_a_key_ends_it_on_a_terminal(folder: Path, key: bytes) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    before = termios.tcgetattr(theirs)
+    with subprocess.Popen(
+        [sys.executable, "-c", ADOPT, *COMMAND, str(folder), "--interval", "0.1"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=ENVIRONMENT,
+    ) as process:
+        screen = read_until(ours, lambda seen: seen.count(b"iteration 6 of 20") >= 3)
+        os.write(ours, key)
+        screen += read_until(ours, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
+        assert process.wait(60) == 0
+    assert b"\x1b[?1049h" in screen  # a screen of its own, and back
+    assert termios.tcgetattr(theirs)[3] == before[3]
+    os.close(ours)
+    os.close(theirs)
+
+
+def read_until(terminal: int, is_enough: object) -> bytes:
+    """What comes out of a terminal until it is enough."""
+    assert callable(is_enough)
+    seen, end_s = b"", time.monotonic() + 60
+    while not is_enough(seen):
+        ready, _, _ = select.select([terminal], [], [], max(0.0, end_s - time.monotonic()))
+        assert ready, seen
+        seen += os.read(terminal, 65536)
+    return seen

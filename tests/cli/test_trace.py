@@ -1,0 +1,213 @@
+"""``python -m megatron.adaptive trace`` as a user runs it, on good traces and on damaged ones."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from openpyxl import load_workbook
+
+from megatron.adaptive.cli import trace_views
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.trace import main
+from megatron.adaptive.trace.event import trace_file_name
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.lines import block_text
+from megatron.adaptive.trace.order import write_legacy
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "trace_pipeline_2_model_chunks_1"
+SMALL = SyntheticRun(num_ranks=2, replicas=2, num_microbatches=4, iterations=5, hosts=2)
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The traces of a run of two replicas of two ranks, 5 iterations; its folder is the current."""
+    monkeypatch.chdir(tmp_path)
+    write_synthetic(tmp_path / "traces", SMALL)
+    return tmp_path / "traces"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused call prints; nothing is written."""
+    before = sorted(Path().rglob("*"))
+    assert run_cli(main, arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+    return output.err
+
+
+def test_the_program_prints_the_figures_and_writes_every_view(traces: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.adaptive", "trace", "traces", "--output-dir", "views"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert "run synthetic" in lines[0]
+    assert lines[0].endswith("2 ranks x 1 chunks, 4 microbatches, replica 0 of 2")
+    assert lines[1].startswith("iteration 5: step ")
+    assert [line.split()[:2] for line in lines[3:5]] == [["stage", "0"], ["stage", "1"]]
+    assert lines[5].startswith("of the step, ms")
+    assert lines[8].startswith("over 5 complete iterations (1-5): step median")
+    assert lines[9].startswith("clocks: 2 clocks, 1 measured: residual ")
+    names = {path.name for path in Path("views").iterdir()}
+    endings = ("xlsx", "html", "json.gz", "png")
+    assert names == {*(f"{NAME}.{ending}" for ending in endings), f"{NAME}_tensorboard"}
+
+
+def test_json(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["traces", "--json", "--format", "png", "--dp-rank", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    figures = run_figures(read_run(traces), [5], ranks=[1, 3])
+    for rank in range(2):
+        parts = report["ranks"][rank]["parts_ms"]
+        assert parts["busy"] == pytest.approx(figures.busy_ns[0, rank] / 1e6)
+        assert sum(parts.values()) == pytest.approx(report["step_ms"])
+    assert report["clocks"]["count"] == 2
+    assert report["clocks"]["residual_us"] > 0
+    assert report["views"] == [f"iteration 5 drawn: {Path(NAME).resolve()}.png"]
+
+
+def test_iterations_and_replica_are_chosen(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["traces", "--format", "xlsx"]
+    main([*flags, "--iterations", "2-4", "--dp-rank", "1", "--output-dir", "a"])
+    assert "over 3 complete iterations (2-4)" in capsys.readouterr().out
+    book = load_workbook(Path("a", f"{NAME}.xlsx"))
+    assert "iteration 4, replica 1 of 2" in book["order"]["A1"].value
+    assert [book["summary"].cell(row, 2).value for row in (3, 4)] == [1, 3]
+    numbers = [row[0] for row in book["iterations"].iter_rows(min_row=3, values_only=True)]
+    assert numbers == [2, 3, 4]
+    main([*flags, "--iteration", "2", "--output", "one.xlsx"])
+    assert "over" not in capsys.readouterr().out
+    assert "iteration 2, replica 0 of 2" in load_workbook("one.xlsx")["order"]["A1"].value
+    # Of a range that only overlaps the run, what there is.
+    main([*flags, "--iterations", "4-90", "--output", "two.xlsx"])
+    assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
+
+
+def test_all_leaves_out_what_lacks_its_package(
+    traces: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {"png": "matplotlib", "html": "a_package_that_is_not_there"}
+    monkeypatch.setattr(trace_views, "FORMATS", packages)
+    assert main(["traces"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: cannot write html: package 'a_package_that_is_not_there' is missing; run pip "
+        "install a_package_that_is_not_there\n"
+    )
+    assert Path(f"{NAME}.png").exists()
+    assert "run pip install a_package" in refused(capsys, "traces", "--format", "html")
+
+
+def test_diagnose(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "traces"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["diagnose", "traces", "--json", "--iterations", "2-5"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert "it has 1-5" in refused(capsys, "diagnose", "traces", "--iteration", "8")
+    assert "does not exist" in refused(capsys, "diagnose", "missing")
+
+
+def test_the_text_form_has_views_and_a_diagnosis(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{NAME}.txt"
+    write_legacy(read_run(traces), text)
+    assert main([text, "--format", "xlsx,png,perfetto,tensorboard", "--output", "text.xlsx"]) == 0
+    names = {path.name for path in Path().iterdir()}
+    assert {"text.xlsx", "text.png", "text.json.gz", "text_tensorboard"} < names
+    assert main(["diagnose", text]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["traces", "--iteration", "7"], "iteration 7 is not in traces; it has 1-5"),
+        (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces; it has 1-5"),
+        (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
+        (["traces", "--iterations", "few"], "'few' is no range of iterations: give A-B"),
+        (["traces", "--iteration", "1", "--iterations", "1-2"], "not allowed with argument"),
+        (["traces", "--dp-rank", "2"], "it has data-parallel ranks 0-1"),
+        (["traces", "--format", "xlsx,svg"], "invalid choice 'svg': choose from xlsx, html"),
+        (["nowhere"], "nowhere does not exist"),
+        ([], "no trace found: neither runs/latest nor"),
+        (["traces", "--zoom"], "unrecognized arguments: --zoom"),
+    ],
+)
+def test_wrong_flags(
+    traces: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_a_missing_rank_is_said_and_drawn(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (traces / trace_file_name(2)).unlink()
+    assert main(["traces", "--format", "xlsx"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "warning: no trace of ranks 2 in traces"
+    assert load_workbook(f"{NAME}.xlsx")["order"]["B4"].value == "no trace of this rank"
+
+
+def test_a_truncated_last_line_is_dropped(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = traces / trace_file_name(0)
+    text = path.read_text()
+    path.write_text(text[: text.index('{"begin_iteration": 5') + 400])
+    assert main(["traces", "--format", "png"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "warning: 1 truncated lines at file ends dropped; run killed?\n"
+    assert "iteration 4: step" in output.out  # the last one that is whole
+
+
+def test_clocks_that_were_set_back_are_said(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (traces / trace_file_name(1)).open("a") as file:
+        file.write(block_text(6, 1, 1, []))
+    assert main(["traces", "--format", "png"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
+        "mean nothing\n"
+    )
+
+
+def test_damaged_folders_are_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    assert "empty holds no trace: neither traces/trace_rank_*.jsonl nor" in refused(capsys, "empty")
+
+    shutil.copytree(traces, "mixed")
+    path = Path("mixed", trace_file_name(3))
+    path.write_text(path.read_text().replace('"synthetic"', '"another"'))
+    message = refused(capsys, "mixed")
+    assert "mixed mixes runs: 'synthetic' (ranks 0-2); 'another' (ranks 3)" in message
+
+    shutil.copytree(traces, "newer")
+    path = Path("newer", trace_file_name(2))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
+    assert "version 3" in refused(capsys, "newer")
+
+    shutil.copytree(traces, "broken")
+    path = Path("broken", trace_file_name(0))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], "[0,0,x]\n", *lines[5:]]))
+    assert "trace_rank_00000.jsonl" in refused(capsys, "broken")
+
+    Path("blank").mkdir()
+    Path("blank", trace_file_name(0)).write_text("")
+    assert "the trace files in blank are empty" in refused(capsys, "blank")

@@ -1,0 +1,32 @@
+"""Made-up runs with a fault, diagnosed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
+
+Say = Callable[..., Diagnosis]
+
+NOISE: dict[str, Any] = {
+    "action_sigma": 0.08,
+    "rank_sigma": 0.01,
+    "iteration_sigma": 0.01,
+    "stray_probability": 0.001,
+}
+
+
+@pytest.fixture
+def say(tmp_path: Path) -> Say:
+    """A function that makes a noisy run up and diagnoses it."""
+
+    def make(*faults: Fault, iterations: int = 16, **options: Any) -> Diagnosis:
+        run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations, **options})
+        write_synthetic(tmp_path, run)
+        return diagnose(read_run(tmp_path))
+
+    return make

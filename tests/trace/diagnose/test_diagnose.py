@@ -1,0 +1,157 @@
+"""The fault that a run has is named, and one without a fault is left alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose import CAUSES_FOUND, Diagnosis, diagnose
+from megatron.adaptive.trace.event import trace_file_name
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
+
+Say = Callable[..., Diagnosis]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("factor", [1.3, 2.0])
+def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
+    rank = 2 * replicas  # of the third stage
+    (finding,) = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas).findings
+    assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
+    assert finding.factor == pytest.approx(factor, rel=0.07)
+    assert finding.against == ("plan" if replicas == 1 else "peers")
+    assert str(finding.period) == "in all iterations"
+    assert finding.confidence > 0.95
+    # It works on 8 microbatches of 30 ms.
+    assert finding.cost_ms == pytest.approx((factor - 1) * 30 * 8, rel=0.35)
+    assert finding.counts == {"iterations": 15, "actions": 15 * 8 * 2}
+
+
+@pytest.mark.parametrize(
+    ("when", "text"), [({"first": 10}, "from iteration 10 on"), ({"first": 6, "last": 12}, "6-12")]
+)
+def test_it_says_when_a_rank_became_slow(say: Say, when: dict[str, int], text: str) -> None:
+    (finding,) = say(Fault(kind="slow-rank", rank=0, factor=1.3, **when), iterations=20).findings
+    assert (finding.cause, finding.ranks, finding.against) == ("slow rank", (0,), "history")
+    assert text in str(finding.period)
+    assert finding.factor == pytest.approx(1.3, rel=0.05)
+
+
+def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-rank", rank=3, factor=1.5)
+    write_synthetic(tmp_path, SyntheticRun(faults=(fault,)))
+    for path in tmp_path.iterdir():
+        header, rest = path.read_text().split("\n", 1)
+        known = {k: v for k, v in json.loads(header).items() if k not in ("layers", "work")}
+        path.write_text(f"{json.dumps(known)}\n{rest}")
+    assert diagnose(read_run(tmp_path)).findings == ()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_slow_link_is_named(say: Say, replicas: int) -> None:
+    source, target = 2 * replicas, replicas
+    fault = Fault(kind="slow-link", rank=source, to=target, seconds=0.01)
+    (finding,) = say(fault, replicas=replicas, hosts=2, clock_offset_s=5).findings
+    assert (finding.cause, finding.ranks) == ("slow link", (source, target))
+    assert finding.delay_ms == pytest.approx(10, rel=0.1)
+    assert finding.counts["messages"] == 15 * 8
+    assert finding.cost_ms > 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_slow_reading_is_named(say: Say, replicas: int) -> None:
+    fault = Fault(kind="slow-data", rank=replicas - 1, seconds=0.006)
+    (finding,) = say(fault, replicas=replicas).findings
+    assert (finding.cause, finding.ranks) == ("slow data", (replicas - 1,))
+    assert finding.delay_ms == pytest.approx(6, rel=0.2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_spikes_are_named_and_not_taken_for_slowness(say: Say, replicas: int) -> None:
+    fault = Fault(kind="spikes", rank=replicas, factor=4, probability=0.05)
+    (finding,) = say(fault, replicas=replicas).findings
+    assert (finding.cause, finding.ranks) == ("spikes", (replicas,))
+    assert str(finding.period) == "now and then"
+
+
+def test_two_faults_are_both_named_the_dearer_first(say: Say) -> None:
+    found = say(
+        Fault(kind="slow-rank", rank=1, factor=1.6),
+        Fault(kind="slow-link", rank=2, to=3, seconds=0.008),
+    ).findings
+    assert [f.cause for f in found] == ["slow rank", "slow link"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_quiet_run_raises_no_alarm(say: Say, seed: int, replicas: int) -> None:
+    lengths = 0.3 * (seed % 2)  # microbatches that are long on all stages
+    said = say(seed=seed, replicas=replicas, microbatch_sigma=lengths, iterations=12)
+    assert said.findings == ()
+    assert said.format().startswith("no findings in iterations 2-12")
+
+
+def test_uneven_stages_get_another_partition(say: Say) -> None:
+    (finding,) = say(head=3.0, replicas=2).findings
+    assert (finding.cause, finding.stages) == ("uneven stages", (3,))
+    assert sum(finding.partition) == 16
+    assert finding.partition[3] == 2
+    assert "--partition 5-5-4-2" in finding.format() or finding.partition in {
+        (5, 4, 5, 2),
+        (4, 5, 5, 2),
+        (5, 5, 4, 2),
+    }
+
+
+def test_a_slow_rank_gets_fewer_layers(say: Say) -> None:
+    (finding,) = say(Fault(kind="slow-rank", rank=1, factor=2.0)).findings
+    assert sum(finding.partition) == 16
+    assert finding.partition[1] < 4
+    assert "--partition" in finding.advice[0]
+
+
+def test_one_rank_one_iteration_and_no_messages(say: Say) -> None:
+    assert say(num_ranks=1, iterations=1).findings == ()
+    assert say(num_ranks=1, replicas=2, iterations=2).findings == ()
+
+
+def test_only_what_was_asked_for(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-rank", rank=1, factor=1.5, first=9)
+    write_synthetic(tmp_path, SyntheticRun(faults=(fault,), iterations=16))
+    run = read_run(tmp_path)
+    assert diagnose(run, range(2, 9)).findings == ()
+    (finding,) = diagnose(run, range(9, 17)).findings
+    assert finding.period.kind == "lasting"
+    with pytest.raises(TraceError, match=r"iteration 17 is not in .* it has 1-16"):
+        diagnose(run, [16, 17])
+
+
+def test_a_missing_rank_is_noted_and_the_others_judged(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-rank", rank=1, factor=1.5)
+    write_synthetic(tmp_path, SyntheticRun(replicas=2, faults=(fault,), iterations=12))
+    (tmp_path / trace_file_name(6)).unlink()
+    said = diagnose(read_run(tmp_path))
+    assert [f.ranks for f in said.findings] == [(1,)]
+    assert any("no trace of ranks 6" in note for note in said.notes)
+
+
+def test_a_diagnosis_is_json(say: Say) -> None:
+    said = say(Fault(kind="slow-link", rank=0, to=1, seconds=0.01))
+    told: dict[str, Any] = json.loads(json.dumps(said.to_json()))
+    (finding,) = told["findings"]
+    assert finding["cause"] in CAUSES_FOUND
+    assert finding["headline"] == said.findings[0].headline
+    assert finding["period"]["text"] == "in all iterations"
+    assert told["counts"]["messages"] == 15 * 6 * 8
+
+
+def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SyntheticRun(iterations=1))
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text().split("\n", 1)[0] + "\n")
+    with pytest.raises(TraceError, match="holds no iteration"):
+        diagnose(read_run(tmp_path))

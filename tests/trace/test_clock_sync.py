@@ -1,0 +1,177 @@
+"""Clocks compared over real connections: right within microseconds, closed to strangers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.trace import clock_sync
+from megatron.adaptive.trace.clock import fit_clock
+from megatron.adaptive.trace.clock_sync import ClockServer, Sampler, start_clock_sync
+from megatron.adaptive.trace.event import ClockSamples
+
+WORKER = Path(__file__).with_name("clock_worker.py")
+ROOT = Path(__file__).resolve().parents[2]
+WATCHDOG_S = 30.0
+
+
+@pytest.fixture
+def server() -> Iterator[ClockServer]:
+    with closing(ClockServer()) as server:
+        yield server
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("offset_s", "drift_ppm"), [(-5, 50), (5, -50)])
+def test_wrong_clocks_of_processes_are_found(
+    server: ClockServer, offset_s: int, drift_ppm: int
+) -> None:
+    seconds = 4
+    arguments = [server.port, server.token.hex(), offset_s * 10**9, drift_ppm, seconds]
+    result = subprocess.run(
+        [sys.executable, str(WORKER), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    told: dict[str, Any] = json.loads(result.stdout)
+    assert told["bursts"] >= 5
+    assert len(told["samples"]) == told["bursts"] * clock_sync.BURST
+    true = told["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
+    wrong = true + offset_s * 10**9 + ((true - told["start_ns"]) * drift_ppm * 1e-6).astype(int)
+    fit = fit_clock(told["samples"])
+    errors = np.abs(fit.apply(wrong) - true)
+    assert np.median(errors) <= 50_000, f"{np.median(errors)} ns, {fit}"
+    assert fit.residual_ns <= 50_000
+    assert abs(fit.drift_ppm + drift_ppm) < 40
+
+
+def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) -> None:
+    bursts: list[ClockSamples] = []
+    came = threading.Event()
+
+    def deliver(samples: ClockSamples) -> None:
+        bursts.append(samples)
+        came.set()
+
+    sampler = Sampler("localhost", server.port, server.token, deliver=deliver)
+    assert came.wait(WATCHDOG_S)
+    sampler.close()
+    assert len(bursts) >= 2
+    for t0, t1, t2, t3 in bursts[0].samples:
+        assert t0 <= t1 <= t2 <= t3  # one clock, so everything is in order
+    sampler.close()
+
+
+def exchange(server: ClockServer, request: bytes) -> bytes:
+    with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
+        connection.sendall(request)
+        return connection.recv(64)
+
+
+def test_strangers_are_turned_away_and_others_served(server: ClockServer) -> None:
+    assert exchange(server, b"GET / HTTP/1.1\r\n") == b""
+    number = (7).to_bytes(8, "big")
+    assert len(exchange(server, server.token + number)) == 24
+    assert exchange(server, server.token + number)[:8] == number
+
+
+def test_a_request_may_come_in_pieces(server: ClockServer) -> None:
+    with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
+        for byte in server.token + bytes(8):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.001)
+        assert len(connection.recv(64)) == 24
+
+
+def test_a_server_that_is_gone_ends_the_sampler() -> None:
+    server = ClockServer()
+    bursts: list[ClockSamples] = []
+    sampler = Sampler(
+        "localhost", server.port, b"not this", deliver=bursts.append, periods_s=(0.01, 0.01)
+    )
+    sampler._thread.join(WATCHDOG_S)
+    assert not sampler._thread.is_alive()
+    assert bursts == []
+    server.close()
+    assert not server._thread.is_alive()
+
+
+def test_without_the_kernels_stamps_the_threads_own_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_sync, "_SO_TIMESTAMPNS", 0x7FFF)
+    bursts: list[ClockSamples] = []
+    with closing(ClockServer()) as server:
+        sampler = Sampler("localhost", server.port, server.token, deliver=bursts.append)
+        sampler.close()
+    assert abs(fit_clock(bursts[0].samples).base_ns) < 10**8
+
+
+class Ranks:
+    """Collectives of ranks that are threads."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count)
+        self._given: list[list[Any]] = []
+        self._count = count
+        self._lock = threading.Lock()
+
+    def gather_of(self, rank: int) -> Any:
+        turn = 0
+
+        def gather(mine: Any) -> list[Any]:
+            nonlocal turn
+            with self._lock:
+                if len(self._given) == turn:
+                    self._given.append([None] * self._count)
+                self._given[turn][rank] = mine
+            self._barrier.wait(WATCHDOG_S)
+            turn += 1
+            return self._given[turn - 1]
+
+        return gather
+
+
+@pytest.mark.parametrize(
+    ("clocks", "asking"), [("aaaa", []), ("aabb", [2]), ("abcb", [1, 2]), ("abca", [1, 2])]
+)
+def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> None:
+    ranks = Ranks(len(clocks))
+    bursts: dict[int, list[ClockSamples]] = {rank: [] for rank in range(len(clocks))}
+    came = {rank: threading.Event() for rank in asking}
+
+    def run(rank: int) -> None:
+        gather = ranks.gather_of(rank)
+
+        def deliver(samples: ClockSamples) -> None:
+            bursts[rank].append(samples)
+            came[rank].set()
+
+        sync = start_clock_sync(
+            rank=rank, clock_id=clocks[rank], address="localhost", gather=gather, deliver=deliver
+        )
+        for event in came.values():
+            assert event.wait(WATCHDOG_S)
+        sync.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(clocks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WATCHDOG_S)
+        assert not thread.is_alive()
+    assert [rank for rank, found in bursts.items() if found] == asking
+    assert not any(thread.name.startswith("clock-") for thread in threading.enumerate())

@@ -1,0 +1,253 @@
+"""The page: what it holds is what the trace says, and small enough."""
+
+import base64
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.event import trace_file_name
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
+from megatron.adaptive.trace.views import page, page_choice
+from megatron.adaptive.trace.views.page import write_page
+from megatron.adaptive.trace.views.page_blocks import encode
+from megatron.adaptive.trace.views.page_spans import categories
+
+Make = Callable[..., RunTrace]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A function that makes up a run and reads it."""
+
+    def write(**shape: Any) -> RunTrace:
+        write_synthetic(tmp_path / "traces", SyntheticRun(**shape))
+        return read_run(tmp_path / "traces")
+
+    return write
+
+
+class Page:
+    """What a page holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.text = path.read_text()
+        self.head = self._script("page")
+
+    def block(self, group: int, place: int) -> dict[str, Any]:
+        """A block with its columns as arrays."""
+        return decode(self._script(f"block-{group}-{place}"))
+
+    def _script(self, name: str) -> dict[str, Any]:
+        found = re.search(f'<script type="application/json" id="{name}">(.*?)</script>', self.text)
+        assert found is not None
+        content: dict[str, Any] = json.loads(found[1])
+        return content
+
+
+def decode(block: dict[str, Any]) -> dict[str, Any]:
+    data, at = gzip.decompress(base64.b64decode(block["data"])), 0
+    for name, kind, length in block["columns"]:
+        assert at % np.dtype(kind).itemsize == 0, "arrays of JavaScript begin at multiples"
+        block[name] = np.frombuffer(data, kind, length, at)
+        at += block[name].nbytes
+    assert at == len(data)
+    return block
+
+
+def test_bars_and_messages_are_those_of_the_trace(make: Make, tmp_path: Path) -> None:
+    run = make(num_ranks=3, num_chunks=2, iterations=3)
+    assert write_page(run, tmp_path / "a.html", [2, 3]) == []
+    found = Page(tmp_path / "a.html")
+    assert found.head["iterations"] == [2, 3]
+    block = found.block(0, 1)
+    start_ns = min(int(t.table([3]).of_kind("F").start_ns.min()) for t in run.ranks.values())
+    kinds = [(c["kind"], c["chunk"]) for c in found.head["categories"]]
+    for rank, trace in run.ranks.items():
+        row = slice(block["offset"][rank], block["offset"][rank + 1])
+        bars = [
+            (*kinds[category], start, length)
+            for category, start, length in zip(
+                *(block[name][row].tolist() for name in ("category", "start", "length")),
+                strict=True,
+            )
+        ]
+        for kind in ("F", "B", "wait", "data", "reduce", "optimizer"):
+            spans = trace.table([3]).of_kind(kind)
+            expected = zip((spans.start_ns - start_ns).tolist(), spans.duration_ns, strict=True)
+            assert sorted(bar[2:] for bar in bars if bar[0] == kind) == sorted(expected)
+        forwards = trace.table([3]).of_kind("F")
+        mine = np.isin(block["category"][row], [kinds.index(("F", 0)), kinds.index(("F", 1))])
+        for name in ("microbatch", "chunk", "bytes", "in_flight_bytes", "queue_depth", "reason"):
+            assert sorted(block[name][row][mine]) == sorted(getattr(forwards, name)), name
+    sends = sum(len(t.table([3]).of_kind("send")) for t in run.ranks.values())
+    assert len(block["sent"]) == block["messages"] == sends
+    assert (block["arrived"] >= block["sent"]).all()
+    figures = run_figures(run, [3])
+    assert block["step_ms"] == figures.step_ns[0, 0] / 1e6
+    assert block["bubble"] == pytest.approx(figures.bubble_fraction.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"schedule": "1f1b"},
+        {"num_chunks": 2, "weight_pieces": 3},
+        {"schedule": "zb-h1"},
+        {"schedule": "interleaved", "num_chunks": 3, "num_ranks": 2},
+    ],
+)
+def test_a_steady_step_simulated_anew_is_the_step(
+    make: Make, tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
+    block = Page(tmp_path / "a.html").block(0, 0)
+    # Reading data is a part of some forwards only, the mean spreads it over all.
+    assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
+    assert len(block["s_start"]) == block["s_offset"][-1] > 0
+
+
+def test_an_uneven_step_takes_longer_than_one_of_mean_times(make: Make, tmp_path: Path) -> None:
+    run = make(iterations=1, action_sigma=0.4, schedule="1f1b")
+    write_page(run, tmp_path / "a.html", [1])
+    block = Page(tmp_path / "a.html").block(0, 0)
+    assert 0 < block["simulated_ms"] < 0.95 * block["step_ms"]
+    write_page(run, tmp_path / "b.html", [1], simulated={})
+    assert Page(tmp_path / "b.html").block(0, 0)["simulated_ms"] == 0
+
+
+def test_many_spans_are_merged_and_their_sums_stay(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(num_ranks=4, num_microbatches=32, iterations=2)
+    write_page(run, tmp_path / "all.html", [1])
+    monkeypatch.setattr(page, "MAX_SPANS", 200)
+    notes = write_page(run, tmp_path / "few.html", [1])
+    assert any("merged" in note for note in notes)
+    whole = Page(tmp_path / "all.html").block(0, 0)
+    few = Page(tmp_path / "few.html").block(0, 0)
+    assert len(few["start"]) <= 200 < len(whole["start"])
+    assert few["count"].sum() == len(whole["start"])
+    for rank in range(4):
+        sums = []
+        for block in (whole, few):
+            row = slice(block["offset"][rank], block["offset"][rank + 1])
+            lengths = block["length"][row].astype(np.int64)
+            sums.append(np.bincount(block["category"][row], lengths, 40))
+            ends = block["start"][row] + lengths
+            data = [c.kind for c in categories(1)].index("data")
+            others = block["category"][row] != data  # which lies within the action that reads it
+            assert (np.diff(block["start"][row]) >= 0).all()
+            assert (ends[others][:-1] <= block["start"][row][others][1:]).all()
+        assert sums[0] == pytest.approx(sums[1])
+
+
+def test_messages_beyond_the_limit_have_no_arrows(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MAX_MESSAGES", 20)
+    notes = write_page(make(iterations=1), tmp_path / "a.html", [1])
+    assert notes == ["48 messages of large steps have no arrows"]
+    assert len(Page(tmp_path / "a.html").block(0, 0)["sent"]) == 0
+
+
+def test_several_replicas_and_their_mean(make: Make, tmp_path: Path) -> None:
+    run = make(num_ranks=2, replicas=3, iterations=1)
+    write_page(run, tmp_path / "a.html", [1])
+    found = Page(tmp_path / "a.html")
+    names = [group["name"] for group in found.head["groups"]]
+    assert names == ["replica 0", "replica 1", "replica 2", "mean of 3 replicas"]
+    assert found.head["groups"][1]["rows"] == ["stage 0, rank 1", "stage 1, rank 4"]
+    mean = found.block(3, 0)
+    shares = mean["share"].reshape(2, len(mean["used"]), mean["bins"]) / 255
+    kinds = [found.head["categories"][number]["kind"] for number in mean["used"]]
+    width_ns = mean["extent_ms"] * 1e6 / mean["bins"]
+    for kind in ("F", "B", "wait"):
+        mine = shares[:, [k == kind for k in kinds]].sum(axis=(1, 2)) * width_ns
+        for stage in range(2):
+            spans = [run.ranks[r].table([1]).of_kind(kind) for r in range(3 * stage, 3 * stage + 3)]
+            start = min(int(t.table([1]).of_kind("F").start_ns.min()) for t in run.ranks.values())
+            inside = [np.maximum(s.end_ns - np.maximum(s.start_ns, start), 0).sum() for s in spans]
+            assert mine[stage] == pytest.approx(np.mean(inside), rel=0.02)
+    write_page(run, tmp_path / "b.html", [1], dp_rank=2)
+    assert [group["name"] for group in Page(tmp_path / "b.html").head["groups"]] == ["replica 2"]
+
+
+def test_of_many_iterations_and_replicas_the_slowest_are_shown(make: Make) -> None:
+    slow = Fault(kind="slow-rank", rank=5, factor=1.5, first=41, last=42)
+    run = make(num_ranks=2, replicas=6, iterations=90, num_microbatches=2, faults=(slow,))
+    figures = run_figures(run)
+    choice = page_choice.choose(run, figures, run.iterations, None)
+    assert len(choice.iterations) == page_choice.MAX_ITERATIONS
+    assert {1, 41, 42, 90} <= set(choice.iterations)
+    assert max(np.diff(choice.iterations)) < 15
+    assert choice.replicas == (0, 5)
+    assert choice.mean_of == (0, 1, 2, 3, 4, 5)
+    assert len(choice.notes) == 2
+
+
+def test_missing_ranks_are_rows_that_say_so(make: Make, tmp_path: Path) -> None:
+    run = make(num_ranks=3, iterations=1)
+    (run.origin / trace_file_name(1)).unlink()
+    notes = write_page(read_run(run.origin), tmp_path / "a.html", [1])
+    assert notes == ["1 steps, incomplete or very large, are not simulated"]
+    found = Page(tmp_path / "a.html")
+    assert found.head["groups"][0]["rows"][1] == "stage 1: no trace"
+    assert any("no trace of ranks 1" in note for note in found.head["notes"])
+    assert found.block(0, 0)["offset"][1] == found.block(0, 0)["offset"][2]
+
+
+def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = read_run(write_run(run="</script><b>&"))
+    write_page(run, tmp_path / "a.html", run.iterations)
+    found = Page(tmp_path / "a.html")
+    assert found.head["title"] == "Pipeline trace of </script><b>&"
+    assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in found.text
+
+
+def test_nothing_is_loaded_from_elsewhere(make: Make, tmp_path: Path) -> None:
+    write_page(make(iterations=1), tmp_path / "a.html", [1])
+    text = (tmp_path / "a.html").read_text()
+    assert "default-src 'none'" in text
+    assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", text)
+    assert len(text) < 8_000_000
+
+
+def test_columns_have_the_narrowest_type_that_holds_them() -> None:
+    columns = {
+        "a": np.array([0, 255]),
+        "b": np.array([-1, 3]),
+        "c": np.array([256]),
+        "d": np.array([-1, 70_000]),
+        "e": np.array([2**32]),
+        "f": np.zeros(0, np.int64),
+    }
+    block = decode(encode(columns, kind="x"))
+    types = {name: kind for name, kind, _ in block["columns"]}
+    kinds = "uint8 int8 uint16 int32 float64 uint8".split()
+    assert types == dict(zip("abcdef", kinds, strict=True))
+    for name, column in columns.items():
+        assert block[name].tolist() == column.tolist()
+
+
+def test_what_is_not_there_is_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(iterations=2)
+    with pytest.raises(TraceError, match="iteration 5 is not in .* it has 1-2"):
+        write_page(run, tmp_path / "a.html", [5])
+    with pytest.raises(TraceError, match="data-parallel rank 4"):
+        write_page(run, tmp_path / "a.html", [1], dp_rank=4)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(SetupError, match="pip install plotly"):
+        write_page(run, tmp_path / "a.html", [1])
+    assert not list(tmp_path.glob("*.html"))

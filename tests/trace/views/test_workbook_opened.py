@@ -1,0 +1,114 @@
+"""The workbook as LibreOffice opens it: nothing repaired, nothing lost, cells are the trace.
+
+LibreOffice loads it and saves it anew; what it took in is what is in the new file.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from openpyxl import load_workbook
+from openpyxl.workbook import Workbook
+from openpyxl.worksheet.worksheet import Worksheet
+
+from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.views.palette import IDLE, chunk_color
+from megatron.adaptive.trace.views.workbook import write_workbook
+from megatron.adaptive.trace.views.workbook_time import fill_bins
+
+SOFFICE = shutil.which("soffice")
+
+pytestmark = pytest.mark.skipif(
+    SOFFICE is None, reason="needs LibreOffice Calc: bash prerequisite.sh --views"
+)
+
+
+@pytest.fixture
+def opened(
+    write_run: Callable[..., Path], tmp_path: Path
+) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
+    """What was drawn, the workbook as written, and as LibreOffice saved it."""
+    run = read_run(write_run(3, 2, 6))
+    step, figures = pipeline_step(run), run_figures(run)
+    path = tmp_path / "chart.xlsx"
+    write_workbook(run, step, figures, path)
+    done = subprocess.run(
+        [
+            *(str(SOFFICE), "--headless", "--norestore"),
+            f"-env:UserInstallation=file://{tmp_path}/profile",
+            *("--convert-to", "xlsx:Calc MS Excel 2007 XML", "--outdir", str(tmp_path / "saved")),
+            str(path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    words = (done.stdout + done.stderr).lower()
+    assert not [word for word in ("repair", "corrupt", "error") if word in words], words
+    saved = tmp_path / "saved" / "chart.xlsx"
+    assert saved.exists(), done.stdout + done.stderr
+    return step, figures, load_workbook(path), load_workbook(saved)
+
+
+def row_of(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int]]:
+    """Text, colour and first column of each coloured cell that is not covered by another."""
+    covered = {
+        column
+        for area in sheet.merged_cells.ranges
+        if area.min_row == row
+        for column in range(area.min_col + 1, area.max_col + 1)
+    }
+    return [
+        (cell.value, cell.fill.start_color.rgb[-6:], cell.column)
+        for cell in sheet[row][1:]
+        if cell.fill.fill_type == "solid" and cell.column not in covered
+    ]
+
+
+def values_of(sheet: Worksheet) -> dict[str, object]:
+    """What its cells hold, by their names."""
+    return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
+
+
+def test_it_opens_and_nothing_is_lost(
+    opened: tuple[PipelineStep, RunFigures, Workbook, Workbook],
+) -> None:
+    step, figures, written, saved = opened
+    assert saved.sheetnames == written.sheetnames
+
+    # Every cell has the value that we wrote.
+    for name in written.sheetnames:
+        before, after = values_of(written[name]), values_of(saved[name])
+        assert after.keys() == before.keys()
+        for place, value in before.items():
+            close = isinstance(value, int | float)
+            assert after[place] == (pytest.approx(value, rel=1e-12) if close else value), place
+    assert len(saved["charts"]._charts) == len(written["charts"]._charts) == 2
+
+    # Cells of the charts are the trace.
+    for pp_rank, spans in enumerate(step.rows):
+        drawn = [(text, color) for text, color, _ in row_of(saved["order"], 3 + pp_rank)]
+        assert [cell for cell in drawn if cell[1] != IDLE] == [
+            (f"{s.chunk}-{s.microbatch}", chunk_color(s.action, s.chunk, 2)) for s in spans
+        ]
+    for pp_rank, bins in enumerate(fill_bins(step).rows):
+        texts = [(text, column) for text, _, column in row_of(saved["time"], 3 + pp_rank)]
+        assert texts == [
+            (b.span and f"{b.span.chunk}-{b.span.microbatch}", 2 + b.start) for b in bins
+        ]
+
+    # So are its tables.
+    heads = [cell.value for cell in saved["summary"][2]]
+    for rank in range(3):
+        line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))
+        assert line["busy ms"] == pytest.approx(figures.busy_ns[-1, rank] / 1e6)
+        assert line["bubble fraction"] == pytest.approx(figures.bubble_fraction[-1, rank])
+    for row, iteration in enumerate(figures.iterations.tolist()):
+        cells = [cell.value for cell in saved["iterations"][3 + row]]
+        assert cells[:2] == [iteration, pytest.approx(figures.step_ns[row].max() / 1e6)]
