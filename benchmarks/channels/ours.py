@@ -8,7 +8,7 @@ that layer costs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Groups:
         self._nbytes = nbytes
 
     def make(
-        self, kind: str, peers: list[int], completions: Completions | None
+        self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
         """See ``connect.TorchGroups``."""
         group = dist.new_group([0, 1], backend="gloo")

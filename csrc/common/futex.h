@@ -74,15 +74,14 @@ class SpinBudget {
   // Spins until `ready()` or for as long as seems worth it. Returns the last answer of `ready()`.
   template <typename Ready>
   bool spin_until(const Ready& ready) {
+    // Once before the clock is asked: where that is a system call it takes longer than a message.
+    if (check_often(ready)) {
+      return true;
+    }
     const auto end = Deadline::Clock::now() + (short_spins_left_ > 0 ? kShortest : longest_);
     do {
-      for (int i = 0; i < kChecksPerClockRead; ++i) {
-        if (ready()) {
-          penalty_ = 0;
-          short_spins_left_ = 0;
-          return true;
-        }
-        relax_cpu();
+      if (check_often(ready)) {
+        return true;
       }
     } while (Deadline::Clock::now() < end);
     if (short_spins_left_ > 0) {
@@ -96,6 +95,19 @@ class SpinBudget {
   }
 
  private:
+  template <typename Ready>
+  bool check_often(const Ready& ready) {
+    for (int i = 0; i < kChecksPerClockRead; ++i) {
+      if (ready()) {
+        penalty_ = 0;
+        short_spins_left_ = 0;
+        return true;
+      }
+      relax_cpu();
+    }
+    return false;
+  }
+
   static constexpr std::chrono::nanoseconds kShortest = std::chrono::microseconds(2);
   static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(40);
   static constexpr int kChecksPerClockRead = 16;
