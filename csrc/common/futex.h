@@ -78,9 +78,12 @@ class SpinBudget {
   // Spins until `ready()` or for as long as seems worth it. Returns the last answer of `ready()`.
   template <typename Ready>
   bool spin_until(const Ready& ready) {
-    // Once before the clock is asked: where that is a system call it takes longer than a message.
-    if (check_often(ready)) {
-      return true;
+    // For a while before the clock is asked: where that is a system call it takes longer than a
+    // message.
+    for (int i = 0; i < kFirstChecks / kChecksPerClockRead; ++i) {
+      if (check_often(ready)) {
+        return true;
+      }
     }
     const auto longest = short_spins_left_ > 0 ? kShortest : longest_;
     const auto end = Deadline::Clock::now() + longest;
@@ -118,6 +121,7 @@ class SpinBudget {
 
   static constexpr std::chrono::nanoseconds kShortest = std::chrono::microseconds(2);
   static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(120);
+  static constexpr int kFirstChecks = 64;
   static constexpr int kChecksPerClockRead = 16;
   static constexpr int kLongestPenalty = 64;
 
