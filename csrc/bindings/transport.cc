@@ -286,10 +286,12 @@ PyMethodDef kFastMethods[] = {
      "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends what "
      "is in reserved memory without a copy. It may be read afterwards, but not written to."},
     {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
-     "reserve_tensor(peer, dtype_code, shape)\n\nAs reserve(), but returns (tensor, address, token); "
+     "reserve_tensor(peer, dtype_code, shape)\n\nAs reserve(), but returns (tensor, address, "
+     "token); "
      "None also for no bytes. After use_torch()."},
     {"commit_tensor", as_method(&node_commit_tensor), METH_FASTCALL,
-     "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)\n\nAs commit(), of a tensor "
+     "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)\n\nAs commit(), of a "
+     "tensor "
      "that begins where the reserved one does; False, and nothing is sent, where send_tensor() "
      "would say that."},
     {"poll", as_method(&node_poll), METH_NOARGS,
