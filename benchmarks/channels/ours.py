@@ -7,8 +7,9 @@ that layer costs.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Groups:
         self._nbytes = nbytes
 
     def make(
-        self, kind: str, peers: list[int], completions: Completions | None
+        self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
         """See ``connect.TorchGroups``."""
         group = dist.new_group([0, 1], backend="gloo")
@@ -218,7 +219,9 @@ class NodeConnector:
         self._rank = rank
         self._peer = 1 - rank
         token = gather(bytes(range(16)))[0]
-        self.node: Any = extension.require("the benchmark").Node(rank, token, 1, 2)
+        masks = gather(os.sched_getaffinity(0))
+        sharing = 1 if masks[0].isdisjoint(masks[1]) else 2
+        self.node: Any = extension.require("the benchmark").Node(rank, token, 1, sharing)
         if kind == "shm":
             address = self.node.listen("unix")
         else:

@@ -94,9 +94,8 @@ ElementType element_of(PyObject* code) {
   return dtype;
 }
 
-// step, kind, chunk, microbatch, dtype_code, variant, shape
-Message message_from(PyObject* const* args) {
-  Message message;
+// step, kind, chunk, microbatch
+void fill_label(Message& message, PyObject* const* args) {
   message.step = as_int(args[0]);
   message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[1], "kind"));
   if (message.kind == MessageKind::kEnd) {
@@ -104,6 +103,12 @@ Message message_from(PyObject* const* args) {
   }
   message.chunk = narrow<std::int32_t>(args[2], "chunk");
   message.microbatch = narrow<std::int32_t>(args[3], "microbatch");
+}
+
+// step, kind, chunk, microbatch, dtype_code, variant, shape
+Message message_from(PyObject* const* args) {
+  Message message;
+  fill_label(message, args);
   message.dtype = element_of(args[4]);
   message.variant = narrow<std::uint8_t>(args[5], "variant");
   fill_shape(message, args[6]);
@@ -155,13 +160,7 @@ PyObject* node_send_tensor(PyObject* self, PyObject* const* args, Py_ssize_t cou
     if (!read_tensor(args[5], message, &data)) {
       Py_RETURN_FALSE;
     }
-    message.step = as_int(args[1]);
-    message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[2], "kind"));
-    if (message.kind == MessageKind::kEnd) {
-      throw std::invalid_argument("kind 255 is the transports' own: close() sends it");
-    }
-    message.chunk = narrow<std::int32_t>(args[3], "chunk");
-    message.microbatch = narrow<std::int32_t>(args[4], "microbatch");
+    fill_label(message, args + 1);
     // The tensor's owner may put another storage into it before this one is sent.
     static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
     const auto storage =
@@ -207,6 +206,43 @@ PyObject* node_commit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+PyObject* node_reserve_tensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    check_count(count, 3, "reserve_tensor(peer, dtype_code, shape)");
+    Message message;
+    message.dtype = element_of(args[1]);
+    fill_shape(message, args[2]);
+    message.nbytes = shape_bytes(message);
+    if (message.nbytes == 0) {
+      return none();
+    }
+    auto reserved = node_of(self).reserve(narrow<std::int32_t>(args[0], "peer"), message.nbytes);
+    if (!reserved) {
+      return none();
+    }
+    const std::uint64_t token = reserved->token;
+    const auto address = reinterpret_cast<std::uintptr_t>(reserved->memory.data());
+    const py::object tensor = make_tensor(std::move(reserved->memory), message);
+    return py::make_tuple(tensor, address, token).release().ptr();
+  });
+}
+
+PyObject* node_commit_tensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    check_count(count, 7, "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)");
+    Message message;
+    const void* data = nullptr;
+    if (!read_tensor(args[6], message, &data)) {
+      Py_RETURN_FALSE;
+    }
+    fill_label(message, args + 2);
+    Reserved reserved;
+    reserved.token = static_cast<std::uint64_t>(as_int(args[1]));
+    node_of(self).commit(narrow<std::int32_t>(args[0], "peer"), message, std::move(reserved));
+    Py_RETURN_TRUE;
+  });
+}
+
 PyObject* node_poll(PyObject* self, PyObject*) {
   return guarded([&] { return node_of(self).poll().release().ptr(); });
 }
@@ -249,6 +285,15 @@ PyMethodDef kFastMethods[] = {
     {"commit", as_method(&node_commit), METH_FASTCALL,
      "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends what "
      "is in reserved memory without a copy. It may be read afterwards, but not written to."},
+    {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
+     "reserve_tensor(peer, dtype_code, shape)\n\nAs reserve(), but returns (tensor, address, "
+     "token); "
+     "None also for no bytes. After use_torch()."},
+    {"commit_tensor", as_method(&node_commit_tensor), METH_FASTCALL,
+     "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)\n\nAs commit(), of a "
+     "tensor "
+     "that begins where the reserved one does; False, and nothing is sent, where send_tensor() "
+     "would say that."},
     {"poll", as_method(&node_poll), METH_NOARGS,
      "poll()\n\nReturns the oldest arrival or put item, None if there is none now.\n\nRaises "
      "PeerLostError or TransportError, once, for a channel that ended."},

@@ -170,13 +170,29 @@ bool Completions::spin(const Deadline& deadline) {
   if (spin_us_ < 0.0) {
     return spin_.spin_until([this] { return look(); });
   }
+  if (spin_us_ == 0.0) {
+    return look();
+  }
+  // The clock is asked rarely: where that is a system call it takes longer than a message.
+  constexpr int kLooksPerClockRead = 64;
+  const auto look_often = [this] {
+    for (int i = 0; i < kLooksPerClockRead; ++i) {
+      if (look()) {
+        return true;
+      }
+      relax_cpu();
+    }
+    return false;
+  };
+  if (look_often()) {
+    return true;
+  }
   const Deadline end = deadline.at_most(
       std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(spin_us_, 1e12) * 1e3)));
   do {
-    if (look()) {
+    if (look_often()) {
       return true;
     }
-    relax_cpu();
   } while (!end.expired());
   return false;
 }
@@ -205,10 +221,13 @@ std::optional<Item> Completions::wait(const Deadline& deadline) {
     if (auto item = poll()) {
       return item;
     }
-    if (interrupted_.exchange(false) || deadline.expired()) {
+    if (interrupted_.exchange(false)) {
       return std::nullopt;
     }
     if (!spin(deadline)) {
+      if (deadline.expired()) {
+        return std::nullopt;
+      }
       sleep(deadline);
     }
   }
@@ -226,15 +245,7 @@ void Completions::found(Item item) {
 }
 
 void Completions::drain_sources() {
-  const std::unique_lock<std::mutex> lock(sources_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    return;
-  }
-  bool found_any = false;
-  for (const auto& source : sources_) {
-    found_any = source->poll(*this) || found_any;
-  }
-  if (found_any) {
+  if (poll_sources()) {
     bell_.ring();
   }
 }

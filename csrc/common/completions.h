@@ -190,7 +190,7 @@ class Completions {
   void found(Item item);
 
   // Lets somebody other than the waiter move arrivals on (pieces of large messages while the
-  // process computes). Does nothing if the waiter is at it.
+  // process computes). Everything that was there before the call is found when it returns.
   void drain_sources();
 
   void add(std::shared_ptr<Source> source);

@@ -17,11 +17,11 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/socket_io.h"
 
 namespace adaptive {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(100);
 constexpr auto kRetry = std::chrono::milliseconds(2);
 
 // One message travels with the descriptor, one byte comes back.
@@ -83,24 +83,6 @@ ScopedFd open_socket() {
     throw_errno("socket", "AF_UNIX");
   }
   return socket;
-}
-
-void wait_ready(int fd, short events, const Deadline& deadline, const Tick& tick,
-                const std::string& what) {
-  for (;;) {
-    pollfd entry{fd, events, 0};
-    const int ready = ::poll(&entry, 1, deadline.at_most(kSlice).remaining_ms());
-    if (ready > 0) {
-      return;
-    }
-    if (ready < 0 && errno != EINTR) {
-      throw_errno("poll", what);
-    }
-    tick();
-    if (deadline.expired()) {
-      throw DeadlineError(what);
-    }
-  }
 }
 
 // The kernel vouches for these numbers; the peer cannot choose them.

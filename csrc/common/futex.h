@@ -62,9 +62,13 @@ inline unsigned allowed_cpus() noexcept {
 }
 
 // How long one waiter spins before it sleeps, learnt from how its spins end. A futex wake costs
-// 20-46 us, so a spin of that order pays while the other side runs on a CPU of its own. Where both
-// share one, a spinner takes the time of the one it waits for: always so with more busy processes
-// than CPUs, at times so on a machine with other work, which only failing spins tell.
+// 20-46 us, so a spin of that order pays while the other side runs on a CPU of its own. A long spin
+// takes two wakes and some work, so that it also meets a peer that slept: two that exchange
+// messages would else send each other to sleep for ever. Where both share a CPU, a spinner takes
+// the time of the one it waits for: always so with more busy processes than CPUs, at times so on a
+// machine with other work, which only failing spins tell; and where a wake put both on one CPU with
+// another one idle. A long spin therefore yields now and then: that lets the peer run, and shows
+// the kernel two that could run where one can, which it mends.
 class SpinBudget {
  public:
   // local_processes is how many busy processes share this node's CPUs.
@@ -74,15 +78,21 @@ class SpinBudget {
   // Spins until `ready()` or for as long as seems worth it. Returns the last answer of `ready()`.
   template <typename Ready>
   bool spin_until(const Ready& ready) {
-    const auto end = Deadline::Clock::now() + (short_spins_left_ > 0 ? kShortest : longest_);
+    // For a while before the clock is asked: where that is a system call it takes longer than a
+    // message.
+    for (int i = 0; i < kFirstChecks / kChecksPerClockRead; ++i) {
+      if (check_often(ready)) {
+        return true;
+      }
+    }
+    const auto longest = short_spins_left_ > 0 ? kShortest : longest_;
+    const auto end = Deadline::Clock::now() + longest;
     do {
-      for (int i = 0; i < kChecksPerClockRead; ++i) {
-        if (ready()) {
-          penalty_ = 0;
-          short_spins_left_ = 0;
-          return true;
-        }
-        relax_cpu();
+      if (check_often(ready)) {
+        return true;
+      }
+      if (longest > kShortest) {
+        ::sched_yield();
       }
     } while (Deadline::Clock::now() < end);
     if (short_spins_left_ > 0) {
@@ -96,8 +106,22 @@ class SpinBudget {
   }
 
  private:
+  template <typename Ready>
+  bool check_often(const Ready& ready) {
+    for (int i = 0; i < kChecksPerClockRead; ++i) {
+      if (ready()) {
+        penalty_ = 0;
+        short_spins_left_ = 0;
+        return true;
+      }
+      relax_cpu();
+    }
+    return false;
+  }
+
   static constexpr std::chrono::nanoseconds kShortest = std::chrono::microseconds(2);
-  static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(40);
+  static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(120);
+  static constexpr int kFirstChecks = 64;
   static constexpr int kChecksPerClockRead = 16;
   static constexpr int kLongestPenalty = 64;
 

@@ -25,6 +25,8 @@ using Clock = Deadline::Clock;
 constexpr auto kSlice = std::chrono::milliseconds(100);
 // A peer says hello as soon as it is connected; who does not is no peer, or comes again.
 constexpr auto kHelloLimit = std::chrono::seconds(5);
+// A peer whose connection broke connects again at once; one that failed does not.
+constexpr auto kReconnectLimit = std::chrono::seconds(1);
 // Strangers may not use up this process's descriptors.
 constexpr std::size_t kMostHalfOpen = 64;
 
@@ -219,6 +221,7 @@ std::size_t Listener::num_refused() const noexcept {
 Link Listener::accept(int peer, const std::string& purpose, const Deadline& deadline,
                       const Tick& tick) {
   auto next_tick = Clock::now() + kSlice;
+  std::optional<Clock::time_point> gave_up;  // when the peer was seen to have gone again
   for (;;) {
     impl_->accept_new();
     impl_->look_at_all();
@@ -229,6 +232,13 @@ Link Listener::accept(int peer, const std::string& purpose, const Deadline& dead
       if (!ended(link.fd())) {
         return link;
       }
+      gave_up = Clock::now();
+    }
+    if (gave_up && Clock::now() - *gave_up > kReconnectLimit) {
+      throw Error("rank " + std::to_string(peer) + " connected to " + address() + " for '" +
+                  purpose +
+                  "' and went away again: it could not make its end of the channel, or "
+                  "its process ended");
     }
     if (deadline.expired()) {
       throw DeadlineError("rank " + std::to_string(peer) + " did not connect to " + address() +

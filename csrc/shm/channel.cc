@@ -25,7 +25,11 @@ namespace adaptive {
 namespace shm {
 namespace {
 
-constexpr std::size_t kSmallestStream = 4096;
+// Processors that share a cache are nearer than this.
+constexpr double kFarNs = 115.0;
+// From here on bypassing the caches is quicker than waiting for lines that the receiver holds.
+constexpr std::size_t kStreamNearBytes = 4096;
+constexpr std::size_t kStreamFarBytes = 2048;
 
 // What one end tells the other about the memory it made, with five descriptors: control, data,
 // credit (of the sender's reactor), bell and wake (of the receiver that it is itself).
@@ -127,8 +131,15 @@ Peer receive_offer(Link& link, const Session& session, const std::string& peer_n
   return peer;
 }
 
-std::size_t stream_threshold(const ShmOptions& options) {
-  return options.stream_from_bytes != 0 ? options.stream_from_bytes : kSmallestStream;
+bool is_far(double distance_ns) {
+  return distance_ns >= kFarNs;
+}
+
+std::size_t stream_threshold(const ShmOptions& options, double distance_ns) {
+  if (options.stream_from_bytes != 0) {
+    return options.stream_from_bytes;
+  }
+  return is_far(distance_ns) ? kStreamFarBytes : kStreamNearBytes;
 }
 
 // Both directions of a pair.
@@ -156,10 +167,10 @@ class ShmSender final : public Sender {
         leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
     incoming_ = std::make_shared<Incoming>(fate_, session.job, options.limit_bytes, peer.layout,
                                            std::move(control), std::move(data),
-                                           std::move(peer.fds[2]), false);
+                                           std::move(peer.fds[2]), is_far(distance_ns_));
     outgoing_ = std::make_unique<Outgoing>(session, fate_, options, memory_);
     outgoing_->connect(Bell::attach(std::move(peer.fds[3])), std::move(peer.fds[4]),
-                       stream_threshold(options), [this] { watch_->say_goodbye(); });
+                       stream_threshold(options, distance_ns_), [this] { watch_->say_goodbye(); });
     start(std::move(link));
   }
 
@@ -222,7 +233,7 @@ class ShmSender final : public Sender {
                                                    memory_->control_segment.region.size_bytes())},
         {"huge_pages", std::string(memory_->data_segment.huge_pages)},
         {"copy", std::string(streaming_name())},
-        {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_))},
+        {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_, distance_ns_))},
         {"distance_ns", distance_ns_}};
   }
 

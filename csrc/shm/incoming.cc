@@ -12,8 +12,9 @@
 namespace adaptive::shm {
 namespace {
 
-// A lease's token: the slot, and whether its lines are to be flushed.
-constexpr std::uint64_t kFlush = 1ULL << 32;
+// What a far sender computes into a slot waits for every line that this processor still holds: five
+// times longer than flushing takes. More than this has left the caches by itself.
+constexpr std::uint64_t kMostFlushedBytes = std::uint64_t{512} << 10;
 
 void signal(const ScopedFd& fd) noexcept {
   const std::uint64_t one = 1;
@@ -153,9 +154,11 @@ void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flag
   Arrival arrival;
   arrival.peer = fate_->peer();
   arrival.message = message;
-  const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0;
+  const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0 &&
+                     message.piece_bytes <= kMostFlushedBytes;
+  flush_bytes_[slot] = flush ? static_cast<std::uint32_t>(message.piece_bytes) : 0;
   arrival.payload = Lease(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes,
-                          shared_from_this(), &Incoming::release, slot | (flush ? kFlush : 0));
+                          shared_from_this(), &Incoming::release, slot);
   num_held_.fetch_add(1, std::memory_order_relaxed);
   arrival.slots = layout_.slots;
   arrival.held = &num_held_;
@@ -183,11 +186,9 @@ void Incoming::release(void* owner, std::uint64_t token) noexcept {
   if (!self->guard_.in_maker()) {
     return;
   }
-  const auto slot = static_cast<unsigned>(token & 0xFFFF'FFFF);
-  if ((token & kFlush) != 0) {
-    flush_lines(self->data_region_.data() + slot * self->layout_.slot_stride,
-                self->layout_.slot_bytes);
-  }
+  const auto slot = static_cast<unsigned>(token);
+  flush_lines(self->data_region_.data() + slot * self->layout_.slot_stride,
+              self->flush_bytes_[slot]);
   self->num_held_.fetch_sub(1, std::memory_order_relaxed);
   self->give_back(slot);
 }

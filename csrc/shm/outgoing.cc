@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -17,6 +18,8 @@ namespace adaptive::shm {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kWorthWaitingBytes = std::size_t{64} << 10;
+constexpr std::chrono::nanoseconds kLongestPatience = std::chrono::microseconds(20);
 
 std::uint64_t bit(unsigned slot) noexcept {
   return std::uint64_t{1} << slot;
@@ -85,6 +88,7 @@ Outgoing::Outgoing(const Session& session, std::shared_ptr<Fate> fate, const Shm
       control_(memory_->control()),
       entries_(memory_->entries()),
       all_slots_(mask_of(options.slots)),
+      crowded_(session.local_processes > allowed_cpus()),
       free_(all_slots_),
       spin_(session.local_processes) {}
 
@@ -179,6 +183,23 @@ void Outgoing::copy_in(unsigned slot, const std::byte* from,
   }
 }
 
+// A receiver that is about to return a slot is worth a little patience: an eighth of the time that
+// the copy takes, for going out from the other thread costs more. Not where processes share
+// processors: there the receiver may only run when this one does not.
+unsigned Outgoing::take_slot_soon(std::size_t size_bytes) noexcept {
+  unsigned slot = take_slot();
+  if (slot != kNoSlot || size_bytes < kWorthWaitingBytes || crowded_) {
+    return slot;
+  }
+  const auto patience = std::min(std::chrono::nanoseconds(size_bytes / 128), kLongestPatience);
+  const auto end = Deadline::Clock::now() + patience;
+  do {
+    relax_cpu();
+    slot = take_slot();
+  } while (slot == kNoSlot && Deadline::Clock::now() < end);
+  return slot;
+}
+
 // Publishes as much of a message as there are slots for; true when that was all.
 bool Outgoing::move_on(Pending& pending) noexcept {
   Message& message = pending.message;
@@ -188,12 +209,12 @@ bool Outgoing::move_on(Pending& pending) noexcept {
     return true;
   }
   do {
-    const unsigned slot = take_slot();
+    const std::size_t count =
+        std::min<std::uint64_t>(message.nbytes - pending.offset, options_.slot_bytes);
+    const unsigned slot = take_slot_soon(count);
     if (slot == kNoSlot) {
       return false;
     }
-    const std::size_t count =
-        std::min<std::uint64_t>(message.nbytes - pending.offset, options_.slot_bytes);
     copy_in(slot, pending.data + pending.offset, count);
     message.offset = pending.offset;
     message.piece_bytes = count;

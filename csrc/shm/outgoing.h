@@ -89,6 +89,7 @@ class Outgoing {
   void prepare(Message& message) const;
   void gather() noexcept;
   unsigned take_slot() noexcept;
+  unsigned take_slot_soon(std::size_t size_bytes) noexcept;
   void publish(const Message& message, unsigned slot, std::uint32_t flags) noexcept;
   void copy_in(unsigned slot, const std::byte* from, std::size_t size_bytes) const noexcept;
   bool move_on(Pending& pending) noexcept;
@@ -107,6 +108,7 @@ class Outgoing {
   Control* const control_;
   Entry* const entries_;
   const std::uint64_t all_slots_;
+  const bool crowded_;  // more busy processes than processors
 
   std::mutex mutex_;  // everything below
   std::condition_variable moved_;

@@ -15,8 +15,9 @@
 namespace adaptive::tcp {
 namespace {
 
-// What the caller's thread writes itself: it has other things to do.
-constexpr std::size_t kDirectBytes = std::size_t{256} << 10;
+// What the caller's thread writes itself, as far as the socket takes it: whatever waits for the
+// other thread waits until a processor is free.
+constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
 std::shared_ptr<void> owner_of(const Keeper& keeper) {
   return keeper.make == nullptr ? nullptr : keeper.make(keeper.context);

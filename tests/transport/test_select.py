@@ -182,3 +182,13 @@ def test_endpoint_survives_the_way() -> None:
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(TransportError, match="no endpoint"):
         Endpoint.decode(text)
+
+
+def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
+    bound = [end(0, cpus=(0, 1)), end(1, cpus=(2, 3)), end(2, cpus=(1, 2)), end(3)]
+    assert not bound[0].shares_cpus(bound[1])
+    assert bound[0].shares_cpus(bound[0])
+    assert bound[0].shares_cpus(bound[2])
+    assert bound[0].shares_cpus(bound[3])  # it does not say
+    assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))
+    assert Endpoint.decode(bound[0].encode()) == bound[0]

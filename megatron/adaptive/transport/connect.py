@@ -135,6 +135,7 @@ def own_endpoint(
         user=os.getuid(),
         device=device.type,
         addresses={} if address is None else {"tcp": address},
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
         ports=ports,
         lacks=lacks,
     )
@@ -300,7 +301,8 @@ class _Opener:
 
     def _make_node(self) -> Any:
         module = extension.require("this transport")
-        here = sum(end.machine == self._own.machine for end in self._ends)
+        # Ranks that are bound to processors of their own do not stand in each other's way.
+        here = sum(end.shares_cpus(self._own) for end in self._ends)
         job = int.from_bytes(self._seed[16:], "little")
         return module.Node(self._own.rank, self._seed[:16], job, here, self._describe)
 

@@ -61,6 +61,7 @@ class Endpoint:
         user: numeric user id.
         device: type of its device, ``cpu`` or ``cuda``.
         addresses: where it can be reached, by kind of link: ``unix``, ``tcp``.
+        cpus: numbers of the processors it may run on; none where that is not known.
         ports: its active RDMA ports, such as ``mlx5_0:1``.
         lacks: why it cannot take part in a transport, by the transport's name.
     """
@@ -71,8 +72,15 @@ class Endpoint:
     user: int
     device: str = "cpu"
     addresses: Mapping[str, str] = field(default_factory=dict)
+    cpus: tuple[int, ...] = ()
     ports: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
+
+    def shares_cpus(self, other: Endpoint) -> bool:
+        """Whether both may run on the same processor of one machine."""
+        if self.machine != other.machine:
+            return False
+        return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
 
     def encode(self) -> str:
         """Return the endpoint as text, to be published through a store."""
@@ -88,6 +96,7 @@ class Endpoint:
         try:
             given = json.loads(text)
             given["ports"] = tuple(given["ports"])
+            given["cpus"] = tuple(given["cpus"])
             return cls(**given)
         except (ValueError, TypeError, KeyError) as error:
             raise TransportError(

@@ -57,11 +57,13 @@ class NativeTransport:
         self._node = node
         is_direct = uses_torch(extension.require("a native transport"))
         self._send = node.send_tensor if is_direct else _send_nothing
+        self._commit_tensor = node.commit_tensor if is_direct else _send_nothing
+        self._reserve = node.reserve_tensor if is_direct else self._reserve_capsule
         self._kinds = dict(kinds)
         self._describe = describe
         self._is_closed = False
         # By address: what was reserved and neither sent nor dropped, as far as this side knows.
-        self._reserved: dict[int, tuple[int, Any]] = {}
+        self._reserved: dict[int, tuple[int, int]] = {}
         self._staging = Staging(node, device, kinds) if device.type == "cuda" else None
         finish = None if self._staging is None else self._staging.receive
         self.completions = NativeQueue(node, finish, least_free)
@@ -71,9 +73,13 @@ class NativeTransport:
         action = label.action
         if self._staging is not None:
             self._staging.send(peer, label, tensor)
-        elif self._reserved and tensor.data_ptr() in self._reserved:
-            self._commit(peer, label, tensor)
-        elif not self._send(
+            return
+        if self._reserved:
+            reserved = self._reserved.pop(tensor.data_ptr(), None)
+            if reserved is not None:
+                self._commit(peer, reserved, label, tensor)
+                return
+        if not self._send(
             peer, label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, tensor
         ):
             self._send_odd(peer, label, tensor)
@@ -112,15 +118,13 @@ class NativeTransport:
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
+        found = self._reserve(peer, code, shape)
         if found is None:
             return torch.empty(shape, dtype=dtype)
-        capsule, token = found
-        tensor = tensor_of_capsule(capsule)
+        tensor, address, token = found
         # One that is dropped unsent stays noted until its memory is reserved again.
-        self._reserved[tensor.data_ptr()] = (peer, token)
-        return tensor.view(dtype) if variant else tensor
+        self._reserved[address] = peer, token
+        return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""
@@ -152,23 +156,30 @@ class NativeTransport:
             self.completions.stop()
             self._node.close(_CLOSE_S)
 
-    def _commit(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        address = tensor.data_ptr()
-        reserved_for, token = self._reserved.pop(address)
+    def _reserve_capsule(
+        self, peer: int, code: int, shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, int, int] | None:
+        """What ``Node.reserve_tensor`` does, under an older torch."""
+        itemsize = next(dtype.itemsize for dtype, (other, _) in CODE_OF.items() if other == code)
+        nbytes = torch.Size(shape).numel() * itemsize
+        found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
+        if found is None:
+            return None
+        capsule, token = found
+        tensor = tensor_of_capsule(capsule)
+        return tensor, tensor.data_ptr(), token
+
+    def _commit(
+        self, peer: int, reserved: tuple[int, int], label: Label, tensor: torch.Tensor
+    ) -> None:
+        reserved_for, token = reserved
         if reserved_for != peer:
             self.send(peer, label, tensor.clone())
             return
         action = label.action
-        self._node.commit(
-            peer,
-            token,
-            label.step,
-            _KIND_CODE[action.kind],
-            action.chunk,
-            action.microbatch,
-            *CODE_OF[tensor.dtype],
-            tensor.shape,
-        )
+        tag = label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch
+        if not self._commit_tensor(peer, token, *tag, tensor):
+            self._node.commit(peer, token, *tag, *CODE_OF[tensor.dtype], tensor.shape)
 
 
 def _send_nothing(*_: Any) -> bool:
