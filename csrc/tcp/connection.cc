@@ -35,7 +35,7 @@ std::chrono::milliseconds period_of(const Offer& mine, const Offer& theirs) {
 
 }  // namespace
 
-Connection::Connection(const Session& session, int peer, ScopedFd socket, const Offer& mine,
+Connection::Connection(const Session& session, int peer, UnsharedFd socket, const Offer& mine,
                        const Offer& theirs)
     : completions_(session.completions),
       describe_(session.describe),

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <linux/capability.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 
 #include <chrono>
@@ -246,6 +247,8 @@ class RawPeer {
          immediate);
   }
 
+  void say_goodbye() { check(::send(link_.fd(), "g", 1, 0) == 1, "a goodbye"); }
+
   void write_credits(std::uint64_t word) {
     std::memcpy(arena_->data(), &word, sizeof(word));
     post(in_.get(), arena_->address(), arena_->local_key(), sizeof(word), theirs_.credit_address,
@@ -356,6 +359,34 @@ void wrong_writes_are_named(Lab& lab) {
   });
 }
 
+// Its last word over the device is lost: the goodbye over the link has to do.
+void a_goodbye_is_enough(Lab& lab, bool closes_first) {
+  const int port = lab.next_port();
+  if (lab.rank() == 1) {
+    RawPeer peer(lab, port, small_slots(), false, false);
+    if (closes_first) {
+      Message end = proper(0, 0);
+      end.kind = MessageKind::kEnd;
+      peer.write(end, 0, immediate(0, 0));
+    }
+    peer.say_goodbye();
+  } else {
+    End end(lab, port, small_slots());
+    if (closes_first) {
+      lab.meet();  // it has left, and takes nothing any more
+      end.close();
+      check(!end.session.completions->wait(soon(1500)).has_value(), "no failure");
+    } else {
+      const Failure failure = next_failure(*end.session.completions);
+      check(failure.kind == Failure::Kind::kPeerLost, "a lost peer");
+      check_contains(failure.text, "it left without closing the channel");
+      lab.meet();
+    }
+    return;
+  }
+  lab.meet();
+}
+
 // ---- Limits of the process
 
 class NoLocking {
@@ -451,6 +482,8 @@ int main(int argc, char** argv) {
     misbehaviour_is_named(lab, "it returned slots that it did not have", false, false,
                           send_until_refused, [](RawPeer& peer) { peer.write_credits(8); });
   });
+  test("goodbye", [&] { a_goodbye_is_enough(lab, true); });
+  test("goodbye without closing", [&] { a_goodbye_is_enough(lab, false); });
   test("wrong writes", [&] { wrong_writes_are_named(lab); });
   test("locked memory", [&] { the_limit_of_locked_memory_is_checked_first(lab); });
   test("cut link while sending", [&] { a_cut_link_is_a_loss_within_its_time(lab, true); });
