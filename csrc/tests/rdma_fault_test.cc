@@ -1,5 +1,5 @@
 // What a channel over real verbs says when its peer dies, the network fails, or the peer does not
-// keep to the protocol. Run as two ranks by tests/labs/rdma-lab; built as rdma_channel_test.cc.
+// keep to the protocol. Run as two ranks by tests/labs/rdma_lab; built as rdma_channel_test.cc.
 #include <arpa/inet.h>
 #include <linux/capability.h>
 #include <sys/resource.h>
