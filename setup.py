@@ -41,6 +41,7 @@ SOURCES = (
     "csrc/common/reactor.cc",
     "csrc/common/socket_address.cc",
     "csrc/common/socket_io.cc",
+    "csrc/common/unshared_fd.cc",
     "csrc/rdma/channel.cc",
     "csrc/rdma/devices.cc",
     "csrc/rdma/fate.cc",

@@ -1,4 +1,4 @@
-"""Builds and runs the C++ tests in ``csrc/tests``, with the address and undefined sanitizers.
+"""Builds the C++ tests in ``csrc/tests``, by default with the address and undefined sanitizers.
 
 Objects are kept in ``build/cpp-tests`` under a digest of what they are made of, so that only what
 changed is compiled again.
@@ -9,47 +9,65 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread"),
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-)
-# What all test programs are linked with; neither Python nor an RDMA device is needed for it.
-FOLDERS = ("common", "shm", "tcp")
+BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
+SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# For real verbs: needs the library and its headers.
+VERBS = ("-O1", "-DMEGATRON_ADAPTIVE_RDMA")
+# What all test programs are linked with. Neither Python nor, unless VERBS are asked for, anything
+# of RDMA is needed for it.
+FOLDERS = ("common", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
 
 
 class CppTests:
-    """The test programs of one compiler."""
+    """The test programs of one compiler.
 
-    def __init__(self, compiler: str, folder: Path = ROOT / "build" / "cpp-tests") -> None:
+    Args:
+        compiler: the program.
+        flags: what it is told besides ``BASICS``.
+        libraries: what programs are linked with.
+        folder: where objects and programs are kept; one for each choice of flags.
+    """
+
+    def __init__(
+        self,
+        compiler: str,
+        *,
+        flags: Sequence[str] = SANITIZED,
+        libraries: Sequence[str] = (),
+        folder: Path = ROOT / "build" / "cpp-tests",
+    ) -> None:
         self._compiler = compiler
+        self._flags = (*BASICS, *flags)
+        self._libraries = tuple(libraries)
         self._folder = folder
         headers = sorted((ROOT / "csrc").rglob("*.h"))
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
-    def build(self, name: str) -> Path:
-        """Returns the program of ``csrc/tests/<name>.cc``.
+    def build(self, name: str, *more: str) -> Path:
+        """Returns the program of ``csrc/tests/<name>.cc`` and ``more`` files there.
 
         Raises:
             AssertionError: it does not compile without warnings; carries the compiler's words.
         """
-        sources = [ROOT / "csrc" / "tests" / f"{name}.cc"]
+        sources = [ROOT / "csrc" / "tests" / f"{part}.cc" for part in (name, *more)]
         for folder in FOLDERS:
             sources += sorted((ROOT / "csrc" / folder).glob("*.cc"))
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = list(pool.map(self._compile, sources))
         program = self._folder / name
-        self._run([*(str(path) for path in objects), "-o", str(program)])
+        self._run([*map(str, objects), "-o", str(program), *self._libraries])
         return program
 
     def _compile(self, source: Path) -> Path:
         digest = self._headers.copy()
         digest.update(source.read_bytes())
-        digest.update(repr((self._compiler, FLAGS)).encode())
+        digest.update(repr((self._compiler, self._flags)).encode())
         name = f"{source.parent.name}-{source.stem}"
         target = self._folder / f"{name}.{digest.hexdigest()[:16]}.o"
         if not target.exists():
@@ -61,9 +79,9 @@ class CppTests:
             fresh.replace(target)
         return target
 
-    def _run(self, arguments: list[str]) -> None:
+    def _run(self, arguments: Sequence[str]) -> None:
         done = subprocess.run(
-            [self._compiler, *FLAGS, *arguments],
+            [self._compiler, *self._flags, *arguments],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -362,10 +362,13 @@ def compiler() -> str:
         "completions_test",
         "reactor_test",
         "link_test",
+        "link_watch_test",
         "shm_channel_test",
         "shm_faults_test",
         "shm_hostile_test",
         "tcp_channel_test",
+        "tcp_faults_test",
+        "rdma_unit_test",
     ],
 )
 def test_cpp(compiler: str, name: str) -> None:
@@ -373,6 +376,18 @@ def test_cpp(compiler: str, name: str) -> None:
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("0 failed\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["fuzz_link", "fuzz_message", "fuzz_rdma", "fuzz_shm", "fuzz_tcp"])
+def test_bytes_of_other_processes_are_survived(compiler: str, name: str) -> None:
+    """The same changes of the same inputs each time; to search for new ones, see fuzz.h."""
+    program = CppTests(compiler).build(name, "fuzz_main")
+    command = [program, "--runs", "3000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seeds and 3000 changes of them" in done.stdout
 
 
 class TestBuild:

@@ -190,7 +190,8 @@ Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const
 Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick) {
   Link link;
-  link.fd_ = connect_and_greet(SocketAddress::on_unix(address), self, peer, deadline, tick);
+  link.fd_ =
+      UnsharedFd(connect_and_greet(SocketAddress::on_unix(address), self, peer, deadline, tick));
   link.peer_ = peer;
   link.peer_pid_ = peer_process(link.fd_.get());
   link.unix_ = true;
@@ -202,7 +203,7 @@ Link connect_tcp(const std::string& host, int port, const Identity& self, int pe
                  const Deadline& deadline, const Tick& tick) {
   const SocketAddress address = SocketAddress::on_tcp(host, port);
   Link link;
-  link.fd_ = connect_and_greet(address, self, peer, deadline, tick);
+  link.fd_ = UnsharedFd(connect_and_greet(address, self, peer, deadline, tick));
   link.peer_ = peer;
   link.remote_ = address.text();
   return link;

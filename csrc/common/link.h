@@ -24,6 +24,7 @@
 #include "common/fd_passing.h"
 #include "common/reactor.h"
 #include "common/scoped_fd.h"
+#include "common/unshared_fd.h"
 
 namespace adaptive {
 
@@ -36,8 +37,7 @@ struct Identity {
   std::string purpose;  // "shm", "rdma", "tcp": what the link is for; at most 15 characters
 };
 
-// The socket is non-blocking and closed on exec. A forked child that drops its copy disturbs
-// nobody.
+// The socket is non-blocking and closed on exec; a forked child gets no copy of it.
 class Link {
  public:
   Link() = default;
@@ -63,14 +63,14 @@ class Link {
                      const Tick& tick);
 
   // Gives the socket away, for a channel that speaks its own protocol on it.
-  ScopedFd release() noexcept { return std::move(fd_); }
+  UnsharedFd release() noexcept { return std::move(fd_); }
 
  private:
   friend class Listener;
   friend Link connect_unix(const std::string&, const Identity&, int, const Deadline&, const Tick&);
   friend Link connect_tcp(const std::string&, int, const Identity&, int, const Deadline&,
                           const Tick&);
-  ScopedFd fd_;
+  UnsharedFd fd_;
   int peer_ = -1;
   pid_t peer_pid_ = 0;
   bool unix_ = false;
@@ -108,12 +108,13 @@ Link connect_tcp(const std::string& host, int port, const Identity& self, int pe
 
 // Watches a link that carries no data of its own (shm, rdma): calls `lost` once, on the reactor's
 // thread, with a reason, when the peer's process ends (pidfd), the socket ends without a goodbye,
-// or (tcp) nothing, not even a heartbeat, came for `silent_limit`.
+// or (tcp) nothing, not even a heartbeat, came for `silent_limit`. Where the peer says goodbye
+// first, `left` is called instead, if there is one.
 class LinkWatch {
  public:
   LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
-            std::function<void(const std::string& reason)> lost);
-  ~LinkWatch();  // stops watching; `lost` is not called any more
+            std::function<void(const std::string& reason)> lost, std::function<void()> left = {});
+  ~LinkWatch();  // stops watching; neither is called any more
   LinkWatch(const LinkWatch&) = delete;
   LinkWatch& operator=(const LinkWatch&) = delete;
 

@@ -48,12 +48,13 @@ ScopedFd process_of(const Link& link) {
 
 struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   Impl(Reactor& reactor_in, Link link_in, std::chrono::milliseconds silent_limit_in,
-       std::function<void(const std::string&)> lost_in)
+       std::function<void(const std::string&)> lost_in, std::function<void()> left_in)
       : reactor(reactor_in),
         link(std::move(link_in)),
         process(process_of(link)),
         silent_limit(silent_limit_in),
-        lost(std::move(lost_in)) {}
+        lost(std::move(lost_in)),
+        left(std::move(left_in)) {}
 
   void start();
   void stop() noexcept;
@@ -68,6 +69,7 @@ struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   ScopedFd process;
   const std::chrono::milliseconds silent_limit;
   std::function<void(const std::string&)> lost;
+  std::function<void()> left;
   const ForkGuard guard;
   std::uint64_t timer = 0;
   std::atomic<bool> said_goodbye{false};
@@ -120,6 +122,9 @@ void LinkWatch::Impl::read_all() {
         const char byte = bytes[static_cast<std::size_t>(i)];
         if (byte == kGoodbye) {
           over = true;
+          if (left) {
+            left();
+          }
         } else if (byte != kHeartbeat) {
           report("it sent something else than heartbeats");
         }
@@ -166,8 +171,10 @@ void LinkWatch::Impl::on_tick() {
 }
 
 LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
-                     std::function<void(const std::string& reason)> lost)
-    : impl_(std::make_shared<Impl>(reactor, std::move(link), silent_limit, std::move(lost))) {
+                     std::function<void(const std::string& reason)> lost,
+                     std::function<void()> left)
+    : impl_(std::make_shared<Impl>(reactor, std::move(link), silent_limit, std::move(lost),
+                                   std::move(left))) {
   try {
     impl_->start();
   } catch (...) {
@@ -178,6 +185,13 @@ LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds sile
 
 LinkWatch::~LinkWatch() {
   impl_->stop();
+  if (impl_->guard.in_maker() && impl_->said_goodbye.load()) {
+    // Bytes that nobody read would turn the end of the connection into an abort, which could
+    // overtake the goodbye.
+    std::array<char, 256> ignored;
+    while (::recv(impl_->link.fd(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
+    }
+  }
 }
 
 void LinkWatch::say_goodbye() noexcept {

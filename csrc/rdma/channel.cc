@@ -50,6 +50,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
  private:
   void on_events();
   void on_lost(const std::string& reason);
+  void on_left();
 
   std::shared_ptr<Fate> fate_;
   std::shared_ptr<Device> device_;
@@ -96,12 +97,18 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
       });
   incoming_->notify().ask(Notify::Level::kSolicited);
   session.completions->add(shared_from_this());
-  watch_.emplace(*session.reactor, std::move(link), silent_limit,
-                 [weak = weak_from_this()](const std::string& reason) {
-                   if (const auto self = weak.lock()) {
-                     self->on_lost(reason);
-                   }
-                 });
+  watch_.emplace(
+      *session.reactor, std::move(link), silent_limit,
+      [weak = weak_from_this()](const std::string& reason) {
+        if (const auto self = weak.lock()) {
+          self->on_lost(reason);
+        }
+      },
+      [weak = weak_from_this()] {
+        if (const auto self = weak.lock()) {
+          self->on_left();
+        }
+      });
 }
 
 // Of the reactor's thread.
@@ -144,6 +151,21 @@ void Pair::on_lost(const std::string& reason) {
   const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
   if (!in_order) {
     fate_->fail(Failure::Kind::kPeerLost, reason);
+    outgoing_->advance();
+  }
+}
+
+// The word that it is gone goes ahead of the goodbye, but nobody waits long for its
+// acknowledgement: on a bad network it may be lost with the queue pair that would have repeated it.
+void Pair::on_left() {
+  fate_->session().completions->drain_sources();
+  if (incoming_->peer_gone()) {
+    return;
+  }
+  if (incoming_->ended()) {
+    outgoing_->peer_left();
+  } else {
+    fate_->fail(Failure::Kind::kPeerLost, "it left without closing the channel");
     outgoing_->advance();
   }
 }

@@ -156,7 +156,8 @@ void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flag
   arrival.message = message;
   const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0 &&
                      message.piece_bytes <= kMostFlushedBytes;
-  flush_bytes_[slot] = flush ? static_cast<std::uint32_t>(message.piece_bytes) : 0;
+  flush_bytes_[slot].store(flush ? static_cast<std::uint32_t>(message.piece_bytes) : 0,
+                           std::memory_order_relaxed);
   arrival.payload = Lease(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes,
                           shared_from_this(), &Incoming::release, slot);
   num_held_.fetch_add(1, std::memory_order_relaxed);
@@ -188,7 +189,7 @@ void Incoming::release(void* owner, std::uint64_t token) noexcept {
   }
   const auto slot = static_cast<unsigned>(token);
   flush_lines(self->data_region_.data() + slot * self->layout_.slot_stride,
-              self->flush_bytes_[slot]);
+              self->flush_bytes_[slot].load(std::memory_order_relaxed));
   self->num_held_.fetch_sub(1, std::memory_order_relaxed);
   self->give_back(slot);
 }

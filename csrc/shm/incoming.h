@@ -79,8 +79,9 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   bool any_ = false;
   Message last_;
 
-  // By slot: bytes to flush when it comes back. Written before its lease is handed out.
-  std::array<std::uint32_t, kMostSlots> flush_bytes_{};
+  // By slot: bytes to flush when it comes back. Written before its lease is handed out; that this
+  // is after the lease before has come back, only the sender's process knows for sure.
+  std::array<std::atomic<std::uint32_t>, kMostSlots> flush_bytes_{};
   std::atomic<unsigned> num_held_{0};  // slots with views
   std::atomic<bool> lost_{false};
   std::mutex reason_mutex_;

@@ -1,8 +1,9 @@
 // Tests of the watch over a link. Build: c++ -std=c++17 -I csrc -pthread <this>
-// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io}.cc
+// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io,unshared_fd}.cc
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -72,14 +73,16 @@ void a_killed_peer_is_lost(Kind kind) {
   check_contains(reason, kind == Kind::kUnix ? "" : "closed without a goodbye");
 }
 
-// Data loaders are such children: they hold the socket open after the end of their parent.
-void a_child_of_a_killed_peer_does_not_hide_its_end() {
+// Loaders of data are such children: they outlive their parent. `fork` makes one, with or without
+// what fork() does besides.
+void a_child_of_a_killed_peer_does_not_hide_its_end(Kind kind, const std::function<pid_t()>& fork,
+                                                    const std::string& words) {
   int raw[2];
   check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
   ScopedFd read_end(raw[0]);
   ScopedFd write_end(raw[1]);
-  Peer peer(Kind::kUnix, [&](Link link) {
-    if (::fork() == 0) {
+  Peer peer(kind, [&](Link link) {
+    if (fork() == 0) {
       write_end.reset();
       char byte = 0;  // until the test is over
       [[maybe_unused]] const ssize_t got = ::read(read_end.get(), &byte, 1);
@@ -92,7 +95,7 @@ void a_child_of_a_killed_peer_does_not_hide_its_end() {
   const LinkWatch watch(reactor, std::move(peer.link), kNeverSilent, losses.listener());
   ::usleep(10000);
   peer.child->kill();
-  check_contains(losses.only(), "its process ended");
+  check_contains(losses.only(), words);
 }
 
 void an_orderly_end_is_no_loss(Kind kind) {
@@ -109,6 +112,20 @@ void an_orderly_end_is_no_loss(Kind kind) {
   ::usleep(100000);
   check(losses.count() == 0, "no loss");
   watch.say_goodbye();
+}
+
+void a_goodbye_is_told_once() {
+  Ends ends = link_up(Kind::kTcp4);
+  Reactor reactor;
+  Losses losses;
+  std::atomic<int> goodbyes{0};
+  const LinkWatch watch(reactor, std::move(ends.near), kNeverSilent, losses.listener(),
+                        [&] { ++goodbyes; });
+  check(::send(ends.far.fd(), "hhghg", 5, 0) == 5, "room");
+  ends.far = Link();
+  eventually([&] { return goodbyes > 0; }, "a goodbye");
+  ::usleep(20000);
+  check(goodbyes == 1 && losses.count() == 0, "one goodbye and no loss");
 }
 
 void a_stopped_peer_is_lost_after_the_limit() {
@@ -203,7 +220,15 @@ void run_all(const std::string& only) {
     run("killed peer" + suffix, [kind = kind] { a_killed_peer_is_lost(kind); });
     run("orderly end" + suffix, [kind = kind] { an_orderly_end_is_no_loss(kind); });
   }
-  run("child of a killed peer", a_child_of_a_killed_peer_does_not_hide_its_end);
+  run("goodbye", a_goodbye_is_told_once);
+  run("child of a killed peer (unix)", [] {
+    // The child has the socket, too: only the end of the process tells.
+    const auto clone = [] { return static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)); };
+    a_child_of_a_killed_peer_does_not_hide_its_end(Kind::kUnix, clone, "its process ended");
+  });
+  run("child of a killed peer (tcp)", [] {
+    a_child_of_a_killed_peer_does_not_hide_its_end(Kind::kTcp4, ::fork, "closed without a goodbye");
+  });
   run("stopped peer", a_stopped_peer_is_lost_after_the_limit);
   run("standing still", standing_still_oneself_is_no_loss_of_the_peer);
   run("other bytes", other_bytes_are_a_loss);

@@ -1,5 +1,5 @@
 // What the RDMA tests share: the two processes that run each of them, on two nodes or on one, and
-// messages whose bytes can be checked. Started by tests/labs/rdma-lab, which sets RANK and
+// messages whose bytes can be checked. Started by tests/labs/rdma_lab, which sets RANK and
 // LAB_ADDRS; ranks go through the tests in step.
 #pragma once
 
@@ -26,7 +26,8 @@ constexpr std::uint64_t kJob = 77;
 inline std::string variable(const char* name) {
   const char* value = std::getenv(name);
   if (value == nullptr) {
-    throw std::runtime_error(std::string(name) + " is not set: run this by tests/labs/rdma-lab");
+    throw std::runtime_error(std::string(name) +
+                             " is not set: run this by python -m tests.labs.rdma_lab");
   }
   return value;
 }

@@ -1,4 +1,4 @@
-// Bandwidth and latency of a channel between two ranks of tests/labs/rdma-lab, to be compared with
+// Bandwidth and latency of a channel between two ranks of tests/labs/rdma_lab, to be compared with
 // ib_write_bw and ib_write_lat. Prints one line per measurement on rank 0:
 //
 //   rdma_measure bandwidth SIZE COUNT | latency SIZE COUNT  [slots=16] [qps=1] [write=0]

@@ -1,5 +1,6 @@
 // Tests of the TCP channel where things go wrong: peers that end, stop or speak wrongly. Build: c++
 // -std=c++17 -I csrc -pthread <this> csrc/tcp/*.cc csrc/common/*.cc
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -77,6 +78,36 @@ void a_stopped_peer_is_lost_after_the_limit() {
   check_contains(failure.text, "silent for 400 ms");
   check_contains(failure.text, "no message was received from it");
   check_throws<PeerLostError>([&] { send(*sender, payload_of(1, 1)); }, "silent for 400 ms");
+}
+
+// Loaders of data are such children: they outlive their parent.
+void a_child_of_a_killed_peer_does_not_hide_its_end() {
+  int raw[2];
+  check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
+  ScopedFd read_end(raw[0]);
+  ScopedFd write_end(raw[1]);
+  Peer peer([&](Link link) {
+    const Node node(0);
+    const auto sender = node.open(std::move(link));
+    if (::fork() == 0) {
+      write_end.reset();
+      char byte = 0;  // until the test is over
+      [[maybe_unused]] const ssize_t got = ::read(read_end.get(), &byte, 1);
+      ::_exit(0);
+    }
+    write_end.reset();
+    send(*sender, payload_of(1, 1));
+    for (;;) {
+      ::pause();
+    }
+  });
+  const Node node(1);
+  const auto sender = node.open(std::move(peer.link));
+  node.arrival();
+  peer.child->kill();
+  const Failure failure = node.failure();
+  check(failure.kind == Failure::Kind::kPeerLost, "the loss of a peer");
+  check_contains(failure.text, "closed without a goodbye: its process ended");
 }
 
 void an_orderly_end_is_no_failure() {
@@ -316,6 +347,7 @@ void run_all(const std::string& only) {
   run("killed while this end sends", [] { a_killed_peer_is_named(Phase::kSending); });
   run("killed while this end receives", [] { a_killed_peer_is_named(Phase::kReceiving); });
   run("stopped peer", a_stopped_peer_is_lost_after_the_limit);
+  run("child of a killed peer", a_child_of_a_killed_peer_does_not_hide_its_end);
   run("orderly end", an_orderly_end_is_no_failure);
   run("forked child", a_forked_child_does_not_disturb);
   run("broken frames", broken_frames_are_refused);

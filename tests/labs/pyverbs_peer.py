@@ -3,8 +3,8 @@
 Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, against any program of this
 project as rank 0, and sends back every message that comes::
 
-    tests/labs/rdma-lab -- sh -c 'if [ $RANK = 1 ]; then /usr/bin/python3 tests/labs/pyverbs_peer.py
-        --host 10.77.0.1 --port 21000; else ...; fi'
+    python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
+        /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
 
 Imports nothing of this package and only the standard library besides pyverbs. One lane; the order
 in which slots are returned is shuffled on purpose.

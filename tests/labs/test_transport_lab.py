@@ -1,13 +1,17 @@
-"""The transports between small machines with software RDMA, as Python programs use them."""
+"""The transports between small machines with software RDMA, which is real verbs to them."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ..cpp_tests import VERBS, CppTests
 from . import rdma_lab
 from .rdma_lab import Result, run
 
@@ -18,6 +22,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).absolute().parents[2]
+DEBIAN_PYTHON = "/usr/bin/python3"
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
@@ -31,6 +36,7 @@ GPT = (
     "--global-batch-size 4 --lr 1e-3 --log-interval 1 --mock-data --vocab-size 255 "
     "--tokenizer-type NullTokenizer --eval-iters 0 --seed 7 --train-iters 4"
 ).split()
+TWO_STAGES = "--pipeline-model-parallel-size 2 --model-chunks 2".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,21 +52,31 @@ def lab(pytestconfig: pytest.Config) -> None:
         pytest.skip(str(error))
 
 
-def python(words: list[str], *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Run this Python on all nodes."""
+@pytest.fixture(scope="module")
+def programs() -> CppTests:
+    """The C++ tests, for real verbs. Sanitizers do not run in the nodes."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
+        pytest.skip("needs a C++ compiler and libibverbs-dev")
+    folder = ROOT / "build" / "cpp-tests-verbs"
+    return CppTests(compiler, flags=VERBS, libraries=["-libverbs"], folder=folder)
+
+
+def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
+    """Run a script of a shell on all nodes; ``$PYTHON`` is this one."""
     return run(
-        [sys.executable, *words],
+        ["sh", "-ec", script],
         nodes=nodes,
         memory_mib=3000 if nodes == 1 else 1500,
         timeout_s=timeout_s,
-        env=VARIABLES | more,
+        env=VARIABLES | {"PYTHON": sys.executable} | more,
     )
 
 
 def test_rdma_keeps_the_contract_of_all_transports() -> None:
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma"]
-    words += [str(ROOT / "tests" / "transport" / "test_contract.py")]
-    result = python(words, nodes=1, timeout_s=900.0, TRANSPORT_CONTRACT="rdma")
+    words = "-m pytest -q -p no:cacheprovider -k rdma tests/transport/test_contract.py"
+    script = f"cd {ROOT}; $PYTHON {words}"
+    result = on_nodes(script, nodes=1, timeout_s=900.0, TRANSPORT_CONTRACT="rdma")
     assert result.status == 0, result.text
     passed = re.search(r"(\d+) passed", result.text)
     assert passed is not None, result.text
@@ -68,30 +84,70 @@ def test_rdma_keeps_the_contract_of_all_transports() -> None:
     assert "skipped" not in result.text
 
 
-def test_two_nodes_choose_rdma_and_it_works() -> None:
-    words = ["-m", "megatron.adaptive", "transport", "--check", "--seconds", "1"]
-    result = python(words, nodes=2, timeout_s=300.0)
+@pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
+def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
+    """Faults: killed peers, 2% of packets lost, a cut link, a bad key, missing receives, lies."""
+    result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
-    assert re.search(
-        r"0-1 +\* rdma +[0-9.]+ us +[0-9.]+ GB/s  both have an active port", result.text
-    )
-    assert "do not see each other's processes" in result.text
-    for other in ("tcp", "gloo"):
-        assert re.search(rf"0-1 +{other} +[0-9.]+ us", result.text), result.text
+    for said in result.output:
+        assert said.endswith("0 failed\n"), result.text
 
 
-@pytest.mark.parametrize("transport", ["rdma", "tcp"])
-def test_a_gpt_over_two_nodes_learns_as_on_one(transport: str) -> None:
+def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
+    """Both directions: it sends back what comes, in the same types and shapes."""
+    script = f"""
+        if [ $RANK = 0 ]; then
+            {programs.build("rdma_echo_test")} 21001 8 8192
+            {programs.build("rdma_echo_test")} 21002 1 100
+        else
+            {DEBIAN_PYTHON} -c 'import pyverbs' || exit 77
+            {DEBIAN_PYTHON} tests/labs/pyverbs_peer.py --port 21001
+            {DEBIAN_PYTHON} tests/labs/pyverbs_peer.py --port 21002 --slots 1 --slot-bytes 100
+        fi
+    """
+    result = on_nodes(f"cd {ROOT}\n{script}", nodes=2, timeout_s=300.0)
+    if 77 in result.statuses:
+        pytest.skip("needs python3-pyverbs")
+    assert result.status == 0, result.text
+    assert result.output[1].count("echoed 300 messages\n") == 2, result.text
+
+
+def test_two_nodes_choose_rdma_and_a_gpt_learns_over_any_transport_as_in_one_process(
+    tmp_path: Path,
+) -> None:
     program = [str(ROOT / "pretrain_gpt.py"), *GPT]
-    alone = python(program, nodes=1, timeout_s=300.0)
-    assert alone.status == 0, alone.text
-    flags = ["--pipeline-model-parallel-size", "2", "--model-chunks", "2"]
-    result = python([*program, *flags, "--transport", transport], nodes=2, timeout_s=600.0)
+    script = f"""
+        export MASTER_PORT=29501; $PYTHON -m megatron.adaptive transport --check --seconds 0.5
+        for transport in rdma tcp; do
+            echo "over $transport"
+            export MASTER_PORT=$((MASTER_PORT + 1))
+            $PYTHON {" ".join([*program, *TWO_STAGES])} --transport $transport
+        done
+    """
+    result = on_nodes(script, nodes=2, timeout_s=900.0)
     assert result.status == 0, result.text
-    assert f"transport: {transport} for ranks 0-1 (asked for)" in result.text
-    expected, losses = losses_of(alone.text), losses_of(result.text)
+    check, *jobs = re.split("over (?:rdma|tcp)\n", result.output[0])
+    assert re.search(r"0-1 +\* rdma +[0-9.]+ us +[0-9.]+ GB/s  both have an active port", check)
+    assert "do not see each other's processes" in check
+    for other in ("tcp", "gloo"):
+        assert re.search(rf"0-1 +{other} +[0-9.]+ us", check), check
+
+    alone = subprocess.run(
+        [sys.executable, *program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    expected = losses_of(alone.stdout)
     assert len(expected) == 4
-    assert losses == pytest.approx(expected, rel=1e-5)
+    last = re.split("over (?:rdma|tcp)\n", result.output[1])[1:]
+    for transport, parts in zip(("rdma", "tcp"), zip(jobs, last, strict=True), strict=True):
+        text = "".join(parts)
+        assert f"transport: {transport} for ranks 0-1 (asked for)" in text
+        assert losses_of(text) == pytest.approx(expected, rel=1e-5)
 
 
 def losses_of(text: str) -> list[float]:

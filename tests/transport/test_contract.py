@@ -22,7 +22,7 @@ from .pool import Pool
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 NATIVE = ("shm", "tcp")
-# Soft-RoCE needs a kernel module: tests/labs/rdma-lab boots one and asks for rdma here.
+# Soft-RoCE needs a kernel module: tests/labs/rdma_lab boots one and asks for rdma here.
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
 ALL = ("loopback", *NATIVE, "gloo")

@@ -1,0 +1,92 @@
+#include "common/unshared_fd.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+
+namespace adaptive {
+namespace {
+
+// Of the whole process, as fork() is. Never destroyed: other objects may end after it would.
+class Registry {
+ public:
+  static Registry& instance() {
+    static Registry* const registry = new Registry();
+    return *registry;
+  }
+
+  void add(int fd) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!nobody_) {
+      nobody_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    }
+    if (!nobody_) {
+      throw_errno("socket", "AF_UNIX");
+    }
+    fds_.push_back(fd);
+  }
+
+  // Closes it before another thread's fork() can take the number for one of ours.
+  void close(ScopedFd* fd) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fds_.erase(std::remove(fds_.begin(), fds_.end(), fd->get()), fds_.end());
+    fd->reset();
+    if (fds_.empty()) {
+      nobody_.reset();
+    }
+  }
+
+ private:
+  Registry() {
+    const int code =
+        ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                         [] { instance().replace_all(); });
+    if (code != 0) {
+      throw SystemError("pthread_atfork", "3 handlers", code);
+    }
+  }
+
+  // In the child, which has the lock of the thread that forked.
+  void replace_all() noexcept {
+    for (const int fd : fds_) {
+      ::dup3(nobody_.get(), fd, O_CLOEXEC);
+    }
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  ScopedFd nobody_;  // while there are any fds_
+  std::vector<int> fds_;
+};
+
+}  // namespace
+
+UnsharedFd::UnsharedFd(ScopedFd fd) : fd_(std::move(fd)) {
+  if (fd_) {
+    Registry::instance().add(fd_.get());
+  }
+}
+
+UnsharedFd& UnsharedFd::operator=(UnsharedFd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::move(other.fd_);
+  }
+  return *this;
+}
+
+void UnsharedFd::reset() noexcept {
+  if (fd_) {
+    Registry::instance().close(&fd_);
+  }
+}
+
+}  // namespace adaptive
