@@ -1,7 +1,8 @@
 """Builds the C++ tests in ``csrc/tests``, by default with the address and undefined sanitizers.
 
-Objects are kept in ``build/cpp-tests`` under a digest of what they are made of, so that only what
-changed is compiled again.
+Objects are kept in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (``~/.cache`` without that
+variable) under a digest of what they are made of, for all checkouts of a user: only what changed is
+compiled again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +24,7 @@ VERBS = ("-O1", "-DMEGATRON_ADAPTIVE_RDMA")
 # of RDMA is needed for it.
 FOLDERS = ("common", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
+KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
 
 
 class CppTests:
@@ -31,7 +34,7 @@ class CppTests:
         compiler: the program.
         flags: what it is told besides ``BASICS``.
         libraries: what programs are linked with.
-        folder: where objects and programs are kept; one for each choice of flags.
+        folder: where programs are put; one for each choice of flags.
     """
 
     def __init__(
@@ -46,6 +49,9 @@ class CppTests:
         self._flags = (*BASICS, *flags)
         self._libraries = tuple(libraries)
         self._folder = folder
+        self._objects = cache_folder()
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
+        self._maker = repr((version.stdout, self._flags)).encode()
         headers = sorted((ROOT / "csrc").rglob("*.h"))
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
@@ -61,19 +67,19 @@ class CppTests:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = list(pool.map(self._compile, sources))
         program = self._folder / name
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._run([*map(str, objects), "-o", str(program), *self._libraries])
         return program
 
     def _compile(self, source: Path) -> Path:
         digest = self._headers.copy()
         digest.update(source.read_bytes())
-        digest.update(repr((self._compiler, self._flags)).encode())
+        digest.update(self._maker)
         name = f"{source.parent.name}-{source.stem}"
-        target = self._folder / f"{name}.{digest.hexdigest()[:16]}.o"
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for old in target.parent.glob(f"{name}.*.o"):
-                old.unlink(missing_ok=True)
+        target = self._objects / f"{name}.{digest.hexdigest()[:24]}.o"
+        if target.exists():
+            target.touch()
+        else:
             fresh = target.with_suffix(f".{os.getpid()}.new")
             self._run(["-c", str(source.relative_to(ROOT)), "-o", str(fresh)])
             fresh.replace(target)
@@ -89,3 +95,17 @@ class CppTests:
             timeout=COMPILE_LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
+
+
+def cache_folder() -> Path:
+    """Where objects are kept; those that are long out of use are removed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "megatron-adaptive" / "cpp-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        try:
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
+        except FileNotFoundError:  # by another checkout's tests
+            pass
+    return folder
