@@ -63,7 +63,7 @@ inline unsigned allowed_cpus() noexcept {
 
 // How long one waiter spins before it sleeps, learnt from how its spins end. A futex wake costs
 // 20-46 us, so a spin of that order pays while the other side runs on a CPU of its own. A long spin
-// takes two wakes and some work, so that it also meets a peer that slept: two that exchange
+// takes several wakes and some work, so that it also meets a peer that slept: two that exchange
 // messages would else send each other to sleep for ever. Where both share a CPU, a spinner takes
 // the time of the one it waits for: always so with more busy processes than CPUs, at times so on a
 // machine with other work, which only failing spins tell; and where a wake put both on one CPU with
@@ -78,14 +78,15 @@ class SpinBudget {
   // Spins until `ready()` or for as long as seems worth it. Returns the last answer of `ready()`.
   template <typename Ready>
   bool spin_until(const Ready& ready) {
-    // For a while before the clock is asked: where that is a system call it takes longer than a
-    // message.
-    for (int i = 0; i < kFirstChecks / kChecksPerClockRead; ++i) {
+    const auto longest = short_spins_left_ > 0 ? kShortest : longest_;
+    // For a while before the clock is asked and others are let run: where these are slow system
+    // calls they take longer than a message.
+    const int first = longest > kShortest ? kFirstRounds : 1;
+    for (int i = 0; i < first; ++i) {
       if (check_often(ready)) {
         return true;
       }
     }
-    const auto longest = short_spins_left_ > 0 ? kShortest : longest_;
     const auto end = Deadline::Clock::now() + longest;
     do {
       if (check_often(ready)) {
@@ -108,7 +109,7 @@ class SpinBudget {
  private:
   template <typename Ready>
   bool check_often(const Ready& ready) {
-    for (int i = 0; i < kChecksPerClockRead; ++i) {
+    for (int i = 0; i < kChecksPerRound; ++i) {
       if (ready()) {
         penalty_ = 0;
         short_spins_left_ = 0;
@@ -120,9 +121,9 @@ class SpinBudget {
   }
 
   static constexpr std::chrono::nanoseconds kShortest = std::chrono::microseconds(2);
-  static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(120);
-  static constexpr int kFirstChecks = 64;
-  static constexpr int kChecksPerClockRead = 16;
+  static constexpr std::chrono::nanoseconds kLongest = std::chrono::microseconds(500);
+  static constexpr int kFirstRounds = 8;
+  static constexpr int kChecksPerRound = 32;
   static constexpr int kLongestPenalty = 64;
 
   std::chrono::nanoseconds longest_;
