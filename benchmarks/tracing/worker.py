@@ -75,6 +75,10 @@ class Stages(EmulatedStages):
         read_s: how long a read takes, by microbatch.
         recorder: told of them.
         others: see :class:`EmulatedStages`.
+
+    Attributes:
+        worked_s: when they were at work, from the call of a forward or a backward to its return:
+            sleeps, and the little that is done around them.
     """
 
     def __init__(
@@ -90,16 +94,28 @@ class Stages(EmulatedStages):
         super().__init__(work, placement, rank, split=split)
         self._read_s = read_s
         self._recorder = recorder
+        self.worked_s: list[tuple[float, float]] = []
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Read and sleep F."""
+        start_ns = time.monotonic_ns()
         if self._stages[chunk] == 0:
-            start_ns = time.monotonic_ns()
             self._work._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
             end_ns = time.monotonic_ns()
             row = (KINDS.index("data"), -1, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
             self._recorder.extend([row])
-        return super().forward(chunk, microbatch, received)
+        output = super().forward(chunk, microbatch, received)
+        self.worked_s.append((start_ns / 1e9, time.monotonic()))
+        return output
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Sleep B, and W with it."""
+        start_s = time.monotonic()
+        result = super().backward(chunk, microbatch, gradient)
+        self.worked_s.append((start_s, time.monotonic()))
+        return result
 
 
 class Rank:
@@ -215,7 +231,7 @@ class Rank:
         self._recorder.record("step", -1, -1, begin_ns, time.monotonic_ns())
         self._recorder.end_iteration()
         work.check_complete()
-        return [(span.start_s, span.end_s) for span in work.spans]
+        return stages.worked_s
 
     def _holds(self, kind: str, iteration: int) -> bool:
         return self._fault["kind"] == kind and iteration >= self._fault["first"]

@@ -125,6 +125,22 @@ def test_nothing_left_is_said(write_run: Callable[..., Path]) -> None:
         run_figures(read_run(write_run()), ranks=[9])
 
 
+def test_handing_a_result_over_is_no_work() -> None:
+    table = TraceTable.from_spans(
+        [
+            Span("F", 0, 0, 0, 2_000_000, 1),
+            Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
+            # On a device an action has its own times: what the host sends meanwhile is not of it.
+            Span("F", 0, 1, 3_000_000, 5_000_000, 1),
+            Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
+        ]
+    )
+    assert compute_ns(table).tolist() == [1_610_000, 390_000, 2_000_000, 100_000]
+    figures = rank_figures(table, 1)
+    assert figures.busy_ns.tolist() == [3_610_000]
+    assert figures.mean_ns[0, 0, 0] == 2_000_000
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -40,6 +40,9 @@ SERIAL_BYTES = 48 << 20
 BACK_NS = 1_000_000
 """Actions that begin so much before the one above them say that the clock was set back."""
 
+HANDED_OVER_NS = 100_000
+"""A send is the end of an action that ends no later after it."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -52,7 +55,7 @@ class RankFigures:
         start_ns: start of the first F, B or W on the common clock, 0 where there is none.
         end_ns: end of the last one.
         num_actions: how many there were.
-        busy_ns: time in which it did at least one.
+        busy_ns: time in which it did at least one and did not hand over a result.
         wait_ns: ``[iterations, causes]``, by :data:`WAIT_CAUSES`.
         first_wait_ns: how much of it came before the first action.
         first_cause: and its cause.
@@ -60,7 +63,7 @@ class RankFigures:
         count: ``[iterations, chunks, 3]``, number of F, B and W.
         mean_ns: ``[iterations, chunks, 3]``, their mean length, NaN for none.
         std_ns: the same, their standard deviation.
-        median_ns: the same, median without the reading of data within them.
+        median_ns: the same, median without reading and handing over within them.
         mad_ns: the same, median distance from that median.
         peak_microbatches: most forwards that had no backward yet.
         peak_in_flight_bytes: most activation bytes held.
@@ -242,7 +245,7 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
         start_ns=_reduced(np.minimum, actions.start_ns, begins, sizes),
         end_ns=_reduced(np.maximum, actions.end_ns, begins, sizes),
         num_actions=sizes,
-        busy_ns=_sums(at, _covered(actions), count),
+        busy_ns=_busy(table, place, actions, at, count),
         kind_ns=_by_kind(table, place, count),
         **_waits(table, place, count, actions, begins, sizes),
         **_durations(actions, compute_ns(table)[drawn], at, count, num_chunks),
@@ -257,20 +260,35 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
 
 
 def compute_ns(table: TraceTable) -> Ints:
-    """``[spans] int64``: the length of each action without the data read within it.
+    """``[spans] int64``: the length of each action without reading and handing over within it.
 
     Other spans keep their length.
     """
     length: Ints = table.duration_ns.copy()
-    reads = np.flatnonzero(table.kind == KIND["data"])
+    for kind in ("data", "send"):
+        rows, owner = _within_actions(table, kind)
+        np.subtract.at(length, owner, table.duration_ns[rows])
+    return np.maximum(length, 0)
+
+
+def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
+    """The spans of a kind that lie within actions, and these actions, as numbers of rows.
+
+    A send does only if the action ends with it: an action of a device has times of its own, and
+    hands nothing over in the midst of its work.
+    """
+    rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
-    if len(reads) and len(actions):
-        actions = actions[np.argsort(table.start_ns[actions], kind="stable")]
-        around = np.searchsorted(table.start_ns[actions], table.start_ns[reads], "right") - 1
-        owner = actions[np.maximum(around, 0)]
-        inside = (around >= 0) & (table.end_ns[reads] <= table.end_ns[owner])
-        np.subtract.at(length, owner[inside], table.duration_ns[reads[inside]])
-    return length
+    if not len(rows) or not len(actions):
+        return rows[:0], actions[:0]
+    actions = actions[np.argsort(table.start_ns[actions], kind="stable")]
+    around = np.searchsorted(table.start_ns[actions], table.start_ns[rows], "right") - 1
+    owner = actions[np.maximum(around, 0)]
+    left = table.end_ns[owner] - table.end_ns[rows]
+    inside = (around >= 0) & (left >= 0)
+    if kind == "send":
+        inside &= left <= HANDED_OVER_NS
+    return rows[inside], owner[inside]
 
 
 def _parts(
@@ -321,6 +339,14 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
     if len(values):
         result[sizes > 0] = function.reduceat(values, begins[sizes > 0])
     return result
+
+
+def _busy(table: TraceTable, place: Ints, actions: TraceTable, at: Ints, count: int) -> Ints:
+    """Time in which a rank was at an action, but not handing its result over."""
+    handed, _ = _within_actions(table, "send")
+    covered = _sums(at, _covered(actions), count)
+    busy: Ints = np.maximum(0, covered - _sums(place[handed], table.duration_ns[handed], count))
+    return busy
 
 
 def _covered(actions: TraceTable) -> Ints:

@@ -3,7 +3,8 @@
 - ``finding``    what a diagnosis says, for people and for programs
 - ``measured``   the times of a run that all tests look at, as arrays
 - ``robust``     medians, spreads, and when a series of numbers changed
-- ``ranks``      ranks whose work takes longer, against peers, the plan or their own history
+- ``levels``     how far ranks are from what peers, the plan and their own past say of them
+- ``ranks``      ranks whose work takes longer
 - ``links``      messages that travel longer than others
 - ``reading``    input starvation
 - ``spikes``     single actions of a rank that take far longer

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Interval", "best_interval", "chance", "middle", "noise", "spread"]
+__all__ = [
+    "Floats",
+    "Interval",
+    "best_interval",
+    "chance",
+    "middle",
+    "noise",
+    "spread",
+    "tame_mean",
+]
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -28,6 +37,9 @@ TO_THE_END = 0.85
 
 APART = 0.2
 """The lower quartile inside is above the upper one outside by so much of the rise."""
+
+TAME = 1.75
+"""Plain numbers are within so many standard deviations."""
 
 _MOST_POINTS = 300
 
@@ -61,6 +73,25 @@ def spread(values: Floats, axis: int | None = None) -> Any:
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
+
+
+def tame_mean(values: Floats) -> Floats:
+    """The mean over the last axis, wild numbers taken for as far off as plain ones get.
+
+    Of plain numbers it is surer than the median, and of some wild ones as sure.
+
+    Args:
+        values: ``[n, ..., m]``; NaN for none. How far plain numbers get is the same along the first
+            axis.
+
+    Returns:
+        ``[n, ...]``, NaN where there is nothing.
+    """
+    centre = middle(values, axis=-1)[..., None]
+    reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of an empty slice
+        return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
 
 def noise(series: Floats) -> float:

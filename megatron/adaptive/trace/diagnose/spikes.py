@@ -25,10 +25,10 @@ MOST = 0.25
 """More than this part of all actions are no spikes."""
 
 BACKGROUND = 1e-3
-"""Part of all actions that is always somewhat odd."""
+"""Part of all actions that is always somewhat odd: believed as if one such had been seen."""
 
-RARE = 1e-6
-"""How unlikely so many spikes are to be those that all ranks have."""
+RARE = 3e-4
+"""How unlikely it is that any rank has so many spikes of those that all have."""
 
 OF_STEP = 0.003
 """Spikes that cost less of a step than this are not told."""
@@ -48,26 +48,27 @@ def find_spikes(m: Measured) -> list[Finding]:
     ]
     if not usual:
         return []
-    counts, rates, limits = [], [], []
+    counts, totals, limits = [], [], []
     for column in range(len(m.places)):
         mine = odd[:, column][np.isfinite(odd[:, column])]
         width = float(spread(mine)) if len(mine) else 0.0
-        limit = max(LEAST, SPREADS * max(width, float(np.median(usual))))
-        limits.append(limit)
-        counts.append(int((mine > limit).sum()))
-        rates.append(counts[-1] / max(1, len(mine)))
+        limits.append(max(LEAST, SPREADS * max(width, float(np.median(usual)))))
+        counts.append(int((mine > limits[-1]).sum()))
+        totals.append(len(mine))
     found = []
-    for column in range(len(m.places)):
-        others = rates[:column] + rates[column + 1 :]
-        # With very few ranks the highest other rate, so that what all have is nobody's.
-        rest = float(np.median(others)) if len(others) > 2 else max(others, default=0.0)
-        total = round(counts[column] / rates[column]) if rates[column] else 0
-        expected = total * max(BACKGROUND, 1.5 * rest)
-        if counts[column] < FEWEST or rates[column] > MOST:
+    for column, (count, total) in enumerate(zip(counts, totals, strict=True)):
+        if count < FEWEST or count > MOST * total:
             continue
-        unlikely = _tail(counts[column], expected)
-        finding = _finding(m, odd[:, column], column, limits[column], expected)
-        if unlikely < RARE and finding.cost_fraction >= OF_STEP:
+        others = sorted(
+            (counts[other], totals[other]) for other in range(len(counts)) if other != column
+        )
+        # Another rank may have spikes of its own, and says then nothing about what all have.
+        others = others[:-1] if len(others) > 2 else others
+        seen = 1 + sum(number for number, _ in others)
+        part = total / (1 / BACKGROUND + sum(all_of_it for _, all_of_it in others))
+        finding = _finding(m, odd[:, column], column, limits[column], seen * part)
+        rare = _tail(count, seen, part) < RARE / len(counts)
+        if rare and finding.cost_fraction >= OF_STEP:
             found.append(finding)
     return sorted(found, key=lambda finding: -finding.cost_ms)
 
@@ -117,14 +118,21 @@ def _finding(m: Measured, odd: Floats, column: int, limit: float, expected: floa
     )
 
 
-def _tail(count: int, expected: float) -> float:
-    """How likely ``count`` or more are where so many are expected (Poisson)."""
-    if expected <= 0:
-        return 0.0 if count else 1.0
-    term = math.exp(-expected + count * math.log(expected) - math.lgamma(count + 1))
-    total, number = 0.0, count
-    while term > 1e-18 and number < count + 1000:
-        total += term
-        number += 1
-        term *= expected / number
-    return min(1.0, total) if count > expected else 1.0
+def _tail(count: int, seen: float, part: float) -> float:
+    """How likely ``count`` or more are chance (negative binomial: a rate that is itself uncertain).
+
+    Args:
+        count: spikes of a rank.
+        seen: those of other ranks.
+        part: the rank's actions by those of the others.
+    """
+    below = 0.0
+    for number in range(count):
+        below += math.exp(
+            math.lgamma(seen + number)
+            - math.lgamma(seen)
+            - math.lgamma(number + 1)
+            - seen * math.log1p(part)
+            + number * math.log(part / (1 + part))
+        )
+    return max(0.0, 1 - below)

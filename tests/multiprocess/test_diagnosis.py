@@ -1,0 +1,27 @@
+"""A job says by itself which of its ranks is slow."""
+
+from pathlib import Path
+
+import pytest
+
+from .launch import torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
+    " --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --transport gloo"
+    " --global-batch-size 4 --train-iters 12 --eval-iters 0"
+    " --trace-dir traces --diagnose-interval 8"
+).split()
+
+
+def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    script = Path(__file__).with_name("slow_rank.py")
+    torchrun(script, FLAGS, world_size=2, log=log, limit_s=200)
+    told = [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]
+    # A link may be slow as well: on a busy machine messages are.
+    assert len(told) == 1, told
+    assert "slow rank: rank 0 (stage 0," in told[0]
