@@ -38,8 +38,8 @@ DEVICE=gpu                 # or cpu
 # PYTHON=                  # Python of the nodes; by default the one that starts the job
 
 # ---- pods: all of it is found if not given
-# MASTER_ADDR=10.0.0.1
-MASTER_PORT=29500
+# MASTER_ADDR=10.0.0.1     # of the first node
+# MASTER_PORT=29500        # on Slurm by default a port of the job's own
 # IFNAME=eth0
 # MEETING_TIMEOUT_S=600
 

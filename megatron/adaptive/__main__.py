@@ -12,6 +12,7 @@ _SUBCOMMANDS = {
     "flags": ("flags", "print every flag of the trainer as Markdown"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": ("make_corpus", "make training data from Python's own sources"),
+    "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
     "process-trace": ("process_trace", "aggregate a run's traces"),

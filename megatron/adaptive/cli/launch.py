@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: torchrun's or the trainer's options break a rule.
         SetupError: the job's processes cannot meet, for instance as the port is in use.
     """
+    # Ranks inherit it until they watch for the signal themselves.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Imports torch: about a second.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -47,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     _check_script(options)
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Ranks inherit it until they watch for the signal themselves.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _quiet_torchrun()
     try:
         run(options)  # type: ignore[no-untyped-call]

@@ -91,10 +91,13 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Return the variables that have a value as texts, those for processes included."""
+        """Return the variables that have a value as texts, those for processes included.
+
+        What a plan says is among them in its own variables, so ``PLAN`` is not.
+        """
         texts = {}
         for name, value in self.values.items():
-            if value is not None:
+            if value is not None and name != "PLAN":
                 texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
         return {**texts, **self.environment}
 

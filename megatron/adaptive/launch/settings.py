@@ -60,7 +60,7 @@ SETTINGS: Mapping[str, Setting] = {
     "NODES": Setting("text", "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
     "DEVICE": Setting("choice", "gpu", "what a process computes on", ("gpu", "cpu")),
     "MASTER_ADDR": Setting("text", "", "address of the first node, where it is not found"),
-    "MASTER_PORT": Setting("port", "29500", "port of the first node on which all meet"),
+    "MASTER_PORT": Setting("port", "", "port of the first node on which all meet"),
     "IFNAME": Setting("text", "", "network interface, where it is not found"),
     "MEETING_TIMEOUT_S": Setting("number", "600", "how long nodes wait for each other"),
     "SLURM_PARTITION": Setting("text", "", "partition, or TYPE=PARTITION for each node type"),
