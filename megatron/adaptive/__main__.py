@@ -19,6 +19,7 @@ _SUBCOMMANDS = {
     "process-trace": ("process_trace", "aggregate a run's traces"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
+    "status": ("status", "tell how a job is; get_result.sh calls it"),
     "submit": ("submit", "give a run to Slurm as conf.sh says"),
     "top": ("top", "show what a run does at this moment"),
     "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),

@@ -1,4 +1,4 @@
-"""submit, run, cancel, requeue and account on a real Slurm of three nodes."""
+"""submit, run, cancel, requeue and account on a real Slurm of four nodes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ NPROC_PER_NODE=1
 TRAINER_FLAGS='--vocab-size 255'
 export OMP_NUM_THREADS=1
 """
+EXAMPLE = {
+    "MEGATRON_ADAPTIVE_ROOT": ROOT,
+    "PYTHON": sys.executable,
+    "TRAIN_ITERS": 2,
+    "GLOBAL_BATCH_SIZE": 8,
+}
 LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One fast node with two GPUs by name, two slow ones with one."""
+    """Two fast nodes with two GPUs by name, two slow ones with one."""
     if reason := slurm_lab.why_not(accounting=True):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("slurm") / "lab"
-    with Lab(folder, [Kind("a10", 1, 2), Kind("v100", 2, 1)], accounting=True) as cluster:
+    with Lab(folder, [Kind("a10", 2, 2), Kind("v100", 2, 1)], accounting=True) as cluster:
         yield cluster
 
 
@@ -107,9 +113,9 @@ def test_a_job_on_two_equal_nodes(lab: Lab, conf: Path) -> None:
     assert len(re.findall(r"iteration +\d+/ +3 ", text)) == 3, text
     folder = conf.parent / "logs" / str(job)
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("n2.err", "n2.gpu", "n2.out", "n3.err", "n3.gpu", "n3.out", "run.json")
+        *("n3.err", "n3.gpu", "n3.out", "n4.err", "n4.gpu", "n4.out", "run.json")
     ]
-    assert json.loads((folder / "run.json").read_text())["master"].startswith("10.66.0.12:")
+    assert json.loads((folder / "run.json").read_text())["master"].startswith("10.66.0.13:")
     states = lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state")
     wait_for(
         lambda: "COMPLETED" in lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state"),
@@ -132,16 +138,48 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world(lab: Lab, conf: Path) -> None:
     # In the order of NODES: the last rank, which writes, is on the fast node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
-    assert "iteration " in (folder / "n1.out").read_text()
+    (fast,) = (path for path in folder.glob("n[12].out"))
+    assert "iteration " in fast.read_text()
     assert [path.name for path in conf.parent.glob("logs/[0-9]*") if path.is_dir()] == [str(job)]
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "ranks"),
+    [
+        ("data_parallel", ["--partition=a10"], 4),
+        ("hybrid", ["--partition=a10"], 4),
+        ("homogeneous", ["--partition=v100", "--gpus-per-node=1"], 2),
+        ("heterogeneous", [], 4),
+    ],
+)
+def test_the_examples_train(
+    example: str, options: list[str], ranks: int, lab: Lab, tmp_path: Path
+) -> None:
+    variables = [f"{name}={value}" for name, value in EXAMPLE.items()]
+    script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
+    words = ["sbatch", "--parsable", f"--chdir={tmp_path}", *options, script]
+    job = lab.output("env", f"LOG_DIR={tmp_path / 'my logs'}", *variables, *words).partition(";")[0]
+    folder = tmp_path / "my logs" / job
+    wait_for(lambda: not lab.output("squeue", "-h", "-j", job), lambda: str(list(folder.iterdir())))
+    text = "".join(path.read_text() for path in sorted(folder.iterdir()) if path.is_file())
+    assert f"using world size: {ranks}," in text, text
+    assert len(re.findall(r"iteration +\d+/ +2 ", text)) == 2, text
 
 
 def test_a_cancelled_job_leaves_no_process(lab: Lab, conf: Path) -> None:
     job = submit(lab, conf, *LONG)
     wait_until_it_trains(conf, job)
+    logs = str(conf.parent / "logs")
+    status = json.loads(adaptive(lab, "status", str(job), "--log-dir", logs, "--json").stdout)
+    assert (status["state"], status["is_stalled"], status["differences"]) == ("RUNNING", False, [])
+    assert status["iteration"] >= 1
     lab.output("scancel", str(job))
     text = finish(lab, conf, job)
     assert "training ends: signal SIGTERM" in text
+    wait_for(
+        lambda: "CANCELLED" in adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
+        lambda: adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
+    )
     for name, _ in lab.nodes:
         wait_for(lambda name=name: not lab.processes(name), lambda: str(lab.processes("n1")))
 
@@ -161,11 +199,33 @@ def test_a_job_whose_time_is_over_goes_on_in_the_queue(lab: Lab, conf: Path) -> 
     finish(lab, conf, job)
 
 
+def test_the_node_that_crashes_is_named_and_the_job_ends(lab: Lab, conf: Path) -> None:
+    job = submit(lab, conf, *LONG, "--set", "SLURM_PARTITION=v100", "--set", "REQUEUE=false")
+    wait_until_it_trains(conf, job)
+    lab.crash("n4")
+    try:
+        text = finish(lab, conf, job)
+        assert "on host n4" in text or "n4" in text.rpartition("srun: ")[2], text
+        logs = str(conf.parent / "logs")
+        status = json.loads(adaptive(lab, "status", str(job), "--log-dir", logs, "--json").stdout)
+        assert status["state"] in ("NODE_FAIL", "FAILED", "CANCELLED")
+        assert any("n4" in line for node in status["nodes"] for line in node["errors"])
+        wait_for(lambda: not lab.processes("n3"), lambda: str(lab.processes("n3")))
+    finally:
+        lab.boot("n4")
+
+
+def test_a_job_that_nobody_knows(lab: Lab, conf: Path) -> None:
+    done = adaptive(lab, "status", "4711", "--log-dir", str(conf.parent / "logs"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("SLURM_PARTITION=v10", "SLURM_PARTITION=v10: Slurm has no such one; the nearest is v100"),
-        ("SLURM_PARTITION=a10", "NNODES=2: partition a10 has 1 nodes; ask for fewer"),
+        ("SLURM_PARTITION=a10 NNODES=4", "NNODES=4: partition a10 has 2 nodes; ask for fewer"),
         ("DEVICE=gpu SLURM_GRES=gpu:h100", "SLURM_GRES=gpu:h100: the cluster has none of it"),
         ("DEVICE=gpu NPROC_PER_NODE=4", "NPROC_PER_NODE=4: a node of the cluster has at most 2"),
         ("SLURM_TIME=soon", "Slurm refuses the job"),
