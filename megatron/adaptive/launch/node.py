@@ -76,11 +76,7 @@ def run_node(
     if place.node_rank == 0:
         (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
-    environment = {**os.environ, **conf.environment, **variables}
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ROOT}:{path}" if path else str(ROOT)
-    if conf["DEVICE"] == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = _environment(conf, variables)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they heed it
     with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
         begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
@@ -112,6 +108,15 @@ def run_node(
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
+
+
+def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, str]:
+    environment = {**os.environ, **conf.environment, **variables}
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}:{path}" if path else str(ROOT)
+    if conf["DEVICE"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from megatron.adaptive.launch.slurm import slurm
 
 __all__ = ["JobStatus", "NodeStatus", "read_status"]
 
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 16
 _SHOWN = 3
 _STALLED = 5
 _LEAST_STALL_S = 30.0
@@ -25,7 +25,7 @@ _RUNNING = ("RUNNING", "COMPLETING", "")
 _ITERATION = re.compile(
     r"^ \[([\d :-]{19})\] iteration +(\d+)/ *(\d+) .*?per iteration \(ms\): ([\d.]+)"
 )
-_START = re.compile(r"=== .* node \d+ starts$")
+_START = re.compile(r"=== .* node \d+ starts$|job \d+, start \d+: ")
 _TOKENS = re.compile(r"tokens/s/rank: ([\d.]+)")
 _EFFECTIVE = re.compile(
     r"using world size: (\d+), data-parallel-size: (\d+), tensor-model-parallel size: (\d+), "
@@ -64,7 +64,7 @@ class JobStatus:
     Attributes:
         job: its id.
         state: Slurm's word for it; empty where Slurm does not know it.
-        nodes: by name of their files.
+        nodes: by name of their files; ``batch`` is the batch script of Slurm.
         iteration: the latest, ``None`` before the first.
         iterations: of the whole training.
         iteration_ms: median of the latest iterations.
@@ -108,6 +108,8 @@ def read_status(job: str, logs: Path) -> JobStatus:
     names = sorted({path.stem for path in folder.glob("*.out")})
     texts = {name: (_tail(folder / f"{name}.out"), _tail(folder / f"{name}.err")) for name in names}
     nodes = tuple(_node(folder, name, *texts[name]) for name in names)
+    if (logs / f"{job}.batch").is_file():  # Slurm says there which node failed
+        nodes += (_node(folder, "batch", _tail(logs / f"{job}.batch"), []),)
     lines = [match for out, _ in texts.values() for match in map(_ITERATION.match, out) if match]
     record = _record(folder / "run.json")
     requested = record.get("conf", {})
