@@ -13,7 +13,8 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--benchmarks] [--print-python]
+usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmarks]
+                       [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
@@ -22,6 +23,8 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--benchmarks] [--pri
                   windows, Chromium and its driver (Debian 12)
   --lab           also the system packages for tests/labs: those of the nodes and those that their
                   kernel is compiled with (Debian 12)
+  --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
+                  not started (Debian 12)
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --print-python  only print the Python that is or would be used; set nothing up
 TEXT
@@ -40,6 +43,7 @@ test=0
 rdma=0
 views=0
 lab=0
+slurm=0
 benchmarks=0
 print_only=0
 for argument in "$@"; do
@@ -48,6 +52,7 @@ for argument in "$@"; do
     --rdma) rdma=1 ;;
     --views) views=1 ;;
     --lab) lab=1 ;;
+    --slurm) slurm=1 ;;
     --benchmarks) benchmarks=1 ;;
     --print-python) print_only=1 ;;
     -h | --help)
@@ -66,6 +71,9 @@ view_packages=(libreoffice-calc-nogui chromium chromium-driver)
 lab_packages=(
   ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
   linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
+)
+slurm_packages=(
+  slurmctld slurmd slurm-client slurmdbd mariadb-server-core munge iproute2 util-linux
 )
 benchmark_packages=(openmpi-bin)
 
@@ -161,7 +169,7 @@ fingerprint() {
   {
     printf '%s\n' "$root" "$python" "${facts[version]}" "$header" "${CXX:-}" \
       "${rdma_packages[*]}" "${view_packages[*]}" "${lab_packages[*]}" \
-      "${benchmark_packages[*]}" \
+      "${slurm_packages[*]}" "${benchmark_packages[*]}" \
       "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
     command -v c++ g++ || true
     sha256sum requirements.txt requirements-test.txt requirements-benchmarks.txt
@@ -187,7 +195,7 @@ is_set_up() {
   done <"$stamp"
   [[ ${fields[fingerprint]:-} == "$(fingerprint)" ]] || return 1
   ((rdma <= ${fields[rdma]:-0} && lab <= ${fields[lab]:-0})) || return 1
-  ((views <= ${fields[views]:-0})) || return 1
+  ((views <= ${fields[views]:-0} && slurm <= ${fields[slurm]:-0})) || return 1
   ((benchmarks <= ${fields[benchmarks]:-0})) || return 1
   [[ -z ${fields[extension]:-} || -e ${fields[extension]} ]]
 }
@@ -228,6 +236,18 @@ install_missing_packages() {
   if ((${#wanted[@]})); then
     install_packages "${wanted[@]}" || say "warning: without them $loss"
   fi
+}
+
+# The lab starts its own services: those of this machine stay off, as a policy tells Debian's scripts.
+install_slurm() {
+  local policy=/usr/sbin/policy-rc.d own=0
+  if [[ ! -e $policy && -w ${policy%/*} ]]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
+    own=1
+  fi
+  install_missing_packages 'the tests on a Slurm cluster are skipped' "${slurm_packages[@]}"
+  if ((own)); then rm -f -- "$policy"; fi
 }
 
 # What the extension is compiled with. Without it everything else works, so nothing here is fatal.
@@ -327,6 +347,9 @@ set_up() {
   if ((lab)); then
     install_missing_packages 'the tests in tests/labs are skipped' "${lab_packages[@]}"
   fi
+  if ((slurm)); then
+    install_slurm
+  fi
   if ((benchmarks)); then
     install_missing_packages 'benchmarks/transport.py does not compare with MPI and UCX' \
       "${benchmark_packages[@]}"
@@ -341,7 +364,7 @@ set_up() {
   install_checkout
   now=$(fingerprint)
   printf '%s\n' "fingerprint=$now" "rdma=$rdma" "views=$views" "lab=$lab" \
-    "benchmarks=$benchmarks" "extension=$extension" >"$(stamp_path)"
+    "slurm=$slurm" "benchmarks=$benchmarks" "extension=$extension" >"$(stamp_path)"
 }
 
 choose_python

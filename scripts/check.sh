@@ -29,7 +29,7 @@ tool() {
 files() { find . \( -path ./.venv -o -path ./build -o -path ./.git \) -prune -o -type f "$@" -print0; }
 
 shell_scripts() {
-  { files -name '*.sh' && printf '%s\0' ./.ci/run; } | tool_on_files shellcheck
+  { files \( -name '*.sh' -o -name '*.sbatch' \) && printf '%s\0' ./.ci/run; } | tool_on_files shellcheck
 }
 
 cpp_format() {

@@ -9,14 +9,18 @@ import sys
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 
 _SUBCOMMANDS = {
+    "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
     "flags": ("flags", "print every flag of the trainer as Markdown"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": ("make_corpus", "make training data from Python's own sources"),
+    "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
     "process-trace": ("process_trace", "aggregate a run's traces"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
+    "status": ("status", "tell how a job is; get_result.sh calls it"),
+    "submit": ("submit", "give a run to Slurm as conf.sh says"),
     "top": ("top", "show what a run does at this moment"),
     "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),
     "transport": ("transport", "check what can connect two nodes, and how fast"),

@@ -2,7 +2,8 @@
 
 Takes torchrun's own command line. Differences: bad options of ``pretrain_gpt.py`` end it before any
 process starts; a failed job ends with the failed rank and no traceback of the launcher; Ctrl-C is
-passed on to the ranks, which save a checkpoint and end.
+passed on to the ranks, which save a checkpoint and end. SIGUSR1, which Slurm sends to every process
+of a job before its time is over, is left to the ranks: they heed it, here it is ignored.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: torchrun's or the trainer's options break a rule.
         SetupError: the job's processes cannot meet, for instance as the port is in use.
     """
+    # Ranks inherit it until they watch for the signal themselves.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Imports torch: about a second.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -64,6 +67,9 @@ def _read_options(argv: Sequence[str]) -> Any:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
+    parser.add_argument(
+        "--world-size", type=int, help="processes of all nodes, where nodes have different numbers"
+    )
 
     def complain(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
@@ -120,7 +126,7 @@ def _check_trainer(options: Any) -> None:
     least, _, most = options.nnodes.partition(":")
     if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return
-    world_size = int(options.nproc_per_node) * int(least)
+    world_size = options.world_size or int(options.nproc_per_node) * int(least)
     parse(options.training_script_args, world_size=world_size, last_wins=True)
 
 

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Tells how a job is: its state, iterations, errors and what each node uses.
+#
+#   bash get_result.sh JOB [--follow] [--json] [--log-dir DIR]
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+python=${PYTHON:-$(bash "$root/prerequisite.sh" --print-python | tail -n 1)}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m megatron.adaptive status "$@"

@@ -1,0 +1,58 @@
+"""``submit``: gives a run to Slurm as ``conf.sh`` says."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.launch.command import ROOT, check_trainer
+from megatron.adaptive.launch.conf import load_conf
+from megatron.adaptive.launch.preflight import check_files, make_folder
+from megatron.adaptive.launch.slurm import batch_script, check_cluster, submit
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"submit: {message}; see --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the configuration, write the script and submit it.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ConfigError: a variable breaks a rule, or Slurm refuses the job.
+        SetupError: Slurm is not here or does not answer.
+    """
+    parser = _Parser(
+        prog="python -m megatron.adaptive submit",
+        allow_abbrev=False,
+        description="Write the script of a job of Slurm and submit it.",
+    )
+    add = parser.add_argument
+    add("conf", nargs="?", type=Path, default=ROOT / "conf.sh", help="configuration (conf.sh)")
+    add("--dry-run", action="store_true", help="only print the script")
+    add("--plan", type=Path, help="plan file in place of what conf.sh says")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
+    options = parser.parse_args(argv)
+    conf = load_conf(options.conf, options.changes, options.plan)
+    check_files(conf)
+    logs = conf.path("LOG_DIR")
+    settings = logs / "submitted" / f"{conf['JOB_NAME']}-{time.time_ns()}.json"
+    script = batch_script(conf, settings)
+    check_trainer(conf, conf.world_size or 1, logs / "job")
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    check_cluster(conf)
+    make_folder(settings.parent, "LOG_DIR")
+    job = submit(conf, script, settings)
+    print(f"job {job}: logs in {logs / str(job)}")
+    print(f"watch it: bash {ROOT / 'get_result.sh'} {job} --log-dir {logs}", flush=True)
+    return 0

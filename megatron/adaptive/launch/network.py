@@ -1,0 +1,175 @@
+"""Addresses, interfaces and RDMA devices of this node."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron.adaptive.errors import ConfigError, SetupError
+
+__all__ = [
+    "RdmaPort",
+    "interface_of",
+    "interface_variables",
+    "is_loopback",
+    "own_address",
+    "rdma_ports",
+    "resolve",
+]
+
+# Reserved for documentation: a socket connected to it tells the default route, nothing is sent.
+_ANYWHERE = "192.0.2.1"
+_PORT = 9
+_RDMA = Path("/sys/class/infiniband")
+_READERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaPort:
+    """A port of an RDMA device.
+
+    Attributes:
+        device: such as ``mlx5_0``.
+        port: from 1 on.
+        state: such as ``ACTIVE``.
+        link: ``Ethernet`` or ``InfiniBand``.
+        gid_index: of its RoCE v2 address, ``None`` if it has none.
+    """
+
+    device: str
+    port: int
+    state: str
+    link: str
+    gid_index: int | None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address only reaches its own machine."""
+    return address.startswith("127.") or address == "::1"
+
+
+def resolve(host: str) -> str:
+    """Return the address of ``host``, one that reaches other machines where it has one.
+
+    Raises:
+        SetupError: the name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SetupError(
+            f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
+            f"({error.strerror}); give an address, or mend /etc/hosts or DNS"
+        ) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    return next((one for one in addresses if not is_loopback(one)), addresses[0])
+
+
+def own_address(interface: str | None, peer: str | None = None) -> str:
+    """Return the address of this node that others reach it by.
+
+    Args:
+        interface: the network interface to use; by default the one towards ``peer``, or that of
+            the default route, or the first that is up.
+        peer: address of another node.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+        SetupError: the node has no address but the loopback.
+    """
+    known = _addresses()
+    if interface is not None:
+        if interface not in known:
+            raise ConfigError(
+                f"IFNAME={interface}: {socket.gethostname()} has no such interface with an "
+                f"address; it has {', '.join(known)}"
+            )
+        return known[interface][0]
+    routed = _towards(peer or _ANYWHERE)
+    if routed is not None and (peer is not None or not is_loopback(routed)):
+        return routed
+    for addresses in known.values():
+        for address in addresses:
+            if not is_loopback(address):
+                return address
+    raise SetupError(
+        f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
+        "it; bring an interface up, or name one with IFNAME or --ifname"
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has ``address``, ``None`` if none has."""
+    for name, addresses in _addresses().items():
+        if address in addresses:
+            return name
+    return None
+
+
+def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Return what tells gloo and NCCL the interface, unless ``given`` says it already."""
+    if interface is None:
+        return {}
+    return {name: interface for name in _READERS if not given.get(name)}
+
+
+def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
+    """Return the RDMA ports of this node; none where there is no device."""
+    found = []
+    for port in sorted(root.glob("*/ports/*")):
+        if not port.name.isdigit():
+            continue
+        state = _read(port / "state").rpartition(":")[2].strip()
+        found.append(
+            RdmaPort(
+                device=port.parent.parent.name,
+                port=int(port.name),
+                state=state or "unknown",
+                link=_read(port / "link_layer") or "unknown",
+                gid_index=_gid_index(port),
+            )
+        )
+    return found
+
+
+def _gid_index(port: Path) -> int | None:
+    """Return the index of a GID of RoCE v2 that holds an IPv4 address."""
+    for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+        kind = _read(port / "gid_attrs" / "types" / path.name)
+        if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
+            return int(path.name)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # the entry of a GID that is not set cannot be read
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return addresses that need no scope by interface, IPv4 first; interfaces that are up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    known = {}
+    for name, entries in psutil.net_if_addrs().items():
+        kinds = (socket.AF_INET, socket.AF_INET6)
+        found = [one.address for kind in kinds for one in entries if one.family == kind]
+        plain = [address for address in found if "%" not in address]
+        if plain and name in up:
+            known[name] = plain
+    return known
+
+
+def _towards(peer: str) -> str | None:
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, _PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Starts a run on this node as conf.sh says, and waits for its other nodes.
+#
+#   bash run_master.sh [conf.sh]
+#   bash run_master.sh --help
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+python=${PYTHON:-$(bash "$root/prerequisite.sh" | tail -n 1)}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m megatron.adaptive node master "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Joins the run that run_master.sh starts on another node, waiting until it is there.
+#
+#   bash run_worker.sh --master-addr ADDRESS
+#   bash run_worker.sh --help
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+python=${PYTHON:-$(bash "$root/prerequisite.sh" | tail -n 1)}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m megatron.adaptive node worker "$@"
