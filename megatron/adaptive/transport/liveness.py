@@ -48,15 +48,16 @@ _TOLD = "told: "  # before a notice that the user has read
 def here(pp_rank: int) -> dict[str, Any]:
     """Return what the :class:`Watcher` of other ranks must know about this process.
 
-    ``machine`` tells whether two ranks can see each other's process ids: containers on one host
-    may share its name but not its processes.
+    ``machine`` tells whether two ranks can see each other's process ids and sockets: containers on
+    one host may share its name but not these.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/pid")
+    spaces = Path("/proc/self/ns")
     host = socket.gethostname()
     machine = host
     with contextlib.suppress(OSError):
-        machine = f"{boot.read_text().strip()} {os.readlink(namespace)}"
+        seen = [os.readlink(spaces / kind) for kind in ("pid", "net")]
+        machine = " ".join([boot.read_text().strip(), *seen])
     return {"host": host, "pid": os.getpid(), "pp_rank": pp_rank, "machine": machine}
 
 
