@@ -149,6 +149,16 @@ def test_what_was_reserved_is_sent_once(transport: NativeTransport) -> None:
     assert take(transport).take().shape == (5, 7)
 
 
+def test_views_of_what_was_reserved_arrive_as_they_look(transport: NativeTransport) -> None:
+    channel = transport.channel(0)
+    expected = torch.arange(35.0).view(5, 7)
+    for view in (lambda t: t.t(), lambda t: t[:, :3], lambda t: t[:2], lambda t: t[0, 0]):
+        tensor = channel.reserve(LABEL, (5, 7), torch.float32).copy_(expected)
+        channel.send(LABEL, view(tensor))
+        del tensor
+        assert torch.equal(take(transport).take(), view(expected))
+
+
 def test_close_says_who_takes_nothing(
     transport: NativeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,13 +173,15 @@ class NativeTransport:
         self, peer: int, reserved: tuple[int, int], label: Label, tensor: torch.Tensor
     ) -> None:
         reserved_for, token = reserved
-        if reserved_for != peer:
-            self.send(peer, label, tensor.clone())
-            return
         action = label.action
         tag = label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch
-        if not self._commit_tensor(peer, token, *tag, tensor):
-            self._node.commit(peer, token, *tag, *CODE_OF[tensor.dtype], tensor.shape)
+        if reserved_for == peer and self._commit_tensor(peer, token, *tag, tensor):
+            return
+        if reserved_for != peer or settled(tensor) is not tensor:
+            # For another channel, or its memory does not hold its elements in order.
+            self.send(peer, label, tensor.clone())
+            return
+        self._node.commit(peer, token, *tag, *CODE_OF[tensor.dtype], tensor.shape)
 
 
 def _send_nothing(*_: Any) -> bool:
