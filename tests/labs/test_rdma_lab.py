@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -102,9 +103,15 @@ def test_node_that_loses_power() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """The processes of a node and of what ran in it, even a program that would go on."""
-    before = _kernels()
-    assert shell("sleep 600 & true", nodes=1).status == 0
-    assert _kernels() <= before
+    groups: set[int] = set()
+
+    def up(_rank: int, _line: str) -> None:
+        groups.update(_group(pid) for pid in _kernels() if _parent(pid) == os.getpid())
+
+    script = ["sh", "-c", "sleep 600 & echo up"]
+    assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
+    assert groups  # other nodes of this machine may come and go meanwhile, this one had its own
+    assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
@@ -118,3 +125,19 @@ def _kernels() -> set[int]:
         except OSError:  # it ended, or belongs to somebody else
             continue
     return found
+
+
+def _stat(pid: int, number: int) -> int:
+    """A field of a process's status, counted from its state; -1 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number])
+    except OSError:
+        return -1
+
+
+def _parent(pid: int) -> int:
+    return _stat(pid, 1)
+
+
+def _group(pid: int) -> int:
+    return _stat(pid, 2)
