@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.config.models import MODELS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.launch.command import NodePlace, check_trainer, node_command, trainer_flags
 from megatron.adaptive.launch.conf import LaunchConf, load_conf
-from megatron.adaptive.launch.models import MODELS
 from megatron.adaptive.launch.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.plan import read_plan
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.launch.plan import read_plan
 from megatron.adaptive.launch.settings import PASSED_ON, SETTINGS, check_names, read_value
 from megatron.adaptive.launch.source import read_variables
 

@@ -1,0 +1,413 @@
+"""The cost model against our own runs: 12 plans of a small GPT on the CPUs of this machine.
+
+    python benchmarks/planning/own_runs.py [--quick] [--json FILE]
+
+Runs of at most as many processes as there are cores are traced and a profile is fitted to them;
+the plans are other runs. Other programs on the machine disturb all of them: only iterations count
+during which others took little of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers  # noqa: E402
+from megatron.adaptive.planner.cluster import (  # noqa: E402
+    Cluster,
+    LinkSpeed,
+    NodeGroup,
+    NodeType,
+)
+from megatron.adaptive.planner.cost import predict  # noqa: E402
+from megatron.adaptive.planner.model import LayerKind, Model, Precision  # noqa: E402
+from megatron.adaptive.planner.plan import Plan, place_ranks  # noqa: E402
+from megatron.adaptive.planner.profile import Profile  # noqa: E402
+from megatron.adaptive.planner.validate import rank_correlation  # noqa: E402
+from megatron.adaptive.trace.event import KINDS  # noqa: E402
+from megatron.adaptive.trace.figures import run_figures  # noqa: E402
+from megatron.adaptive.trace.read import RunTrace, read_run  # noqa: E402
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8
+MODEL_FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
+    f" --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}"
+    " --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --mock-data"
+    f" --vocab-size {VOCABULARY - 1} --tokenizer-type NullTokenizer --eval-iters 0"
+    f" --global-batch-size {BATCH} --log-interval 100 --trace-interval 1"
+).split()
+QUIET = 0.06
+"""Most that other programs may take of the machine in an iteration that counts."""
+FEWEST, ROUNDS, DEADLINE_S = 4, 3, 240.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A way to run the model."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    micro_batch: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layers: tuple[int, ...] = (LAYERS,)
+
+    @property
+    def processes(self) -> int:
+        """Of the whole job."""
+        return self.tp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        layers = "-".join(map(str, self.layers))
+        return (
+            f"tp {self.tp} dp {self.dp} pp {self.pp} b {self.micro_batch} {self.schedule} {layers}"
+        )
+
+    def flags(self) -> list[str]:
+        """Of the trainer."""
+        flags = ["--tensor-model-parallel-size", str(self.tp)]
+        flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
+        if self.chunks > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
+        if self.pp > 1:
+            flags += ["--partition", "-".join(map(str, self.layers))]
+        return flags
+
+
+TEACHERS = (
+    Shape(pp=2, layers=(4, 2)),
+    Shape(pp=2, layers=(2, 4), schedule="zb-h1"),
+    Shape(pp=2, layers=(3, 3), micro_batch=2),
+    Shape(tp=2),
+    Shape(dp=2),
+)
+PLANS = (
+    Shape(pp=4, layers=(1, 2, 2, 1)),
+    Shape(pp=4, layers=(2, 1, 1, 2)),
+    Shape(pp=4, layers=(1, 2, 2, 1), schedule="gpipe"),
+    Shape(pp=4, layers=(1, 2, 2, 1), schedule="zb-h1"),
+    Shape(pp=2, dp=2, layers=(3, 3)),
+    Shape(pp=2, dp=2, layers=(4, 2)),
+    Shape(pp=2, dp=2, layers=(3, 3), micro_batch=2),
+    Shape(pp=2, layers=(5, 1)),
+    Shape(pp=2, layers=(2, 1, 1, 2), schedule="interleaved", chunks=2),
+    Shape(dp=4),
+    Shape(tp=2, dp=2),
+    Shape(pp=2, tp=2, layers=(3, 3)),
+)
+
+
+class Watch(threading.Thread):
+    """Samples how busy the machine is, and how much of that a process and its descendants are."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(daemon=True)
+        self._first, self._done = first, threading.Event()
+        self.samples: list[tuple[int, float, float]] = []
+
+    def run(self) -> None:
+        """Sample every 250 ms until stopped."""
+        while not self._done.wait(0.25):
+            self._sample()
+
+    def start(self) -> None:
+        """Begin, with a sample of now."""
+        self._sample()
+        super().start()
+
+    def stop(self) -> None:
+        """End with a sample of now; blocks until it has."""
+        self._done.set()
+        self.join(timeout=5)
+        self._sample()
+
+    def _sample(self) -> None:
+        self.samples.append((time.monotonic_ns(), _busy_s(), _family_s(self._first)))
+
+    def others(self, start_ns: int, end_ns: int) -> float:
+        """Part of the machine that others took between two moments."""
+        at = np.array([sample[0] for sample in self.samples])
+        low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
+        high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
+        first, last = self.samples[low], self.samples[high]
+        seconds = (last[0] - first[0]) / 1e9
+        if seconds <= 0:
+            return 1.0
+        taken = (last[1] - first[1]) - (last[2] - first[2])
+        return max(0.0, taken / seconds / (os.cpu_count() or 1))
+
+
+def _busy_s() -> float:
+    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    numbers = [int(field) for field in fields]
+    idle = numbers[3] + numbers[4]
+    return (sum(numbers[:8]) - idle) / _TICKS
+
+
+def _family_s(first: int) -> float:
+    """Processor seconds of a process and all that it started."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(fields[1])
+        seconds[int(folder.name)] = (int(fields[11]) + int(fields[12])) / _TICKS
+    total = 0.0
+    for process in parents:
+        above = process
+        while above in parents and above != first:
+            above = parents[above]
+        total += seconds[process] if above == first else 0.0
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A traced run: its iterations that count."""
+
+    trace: RunTrace
+    iterations: tuple[int, ...]
+    step_s: float
+    spread: float
+
+
+def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
+    """Train until enough iterations were quiet, at most ``ROUNDS`` times.
+
+    Raises:
+        RuntimeError: the trainer failed, or the machine was never quiet.
+    """
+    seen = []
+    for number in range(ROUNDS):
+        place = folder / f"{number}"
+        watch = _train(shape, place, iterations)
+        trace = read_run(place)
+        complete = trace.complete_iterations()[2:]
+        figures = run_figures(trace, complete)
+        whole = figures.kind_ns[:, :, KINDS.index("step")].max(axis=1)
+        begin = figures.start_ns.min(axis=1)
+        others = [
+            watch.others(int(begin[i]), int(begin[i] + whole[i])) for i in range(len(complete))
+        ]
+        quiet = [i for i, part in enumerate(others) if part < QUIET]
+        seen.append((len(quiet), number))
+        if len(quiet) >= FEWEST:
+            steps = [float(whole[i]) / 1e9 for i in quiet]
+            return Outcome(
+                trace=trace,
+                iterations=tuple(complete[i] for i in quiet),
+                step_s=statistics.median(steps),
+                spread=(max(steps) - min(steps)) / statistics.median(steps),
+            )
+    raise RuntimeError(f"{shape}: others kept the machine busy: quiet iterations {seen}")
+
+
+def _train(shape: Shape, place: Path, iterations: int) -> Watch:
+    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+    command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
+    command += [*MODEL_FLAGS, *shape.flags(), "--train-iters", str(iterations)]
+    command += ["--trace-dir", str(place)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    watch = Watch(os.getpid())
+    watch.start()
+    try:
+        _, errors = child.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+        child.communicate(timeout=60)
+        raise
+    finally:
+        watch.stop()
+    if child.returncode:
+        raise RuntimeError(f"{shape}: the trainer ended with {child.returncode}: {errors[-2000:]}")
+    return watch
+
+
+def small_gpt() -> Model:
+    """The model as the planner sees it; operations are those of one sample."""
+    tokens = SEQUENCE
+    layer = 24 * tokens * HIDDEN**2
+    attention = 4 * tokens**2 * HIDDEN
+    embedding = VOCABULARY * HIDDEN
+    kinds = (
+        LayerKind(
+            name="embedding",
+            parameters=embedding,
+            replicated_parameters=SEQUENCE * HIDDEN,
+            output_elements=tokens * HIDDEN,
+            counted=False,
+        ),
+        LayerKind(
+            name="transformer",
+            parameters=12 * HIDDEN**2,
+            replicated_parameters=6 * HIDDEN,
+            output_elements=tokens * HIDDEN,
+            forward_flops=layer + attention,
+            attention_flops=attention,
+        ),
+        LayerKind(
+            name="head",
+            parameters=embedding,
+            output_elements=tokens * VOCABULARY,
+            forward_flops=2 * tokens * HIDDEN * VOCABULARY,
+            counted=False,
+        ),
+    )
+    return Model(
+        name="small gpt",
+        kinds={kind.name: kind for kind in kinds},
+        layers=("embedding", *["transformer"] * LAYERS, "head"),
+        tokens_per_sample=tokens,
+        tied_parameters=embedding,
+        tied_layers=(0, LAYERS + 1),
+        precision=Precision.named("fp32"),
+    )
+
+
+def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
+    """The planner's seconds of a step."""
+    cores = os.cpu_count() or 1
+    node = NodeType(
+        name="node",
+        gpu="cpu",
+        gpus=max(4, shape.processes),
+        memory_bytes=4e9,
+        intra=LinkSpeed(bytes_per_s=2e9),
+        cores=cores,
+    )
+    cluster = Cluster(groups=(NodeGroup(type=node, count=1),))
+    held = stage_layers(model, shape.layers)
+    plan = Plan(
+        tp=shape.tp,
+        dp=shape.dp,
+        pp=shape.pp,
+        chunks=shape.chunks,
+        micro_batch=shape.micro_batch,
+        global_batch=BATCH,
+        schedule=shape.schedule,
+        partition=tuple(len(one) for one in held),
+        places=place_ranks(
+            cluster,
+            (0,),
+            tp=shape.tp,
+            dp=shape.dp,
+            pp=shape.pp,
+            micro_batch=shape.micro_batch,
+        ),
+    )
+    return predict(plan, model, cluster, profile).seconds
+
+
+def rows(quick: bool = False) -> list[dict[str, Any]]:
+    """One row for each figure: what, measured, goal, and whether it is met."""
+    return summary(measure(quick))
+
+
+def measure(quick: bool = False) -> list[dict[str, Any]]:
+    """Run everything; one record for each plan."""
+    iterations = 10 if quick else 18
+    plans = PLANS[::3] if quick else PLANS
+    model = small_gpt()
+    with tempfile.TemporaryDirectory() as folder:
+        taught = []
+        for i, shape in enumerate(TEACHERS):
+            done = run(shape, Path(folder) / f"teacher{i}", iterations)
+            print(f"teacher {shape}: {done.step_s:.3f} s", flush=True)
+            taught.append(
+                TracedRun(
+                    trace=done.trace, micro_batch=shape.micro_batch, iterations=done.iterations
+                )
+            )
+        profile = calibrate(model, taught)
+        records = []
+        for i, shape in enumerate(plans):
+            done = run(shape, Path(folder) / f"plan{i}", iterations)
+            predicted = predicted_s(shape, model, profile)
+            record = {"plan": str(shape), "measured_s": done.step_s, "predicted_s": predicted}
+            records.append({**record, "spread": done.spread, "quiet": len(done.iterations)})
+            print(
+                f"{shape}: measured {done.step_s:.3f} s (+-{done.spread / 2:.0%}), predicted"
+                f" {predicted:.3f} s, {predicted / done.step_s - 1:+.1%}",
+                flush=True,
+            )
+    return records
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of the runs beside their goals."""
+    measured = [record["measured_s"] for record in records]
+    predicted = [record["predicted_s"] for record in records]
+    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    chosen = measured[predicted.index(min(predicted))] / min(measured) - 1
+    error = statistics.median(errors)
+    order = rank_correlation(predicted, measured)
+    name = f"own CPU runs, {len(records)} plans"
+    return [
+        {
+            "what": f"{name}: median error",
+            "measured": error,
+            "goal": "<= 0.08",
+            "met": error <= 0.08,
+        },
+        {
+            "what": f"{name}: the plan predicted fastest is slower than the fastest by",
+            "measured": chosen,
+            "goal": "<= 0.03",
+            "met": chosen <= 0.03,
+        },
+        {"what": f"{name}: rank correlation", "measured": order, "goal": "", "met": True},
+    ]
+
+
+def main() -> int:
+    """Measure and print; returns 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="every third plan")
+    parser.add_argument("--json", type=Path, help="also write the records here")
+    options = parser.parse_args()
+    records = measure(options.quick)
+    found = summary(records)
+    for row in found:
+        met = "met" if row["met"] else "MISSED"
+        print(f"| {row['what']} | {row['measured']:.3f} | {row['goal']} | {met} |")
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row["met"] for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

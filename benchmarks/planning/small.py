@@ -1,0 +1,184 @@
+"""Small random planning problems, and every plan that one of them has."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.model import LayerKind, Model
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.search import SearchOptions, SearchResult, search
+
+__all__ = ["Problem", "better", "brute_force", "random_problem", "solve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a search is given."""
+
+    model: Model
+    cluster: Cluster
+    profile: Profile
+    global_batch: int
+    options: SearchOptions
+
+
+def random_problem(seed: int) -> Problem:
+    """A problem with up to four nodes of up to three types and up to seven layers."""
+    rng = random.Random(seed)
+    kinds = {
+        name: LayerKind(
+            name=name,
+            parameters=rng.uniform(1e6, 2e8),
+            output_elements=rng.uniform(1e5, 4e6),
+            activation_bytes=rng.uniform(1e7, 1e9),
+            tp_bytes=rng.uniform(0, 4e6),
+        )
+        for name in ("embedding", "wide", "narrow", "head")
+    }
+    middle = [rng.choice(("wide", "narrow")) for _ in range(rng.randint(1, 5))]
+    tied = rng.random() < 0.5
+    model = Model(
+        name="small",
+        kinds=kinds,
+        layers=("embedding", *middle, "head"),
+        tied_parameters=1e7 if tied else 0.0,
+        tied_layers=(0, len(middle) + 1) if tied else (),
+    )
+    gpus = rng.choice((1, 2))
+    names = "abc"[: rng.randint(1, 3)]
+    groups = tuple(
+        NodeGroup(
+            type=NodeType(
+                name=name,
+                gpu=name,
+                gpus=gpus,
+                memory_bytes=rng.uniform(3e9, 2e10),
+                intra=LinkSpeed(bytes_per_s=rng.uniform(5e9, 2e11), shared=rng.random() < 0.5),
+                price_per_hour=rng.uniform(1, 10),
+            ),
+            count=1 if len(names) > 2 else rng.randint(1, 4 // len(names)),
+        )
+        for name in names
+    )
+    network = LinkSpeed(bytes_per_s=rng.uniform(1e8, 2e10), latency_s=rng.uniform(0, 1e-4))
+    speeds = {name: rng.uniform(0.5, 2) for name in names}
+    launch = rng.choice((0.0, 0.0005))
+    layers = {
+        (kind, name, tp, size): LayerTimes(
+            forward_s=0.01 * factor * speeds[name] * size / tp,
+            backward_input_s=0.01 * factor * speeds[name] * size / tp,
+            backward_weight_s=0.01 * factor * speeds[name] * size / tp,
+            launch_s=launch,
+        )
+        for kind, factor in ((kind, rng.uniform(0.1, 2)) for kind in kinds)
+        for name in names
+        for tp in (1, 2)
+        for size in (1, 2, 4)
+    }
+    return Problem(
+        model=model,
+        cluster=Cluster(groups=groups, network=network),
+        profile=Profile(layers=layers, launch_s=dict.fromkeys(names, launch / 5)),
+        global_batch=rng.choice((2, 4, 6, 8)),
+        options=SearchOptions(
+            recompute=("none",),
+            distributed_optimizer=(False,),
+            micro_batch=(1, 2, 4),
+            overlap_reduce=rng.random() < 0.5,
+            schedules=("1f1b",),
+            most_leaves=10**6,
+        ),
+    )
+
+
+def solve(problem: Problem) -> SearchResult:
+    """Search it."""
+    return search(
+        problem.model,
+        problem.cluster,
+        problem.profile,
+        global_batch=problem.global_batch,
+        options=problem.options,
+    )
+
+
+def brute_force(problem: Problem) -> float:
+    """Seconds of the best of all plans that use nodes whole; infinity where none fits."""
+    best = float("inf")
+    for plan in _plans(problem):
+        found = predict(plan, problem.model, problem.cluster, problem.profile)
+        if found.fits:
+            best = min(best, found.seconds)
+    return best
+
+
+def _plans(problem: Problem) -> Iterator[Plan]:
+    cluster, model = problem.cluster, problem.model
+    gpus = cluster.nodes[0].gpus
+    for order in _orders(cluster):
+        for tp, dp, micro_batch in itertools.product((1, 2), range(1, 9), (1, 2, 4)):
+            stages, rest = divmod(len(order) * gpus, tp * dp)
+            whole = gpus % (tp * dp) == 0 or (tp * dp) % gpus == 0
+            if rest or not whole or gpus % tp or stages > model.num_layers:
+                continue
+            if problem.global_batch % (dp * micro_batch):
+                continue
+            places = place_ranks(cluster, order, tp=tp, dp=dp, pp=stages, micro_batch=micro_batch)
+            for inner in itertools.combinations(range(1, model.num_layers), stages - 1):
+                cuts = (0, *inner, model.num_layers)
+                yield Plan(
+                    tp=tp,
+                    dp=dp,
+                    pp=stages,
+                    micro_batch=micro_batch,
+                    global_batch=problem.global_batch,
+                    partition=tuple(b - a for a, b in itertools.pairwise(cuts)),
+                    places=places,
+                    overlap_reduce=problem.options.overlap_reduce,
+                )
+
+
+def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of nodes of every part of a cluster, those of equal types once."""
+    seen = set()
+    numbers = range(len(cluster.nodes))
+    for count in range(1, len(cluster.nodes) + 1):
+        for order in itertools.permutations(numbers, count):
+            types = tuple(cluster.nodes[node].name for node in order)
+            if types not in seen:
+                seen.add(types)
+                yield order
+
+
+def better(problem: Problem, seed: int) -> Problem:
+    """The same problem with more memory, a faster link or a faster GPU in one place."""
+    rng = random.Random(seed)
+    groups = list(problem.cluster.groups)
+    at = rng.randrange(len(groups))
+    node = groups[at].type
+    what = rng.choice(("memory", "intra", "network", "gpu"))
+    factor = rng.uniform(1, 3)
+    profile = problem.profile
+    network = problem.cluster.network
+    assert network is not None
+    if what == "memory":
+        node = replace(node, memory_bytes=node.memory_bytes * factor)
+    elif what == "intra":
+        node = replace(node, intra=replace(node.intra, bytes_per_s=node.intra.bytes_per_s * factor))
+    elif what == "network":
+        network = replace(network, bytes_per_s=network.bytes_per_s * factor)
+    else:
+        layers = {
+            key: times.scaled(1 / factor) if key[1] == node.gpu else times
+            for key, times in profile.layers.items()
+        }
+        profile = replace(profile, layers=layers)
+    groups[at] = replace(groups[at], type=node)
+    cluster = replace(problem.cluster, groups=tuple(groups), network=network)
+    return replace(problem, cluster=cluster, profile=profile)

@@ -1,0 +1,282 @@
+"""``plan``: the best ways to train a model on a cluster.
+
+::
+
+    python -m megatron.adaptive plan --model gpt2-xl --cluster cluster.yaml \\
+        --global-batch-size 64 --output plan.json
+    torchrun ... pretrain_gpt.py --plan plan.json ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.cli.plan_calibrate import add_calibrate_arguments, calibrated
+from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cluster_file import read_cluster
+from megatron.adaptive.planner.files import quantity
+from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.objective import Objective
+from megatron.adaptive.planner.plan_file import plan_document, write_conf, write_plan
+from megatron.adaptive.planner.presets import PRESETS
+from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.propose import (
+    SCHEDULES,
+    Proposal,
+    Request,
+    complete_profile,
+    propose,
+)
+from megatron.adaptive.planner.report import explain, table
+from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.schedule.registry import policy_names
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan, print the best plans, and write what was asked for.
+
+    Raises:
+        ConfigError: an input is wrong, or nothing fits.
+    """
+    options = _parser().parse_args(argv)
+    told = None
+    if options.profile:
+        parts = [(str(path), profile_file.load(path)) for path in options.profile]
+        told = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
+    memories = {} if told is None else profile_file.measured_memory(told)
+    cluster = read_cluster(options.cluster, memories)
+    model = _model(options, cluster, told)
+    measured = None
+    if told is not None:
+        profile_file.check_model(told, model, " ".join(map(str, options.profile)))
+        told, strange = profile_file.renamed(told, {one.name: one.gpu for one in cluster.types})
+        if strange:
+            print(
+                f"links measured between nodes of type {', '.join(strange)} are not used: the"
+                " cluster has no such type",
+                file=sys.stderr,
+            )
+        measured = profile_file.make_profile(told)
+    measured = calibrated(options, model, cluster, measured)
+    profile = complete_profile(measured, model, cluster)
+    request = _request(options, model)
+    if options.pareto is not None:
+        return _front(options, model, cluster, profile, request)
+    proposal = propose(model, cluster, profile, request)
+    documents = [plan_document(row.plan, model, cluster, row.prediction) for row in proposal.rows]
+    if options.json:
+        print(json.dumps(documents, indent=2))
+    else:
+        _print(options, model, cluster, proposal, _guessed(profile, measured, cluster))
+    if options.output is not None:
+        write_plan(documents[0], options.output)
+    if options.conf is not None:
+        write_conf(documents[0], options.conf)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m megatron.adaptive plan",
+        description="Find the best ways to train a model on a cluster; see docs/planner.md.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="name (gpt2-xl, llama2-70b, t5-3b, ...), arguments, file")
+    add("--cluster", type=Path, required=True, metavar="FILE", help="nodes and links")
+    add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
+    add("--global-batch-size", type=int, required=True, metavar="N", help="samples of a step")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
+    add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
+    group = parser.add_argument_group("what is best")
+    add = group.add_argument
+    add("--objective", choices=("time", "cost"), default="time", help="least of it (%(default)s)")
+    add("--time-limit", metavar="2 s", help="longest step; with --tokens the longest run, in h")
+    add("--max-price", type=float, metavar="X", help="most for an hour of all nodes")
+    add("--budget", type=float, metavar="X", help="most for the run of --tokens")
+    add("--tokens", type=float, default=0.0, metavar="N", help="of the whole run, as in 300e9")
+    _add_choices(parser)
+    add_calibrate_arguments(parser)
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--top", type=int, default=3, metavar="N", help="plans to print (%(default)s)")
+    add("--explain", action="store_true", help="where the best plan's time and memory go")
+    add("--output", type=Path, metavar="PLAN.json", help="write the best as a plan file")
+    add("--conf", type=Path, metavar="PLAN.sh", help="write it as variables of conf.sh")
+    add("--pareto", type=Path, metavar="DIR", help="front of cost and speed over parts of it")
+    add("--json", action="store_true", help="print the plans as JSON")
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what may be chosen, all that is possible by default")
+    add = group.add_argument
+    add("--tp", metavar="1,2", help="tensor-parallel widths")
+    add("--dp", metavar="1,2", help="data-parallel replicas")
+    add("--pp", metavar="1,2", help="pipeline ranks")
+    add("--micro-batch-sizes", metavar="1,2", help="samples of a microbatch")
+    add("--partition", metavar="8-8-8", help="layers of each stage")
+    add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
+    add("--schedules", metavar="A,B", help=f"{','.join(SCHEDULES)}; 1f1b with fused attention")
+    choices = ("both", "on", "off")
+    add("--distributed-optimizer", choices=choices, default="both", help="%(default)s")
+    add("--overlap-grad-reduce", action="store_true", help="the run overlaps it")
+    add("--sequence-parallel", action="store_true", help="the run uses it")
+    add("--all-nodes", action="store_true", help="leave no node out")
+    add("--unequal", action="store_true", help="stages of unequal widths, to look at only")
+
+
+def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
+    """Read the model, in the precision of the profile, or the best that all GPUs have."""
+    fused = {"fused": True, "unfused": False, None: None}[options.attention]
+    parts = [known_gpu(node.gpu) for node in cluster.types]
+    default = "bf16"
+    if any(part is not None and "bf16" not in part.flops for part in parts):
+        default = "fp16"
+    if told is not None:
+        arguments = told["model"].get("arguments", ())
+        half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
+        default = told["model"].get("precision", half)
+    return read_model(options.model, options.precision, default=default, fused=fused)
+
+
+def _request(options: argparse.Namespace, model: Model) -> Request:
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top}: give at least 1")
+    recompute = tuple((options.recompute or ",".join(RECOMPUTE)).split(","))
+    for name in recompute:
+        if name not in RECOMPUTE:
+            raise ConfigError(f"--recompute {name}: choose of {', '.join(RECOMPUTE)}")
+    schedules: tuple[str, ...] = SCHEDULES
+    whole = any(kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values())
+    if whole or model.name in PRESETS:
+        # Transformer Engine's layers compute weight gradients within the backward; BERT and T5 are
+        # for Megatron-LM's own programs, which know no other schedule.
+        schedules = SCHEDULES[:1]
+    if options.schedules:
+        schedules = tuple(options.schedules.split(","))
+    for name in schedules:
+        if name not in policy_names():
+            raise ConfigError(f"--schedules {name}: choose of {', '.join(policy_names())}")
+    partition: tuple[int, ...] = ()
+    if options.partition:
+        try:
+            partition = parse_partition(options.partition)
+        except ValueError as error:
+            raise ConfigError(f"--partition {options.partition}: {error}") from error
+    sharded = {"both": (False, True), "on": (True,), "off": (False,)}
+    return Request(
+        global_batch=options.global_batch_size,
+        objective=_objective(options, model),
+        schedules=schedules,
+        options=SearchOptions(
+            tp=_counts("--tp", options.tp),
+            dp=_counts("--dp", options.dp),
+            pp=_counts("--pp", options.pp),
+            micro_batch=_counts("--micro-batch-sizes", options.micro_batch_sizes),
+            recompute=recompute,
+            distributed_optimizer=sharded[options.distributed_optimizer],
+            overlap_reduce=options.overlap_grad_reduce,
+            sequence_parallel=options.sequence_parallel,
+            partition=partition,
+            all_nodes=options.all_nodes,
+            unequal=options.unequal,
+            top=options.top,
+        ),
+    )
+
+
+def _objective(options: argparse.Namespace, model: Model) -> Objective:
+    """Turn limits of a run into limits of a step."""
+    if options.tokens < 0 or not math.isfinite(options.tokens):
+        raise ConfigError(f"--tokens {options.tokens:g}: give a number above 0")
+    for name in ("max_price", "budget"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: it must be above 0")
+    if options.budget is not None and not options.tokens:
+        raise ConfigError("--budget is for a whole run: give its --tokens too")
+    steps = options.tokens / (options.global_batch_size * model.tokens_per_sample or 1)
+    limit_s = math.inf
+    if options.time_limit is not None:
+        limit_s = quantity(options.time_limit, "s", "--time-limit")
+        if options.tokens:
+            limit_s /= steps
+    return Objective(
+        least=options.objective,
+        most_seconds_per_step=limit_s,
+        most_price_per_hour=math.inf if options.max_price is None else options.max_price,
+        most_price_per_step=math.inf if options.budget is None else options.budget / steps,
+    )
+
+
+def _counts(name: str, text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts):
+        raise ConfigError(f"{name} {text}: write whole numbers from 1 on, as in 1,2,4")
+    return counts
+
+
+def _guessed(profile: Profile, measured: Profile | None, cluster: Cluster) -> list[str]:
+    """GPUs of which nothing was measured."""
+    known = set() if measured is None else {gpu for _, gpu, _, _ in measured.layers}
+    return list(dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known))
+
+
+def _print(
+    options: argparse.Namespace,
+    model: Model,
+    cluster: Cluster,
+    proposal: Proposal,
+    guessed: Sequence[str],
+) -> None:
+    size = model.parameters
+    words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
+    print(
+        f"{model.name}, {words} parameters, {model.precision.name}, on {cluster.num_gpus} GPUs;"
+        f" {options.global_batch_size} samples for a step\n"
+    )
+    print(table(proposal.rows, model, cluster, options.tokens))
+    result = proposal.result
+    print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
+    if result.gap > 0:
+        print(f"the best may be improved by {result.gap:.1%} at most")
+    if guessed:
+        print(
+            f"estimated from data sheets, not measured: {', '.join(guessed)}; see"
+            " python -m megatron.adaptive profile"
+        )
+    elif proposal.rows[0].prediction.estimated:
+        print("some durations of the best lie beside those that were measured")
+    if options.explain:
+        print()
+        print(explain(proposal.rows[0], model, cluster))
+
+
+def _front(
+    options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile, request: Request
+) -> int:
+    """Find the front over parts of the cluster; write plans and charts, print the table."""
+    from megatron.adaptive.planner.front import find_front, write_front
+
+    rows = find_front(model, cluster, profile, request)
+    write_front(rows, model, cluster, options.pareto)
+    print(table(rows, model, cluster, options.tokens))
+    print(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
+    return 0

@@ -1,0 +1,152 @@
+"""``profile``: measures a model's layers and the links between ranks, for the planner.
+
+::
+
+    python -m megatron.adaptive profile --model gpt2-xl --output profile.json        one GPU
+    torchrun --standalone --nproc-per-node 8 -m megatron.adaptive profile \\
+        --model gpt2-xl --output a100.json                                           a node
+    python -m megatron.adaptive profile --merge a100.json v100.json --output profile.json
+    python -m megatron.adaptive profile --cut-points pieces.csv --name my-net --output profile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, CommandParser
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.errors import AdaptiveError, ConfigError
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cut_points import profile_of_cut_points
+from megatron.adaptive.planner.model_file import read_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, merge or convert, and write the profile.
+
+    Raises:
+        ConfigError: an option or a file is wrong.
+        AdaptiveError: measuring failed.
+    """
+    environment = Environment.read()
+    try:
+        return _run(argv, environment)
+    except ConfigError:
+        # Every process finds it alike; one says it.
+        if environment.rank == 0:
+            raise
+        return EXIT_EXPECTED_ERROR
+
+
+def _run(argv: Sequence[str], environment: Environment) -> int:
+    options = _parser().parse_args(argv)
+    ways = {"--model": options.model, "--merge": options.merge, "--cut-points": options.cut_points}
+    given = [name for name, value in ways.items() if value]
+    if len(given) != 1:
+        raise ConfigError(
+            f"profile: give one of {', '.join(ways)}"
+            + (f", not {' and '.join(given)}" if given else " to say what is profiled")
+        )
+    if options.merge:
+        parts = [(str(path), profile_file.load(path)) for path in options.merge]
+        _write(profile_file.merge(parts), options.output)
+    elif options.cut_points:
+        told = profile_of_cut_points(
+            options.cut_points,
+            options.name or options.cut_points.stem,
+            options.precision or "fp32",
+        )
+        _write(told, options.output)
+    else:
+        measured = _measure(options, environment)
+        if measured is not None:
+            _write(measured, options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m megatron.adaptive profile",
+        description="Measure a model's layers and the links between ranks, for the planner.",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FILE.json", help="where the profile goes")
+    add("--model", metavar="MODEL", help="name, list of arguments, or file; see plan --help")
+    add("--merge", type=Path, nargs="+", metavar="FILE", help="put profiles of one model together")
+    add("--cut-points", type=Path, metavar="FILE", help="CSV or JSON of pieces of a plain module")
+    add("--name", help="of the model of --cut-points; the file's name by default")
+    group = parser.add_argument_group("what is measured")
+    add = group.add_argument
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
+    add("--tp", metavar="1,2,4", help="tensor-parallel widths; every power of two that fits")
+    add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
+    add("--repeats", type=int, default=7, help="microbatches that count (%(default)s)")
+    add("--node-type", default="", metavar="NAME", help="of this node; its GPU's by default")
+    add("--no-links", action="store_true", help="leave links and all-reduces out")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")
+    return parser
+
+
+def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
+    """Measure as one process of the job; the profile on rank 0, ``None`` on others."""
+    sizes = _counts("--micro-batch-sizes", options.micro_batch_sizes)
+    widths = _counts("--tp", options.tp) if options.tp else ()
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats {options.repeats}: give at least 1")
+    # Imports torch.
+    from megatron.adaptive.accelerator import detect
+    from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
+
+    accelerator = detect(environment.local_rank, backend=options.distributed_backend)
+    default = "bf16" if accelerator.is_cuda else "fp32"
+    model = read_model(options.model, options.precision, default=default)
+    if not model.arguments:
+        raise ConfigError(
+            f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"
+            " pieces yourself and give them with --cut-points"
+        )
+    for width in widths:
+        if model.max_tp % width:
+            raise ConfigError(
+                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
+                f" they do by {model.max_tp} and its divisors"
+            )
+    try:
+        return profile_layers(
+            ProfileOptions(
+                name=model.name,
+                arguments=model.arguments,
+                widths=widths,
+                widest=model.max_tp,
+                micro_batches=sizes,
+                repeats=options.repeats,
+                node=options.node_type,
+                links=not options.no_links,
+                backend=options.distributed_backend,
+            ),
+            environment,
+        )
+    except AdaptiveError as error:
+        raise type(error)(f"profile: {error}") from error
+
+
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
+        raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
+    return counts
+
+
+def _write(told: dict[str, Any], path: Path) -> None:
+    from megatron.adaptive.planner.schema import check
+
+    check(told, "profile", str(path))
+    profile_file.write(told, path)
+    gpus = ", ".join(sorted({row["gpu"] for row in told["layers"]}))
+    print(f"{path}: {len(told['layers'])} measurements of {told['model']['name']} on {gpus}")

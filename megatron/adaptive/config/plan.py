@@ -1,0 +1,215 @@
+"""The plan file: what a planner decided about a run, as JSON. Its schema is in ``docs/plan.md``.
+
+One reading serves all: the launcher turns a plan into variables of ``conf.sh``, the trainer into
+its own flags; both mean the same run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["PLAN_FORMAT", "load_plan", "plan_flags", "plan_variables", "read_plan", "world_size_of"]
+
+PLAN_FORMAT = 1
+_DEGREES = {
+    "tensor": "TENSOR_MP_SIZE",
+    "pipeline": "PIPELINE_MP_SIZE",
+    "data": "DP_SIZE",
+    "chunks": "MODEL_CHUNKS",
+}
+_KEYS = (
+    *("format", "degrees", "placement", "partition", "micro_batch_size", "global_batch_size"),
+    *("schedule", "recompute", "distributed_optimizer", "overlap_grad_reduce"),
+    *("sequence_parallel", "precision", "model", "prediction", "stages"),
+)
+_CHOICES = {"recompute": ("none", "selective", "full"), "precision": ("fp32", "fp16", "bf16")}
+_SWITCHES = ("distributed_optimizer", "overlap_grad_reduce", "sequence_parallel")
+_RECOMPUTE_FLAGS = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+_SETTING = "PLAN="
+_PLACE_KEYS = ("type", "nodes", "processes_per_node")
+
+
+def load_plan(path: Path, setting: str = _SETTING) -> Any:
+    """Read a plan file, unchecked.
+
+    Args:
+        path: the file.
+        setting: what names it, for messages.
+
+    Raises:
+        ConfigError: the file is missing or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{setting}{path}: {error.strerror}; name a plan file") from error
+    except ValueError as error:
+        raise ConfigError(f"{setting}{path}: no JSON ({error}); see docs/plan.md") from error
+
+
+def read_plan(path: Path) -> dict[str, str]:
+    """Read a plan file.
+
+    Returns:
+        What it says, as variables of ``conf.sh``.
+
+    Raises:
+        ConfigError: the file is missing, no JSON, or breaks the schema; names the key.
+    """
+    return plan_variables(load_plan(path), str(path))
+
+
+def plan_flags(told: Any, where: str) -> list[str]:
+    """Check a plan and turn it into flags of the trainer.
+
+    Raises:
+        ConfigError: it breaks the schema.
+    """
+    values = plan_variables(told, where, "--plan ")
+    flags: list[str] = []
+    for name, flag in (
+        ("TENSOR_MP_SIZE", "--tensor-model-parallel-size"),
+        ("PIPELINE_MP_SIZE", "--pipeline-model-parallel-size"),
+        ("MICRO_BATCH_SIZE", "--micro-batch-size"),
+        ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
+        ("SCHEDULE", "--pipeline-schedule"),
+        ("PARTITION", "--partition"),
+    ):
+        if name in values:
+            flags += [flag, values[name]]
+    if values.get("MODEL_CHUNKS", "1") != "1":
+        flags += ["--model-chunks", values["MODEL_CHUNKS"]]
+    return flags + further_flags(values)
+
+
+def further_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return the trainer's flags for recompute, optimizer, overlap, sequence and precision.
+
+    Args:
+        values: variables of ``conf.sh``, as texts or as read; absent ones and ``None`` say nothing.
+    """
+    flags = _RECOMPUTE_FLAGS[values.get("RECOMPUTE") or "none"].split()
+    for name, flag in (
+        ("DISTRIBUTED_OPTIMIZER", "--use-distributed-optimizer"),
+        ("OVERLAP_GRAD_REDUCE", "--overlap-grad-reduce"),
+        ("SEQUENCE_PARALLEL", "--sequence-parallel"),
+    ):
+        if values.get(name) in (True, "true"):
+            flags.append(flag)
+    if values.get("PRECISION") in ("fp16", "bf16"):
+        flags.append(f"--{values['PRECISION']}")
+    return flags
+
+
+def world_size_of(told: Mapping[str, Any]) -> int | None:
+    """Return the processes that a checked plan needs, ``None`` if it does not say it."""
+    degrees = told.get("degrees", {})
+    if "data" not in degrees:
+        return None
+    return int(degrees["data"] * degrees.get("tensor", 1) * degrees.get("pipeline", 1))
+
+
+def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, str]:
+    """Check a plan and turn it into variables of ``conf.sh``.
+
+    Args:
+        told: what the file holds.
+        where: the file.
+        setting: what names it, for messages.
+
+    Raises:
+        ConfigError: it breaks the schema.
+    """
+    where = f"{setting}{where}"
+    plan = _object(told, where, "the plan", _KEYS)
+    if plan.get("format") != PLAN_FORMAT:
+        raise ConfigError(
+            f"{where}: format is {plan.get('format')!r}: this version reads {PLAN_FORMAT}"
+        )
+    if "stages" in plan:
+        raise ConfigError(
+            f"{where}: its stages have unequal widths, which the trainer cannot run; plan again"
+            " without --unequal"
+        )
+    values: dict[str, str] = {}
+    degrees = _object(plan.get("degrees", {}), where, "degrees", tuple(_DEGREES))
+    for key, name in _DEGREES.items():
+        if key in degrees:
+            values[name] = str(_count(degrees[key], where, f"degrees.{key}"))
+    for key in ("micro_batch_size", "global_batch_size"):
+        if key in plan:
+            values[key.upper()] = str(_count(plan[key], where, key))
+    if "partition" in plan:
+        layers = plan["partition"]
+        if not isinstance(layers, list) or not layers:
+            raise _wrong(where, "partition", layers, "a list of the layers of each stage")
+        counts = [_count(one, where, f"partition[{i}]", least=0) for i, one in enumerate(layers)]
+        values["PARTITION"] = "-".join(map(str, counts))
+    if "schedule" in plan:
+        if not isinstance(plan["schedule"], str):
+            raise _wrong(where, "schedule", plan["schedule"], "the name of a schedule")
+        values["SCHEDULE"] = plan["schedule"]
+    for key, choices in _CHOICES.items():
+        if key in plan:
+            if plan[key] not in choices:
+                raise _wrong(where, key, plan[key], f"one of {', '.join(choices)}")
+            values[key.upper()] = plan[key]
+    for key in _SWITCHES:
+        if key in plan:
+            if not isinstance(plan[key], bool):
+                raise _wrong(where, key, plan[key], "true or false")
+            values[key.upper()] = str(plan[key]).lower()
+    if "placement" in plan:
+        values |= _placement(plan["placement"], where)
+    return values
+
+
+def _placement(told: Any, where: str) -> dict[str, str]:
+    if not isinstance(told, list) or not told:
+        raise _wrong(where, "placement", told, "a list of groups of equal nodes")
+    words = []
+    for index, one in enumerate(told):
+        name = f"placement[{index}]"
+        group = _object(one, where, name, _PLACE_KEYS)
+        nodes = _count(group.get("nodes"), where, f"{name}.nodes")
+        processes = _count(group.get("processes_per_node"), where, f"{name}.processes_per_node")
+        kind = group.get("type", "")
+        if not isinstance(kind, str) or (not kind and len(told) > 1):
+            raise _wrong(where, f"{name}.type", kind, "the name of a node type")
+        words.append((kind, nodes, processes))
+    if len(words) == 1 and not words[0][0]:
+        _, nodes, processes = words[0]
+        return {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
+    text = " ".join(f"{kind}:{nodes}x{processes}" for kind, nodes, processes in words)
+    return {"HOMOGENEOUS_CLUSTER": "false", "NODES": text}
+
+
+def _object(told: Any, where: str, name: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(told, dict):
+        raise _wrong(where, name, told, "an object")
+    for key in told:
+        if key not in keys:
+            nearest = difflib.get_close_matches(key, keys, n=1)
+            hint = f"the nearest is {nearest[0]}" if nearest else f"keys are {', '.join(keys)}"
+            raise ConfigError(f"{where}: {name} has no key {key!r}: {hint}")
+    return told
+
+
+def _count(value: Any, where: str, name: str, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(where, name, value, f"a whole number from {least} on")
+    return value
+
+
+def _wrong(where: str, name: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(f"{where}: {name} is {value!r}: it must be {rule}; see docs/plan.md")

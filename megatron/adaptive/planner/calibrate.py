@@ -1,0 +1,360 @@
+"""Fits a profile to traces of runs: what layers, links, reductions and the optimizer took.
+
+A trace knows durations of stages. What each kind of layer takes is the non-negative least-squares
+solution over all stages of all runs given; where stages do not tell two kinds apart, such as the
+embedding from the layers behind it, they are divided as their operations are. Runs with partitions
+that differ, and with stages that hold neither embedding nor head, tell more.
+
+Durations are taken as they were. Where ranks shared cores they are longer than a rank alone would
+need: trace a run with no more ranks than cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import LinkSpeed
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.trace.event import KINDS
+from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.step import stages_of_rank
+
+__all__ = ["TracedRun", "calibrate", "stage_layers"]
+
+_PRIOR = 1e-3
+"""Weight of the operations against a measured stage; decides only where stages do not."""
+
+_SIGMA_OF_MAD = 1.4826
+"""Of a normal distribution: spread over the median distance from the median."""
+
+_F, _B, _W = range(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    """A run to learn from.
+
+    Attributes:
+        trace: what its ranks recorded.
+        micro_batch: samples of a microbatch.
+        gpus: accelerator by host; empty: all have ``gpu``.
+        gpu: name of the accelerator.
+        nodes: node type by host; empty: all are of type ``node``.
+        node: name of the node type.
+        skip: iterations at the beginning that do not count.
+        iterations: those that count, instead; empty for all but the skipped.
+        distributed_optimizer: whether replicas divided the optimizer state.
+    """
+
+    trace: RunTrace
+    micro_batch: int
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    gpu: str = "cpu"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    node: str = "node"
+    skip: int = 2
+    iterations: tuple[int, ...] = ()
+    distributed_optimizer: bool = False
+
+    def gpu_of(self, host: str) -> str:
+        """Name of the accelerator there."""
+        return self.gpus.get(host, self.gpu)
+
+    def node_of(self, host: str) -> str:
+        """Name of the node type there."""
+        return self.nodes.get(host, self.node)
+
+
+def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
+    """Fit a profile.
+
+    Args:
+        model: that all runs trained.
+        runs: at least one.
+
+    Raises:
+        ConfigError: no run is given, or one does not say which layers its stages hold or holds
+            others than the model.
+        TraceError: a trace is damaged or has no complete iterations beyond those skipped.
+    """
+    if not runs:
+        raise ConfigError("calibrating: no run: give the folder of a traced run")
+    stages: dict[tuple[str, int, int], list[_Stage]] = {}
+    found = _Found()
+    for run in runs:
+        figures = run_figures(run.trace, _iterations(run))
+        for key, rows in _stages(model, run, figures).items():
+            stages.setdefault(key, []).extend(rows)
+        _learn(found, model, run, figures)
+    layers = {}
+    for (gpu, tp, micro_batch), rows in stages.items():
+        for kind, times in _layer_times(model, rows).items():
+            layers[kind, gpu, tp, micro_batch] = replace(times, tp_included=tp > 1)
+    return Profile(
+        layers=layers,
+        model=model.name,
+        links={(a, b): _link(sizes) for (a, b, same), sizes in found.travel.items() if not same},
+        intra_links={a: _link(sizes) for (a, _, same), sizes in found.travel.items() if same},
+        all_reduce={key: _link(sizes) for key, sizes in found.reduce.items()},
+        optimizer_s_per_parameter={gpu: median(each) for gpu, each in found.optimizer.items()},
+        step_s={gpu: median(each) for gpu, each in found.rest.items()},
+        action_sigma=median(found.spread) if found.spread else 0.0,
+    )
+
+
+def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Which layers of the model each stage holds.
+
+    Layers that ``--num-layers`` does not count go with the next one that it counts; those behind
+    all others, such as the head, with the last stage.
+
+    Args:
+        model: its layers.
+        counted: of each stage, as ``--num-layers`` counts them.
+
+    Raises:
+        ConfigError: they are not as many as the model has.
+    """
+    if sum(counted) != model.num_counted:
+        raise ConfigError(
+            f"layers {format_partition(counted)} of the run are {sum(counted)}, model {model.name}"
+            f" has {model.num_counted}: give the model that was trained"
+        )
+    places: list[list[int]] = [[] for _ in counted]
+    left = list(counted)
+    stage = 0
+    waiting: list[int] = []
+    for index in range(model.num_layers):
+        if not model.layer(index).counted:
+            waiting.append(index)
+            continue
+        while not left[stage]:
+            stage += 1
+        # What comes before all counted layers lies on the first stage, even if that has none.
+        target = 0 if waiting and waiting[0] == 0 else stage
+        places[target] += waiting
+        waiting = []
+        places[stage].append(index)
+        left[stage] -= 1
+    places[-1] += waiting
+    return tuple(tuple(sorted(one)) for one in places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
+
+    layers: tuple[int, ...]
+    seconds: tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What runs told beside their stages.
+
+    Attributes:
+        travel: seconds of messages by size, by both node types and whether on one host.
+        reduce: seconds of reductions by bytes, by node type and replicas.
+        optimizer: seconds for each parameter, by GPU.
+        rest: seconds of a step that nothing explains, by GPU.
+        spread: of each rank's forwards and backwards, as a part of them.
+    """
+
+    travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
+    reduce: dict[tuple[str, int], dict[int, list[float]]] = field(default_factory=dict)
+    optimizer: dict[str, list[float]] = field(default_factory=dict)
+    rest: dict[str, list[float]] = field(default_factory=dict)
+    spread: list[float] = field(default_factory=list)
+
+
+def _iterations(run: TracedRun) -> tuple[int, ...]:
+    complete = run.trace.complete_iterations()
+    if run.iterations:
+        return tuple(sorted(set(run.iterations) & set(complete)))
+    if len(complete) <= run.skip:
+        raise ConfigError(
+            f"{run.trace.origin}: {len(complete)} complete iterations, of which the first"
+            f" {run.skip} do not count: trace more"
+        )
+    return complete[run.skip :]
+
+
+def _held(model: Model, run: TracedRun, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of a rank."""
+    header = run.trace.ranks[rank].header
+    if not header.layers:
+        raise ConfigError(
+            f"{run.trace.origin}: the trace does not say how many layers its stages hold:"
+            " trace the run anew"
+        )
+    stages = stage_layers(model, header.layers)
+    mine = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
+    if mine is None:
+        raise ConfigError(f"{run.trace.origin}: placement {header.placement!r} is not known here")
+    return tuple(stages[stage] for stage in mine)
+
+
+def _tp(run: TracedRun) -> int:
+    return 1 + max(trace.header.tp_rank for trace in run.trace.ranks.values())
+
+
+def _dp(run: TracedRun) -> int:
+    return 1 + max(trace.header.dp_rank for trace in run.trace.ranks.values())
+
+
+def _stages(
+    model: Model, run: TracedRun, figures: RunFigures
+) -> dict[tuple[str, int, int], list[_Stage]]:
+    """One row for each rank and chunk, by GPU, width and microbatch."""
+    rows: dict[tuple[str, int, int], list[_Stage]] = {}
+    known = np.isfinite(figures.median_ns).any(axis=0)
+    typical = np.nanmedian(np.where(known, figures.median_ns, 0.0), axis=0)
+    typical[~known] = np.nan
+    pieces = figures.count.max(axis=0)
+    for column, rank in enumerate(figures.ranks.tolist()):
+        gpu = run.gpu_of(run.trace.ranks[rank].header.host)
+        for chunk, layers in enumerate(_held(model, run, rank)):
+            count = np.maximum(pieces[column, chunk], 1)
+            # A weight gradient that was cut takes all its pieces.
+            whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
+            key = (gpu, _tp(run), run.micro_batch)
+            seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
+            rows.setdefault(key, []).append(_Stage(layers=layers, seconds=seconds))
+    return rows
+
+
+def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
+    kinds = sorted({model.layers[i] for row in rows for i in row.layers})
+    counts = np.array(
+        [[sum(model.layers[i] == kind for i in row.layers) for kind in kinds] for row in rows],
+        dtype=np.float64,
+    )
+    flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
+    measured = np.array([row.seconds for row in rows])
+    split = ~np.isnan(measured[:, _W])
+    forward = _solve(counts, measured[:, _F], flops)
+    whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)
+    weight = np.zeros(len(kinds))
+    if split.any():
+        weight = np.minimum(_solve(counts[split], measured[split, _W], flops), whole)
+    else:
+        weight = whole * np.array([_weight_share(model, kind) for kind in kinds])
+    return {
+        kind: LayerTimes(
+            forward_s=float(forward[i]),
+            backward_input_s=float(whole[i] - weight[i]),
+            backward_weight_s=float(weight[i]),
+        )
+        for i, kind in enumerate(kinds)
+    }
+
+
+def _weight_share(model: Model, name: str) -> float:
+    """Part of a backward that is the gradient by weights: half of all that is not attention."""
+    kind = model.kinds[name]
+    if not kind.parameters:
+        return 0.0
+    if not kind.forward_flops:
+        return 1.0
+    return 0.5 * (1 - kind.attention_flops / kind.forward_flops)
+
+
+def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
+    """Seconds of each kind, not negative, that explain the stages best.
+
+    Projected coordinate descent on ``|A x - b|^2 + prior |x - p|^2``, ``p`` in proportion to the
+    operations.
+    """
+    work = counts @ flops
+    rate = float(work @ seconds / (work @ work)) if (work > 0).any() else 0.0
+    prior = flops * rate
+    scale = _PRIOR * float((counts**2).sum()) / counts.shape[1]
+    gram = counts.T @ counts + scale * np.eye(counts.shape[1])
+    right = counts.T @ seconds + scale * prior
+    x = np.maximum(prior, 0.0)
+    for _ in range(2000):
+        before = x.copy()
+        for i in range(len(x)):
+            x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
+        if np.abs(x - before).max() <= 1e-9 * max(x.max(), 1e-12):
+            break
+    return x
+
+
+def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
+    ranks = figures.ranks.tolist()
+    headers = [run.trace.ranks[rank].header for rank in ranks]
+    tp, dp = _tp(run), _dp(run)
+    column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
+    held = [
+        sum(model.layer(i).held_parameters(tp) for chunk in _held(model, run, rank) for i in chunk)
+        for rank in ranks
+    ]
+    for i, header in enumerate(headers):
+        gpu = run.gpu_of(header.host)
+        updated = held[i] / (dp if run.distributed_optimizer else 1)
+        if column["optimizer"][i] > 0 and updated:
+            each = float(column["optimizer"][i]) / 1e9 / updated
+            found.optimizer.setdefault(gpu, []).append(each)
+        rest = column["step"][i] - np.median(figures.step_ns[:, i])
+        rest -= column["reduce"][i] + column["optimizer"][i]
+        if column["step"][i] > 0:
+            found.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
+    if dp > 1 and len({header.host for header in headers}) == 1:
+        # The replica that comes last waits for nobody.
+        for pp_rank in range(run.trace.num_ranks):
+            mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
+            size = round(held[mine[0]] * model.precision.reduce_bytes)
+            seconds = min(float(column["reduce"][i]) for i in mine) / 1e9
+            key = (run.node_of(headers[0].host), dp)
+            if seconds > 0 and size:
+                found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
+    known = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
+    part = figures.mad_ns[..., :_W][known] / figures.median_ns[..., :_W][known]
+    found.spread.extend((_SIGMA_OF_MAD * part).tolist())
+    _messages(found, run, figures)
+
+
+def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
+    """Messages whose arrival is exact: from being handed over to being there."""
+    tables = {
+        rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
+    }
+    messages = match_messages(tables)
+    for i in np.flatnonzero(messages.seen):
+        ends = [int(messages.source[i]), int(messages.target[i])]
+        hosts = [run.trace.ranks[rank].header.host for rank in ends]
+        one, other = sorted(run.node_of(host) for host in hosts)
+        seconds = float(messages.arrived_ns[i] - messages.sent_ns[i]) / 1e9
+        size = int(messages.bytes[i])
+        if size > 0 and seconds > 0:
+            key = (one, other, hosts[0] == hosts[1])
+            found.travel.setdefault(key, {}).setdefault(size, []).append(seconds)
+
+
+def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
+    """Latency and bandwidth that explain the median of each size; one size tells a bandwidth."""
+    size = np.array(sorted(sizes), dtype=np.float64)
+    seconds = np.array([median(sizes[int(one)]) for one in size])
+    latency = 0.0
+    if len(size) > 1:
+        slope, intercept = np.polyfit(size, seconds, 1)
+        if slope > 0 and 0 <= intercept < seconds.min():
+            latency = float(intercept)
+    return LinkSpeed(
+        bytes_per_s=float((size / (seconds - latency)).max()),
+        latency_s=latency,
+        sizes=tuple(
+            (float(s), float(s / (t - latency))) for s, t in zip(size, seconds, strict=True)
+        ),
+    )

@@ -1,0 +1,487 @@
+"""What a plan takes: seconds of a step and bytes of every stage, from model, cluster and profile.
+
+A step is the pipeline in the true order of the schedule, with the durations of each stage's layers
+on its slowest replica and a message over every stage boundary; then each rank reduces its gradients
+with its replicas, tied embeddings are added up, and the optimizer runs.
+
+The parts are functions of their own, because the search needs them one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner import memory
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.communication import (
+    boundary_s,
+    embedding_s,
+    exposed_reduce_s,
+    reduce_s,
+)
+from megatron.adaptive.planner.jitter import jitter_s
+from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.plan import (
+    Limit,
+    Plan,
+    Prediction,
+    StageMemory,
+    StagePlace,
+    StagePrediction,
+)
+from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.rendezvous import rendezvous_times
+from megatron.adaptive.planner.runtime import OURS, Runtime
+from megatron.adaptive.planner.shared import shared_times, slowdown
+from megatron.adaptive.planner.timing import StepTimes, step_times, steps_of
+from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
+from megatron.adaptive.schedule.workload import PS_PER_S
+
+__all__ = ["predict"]
+
+
+def predict(
+    plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime = OURS
+) -> Prediction:
+    """Predict a step of a plan.
+
+    A plan that does not fit into memory is predicted as if it did; ``Prediction.fits`` and the
+    stages' memory tell.
+
+    Args:
+        plan: what runs where.
+        model: its layers.
+        cluster: the nodes and links.
+        profile: durations.
+        runtime: how the training program behaves.
+
+    Raises:
+        ConfigError: the profile lacks a duration, or the partition does not cover the model.
+        ScheduleError: the schedule refuses the degrees.
+    """
+    stages = _Stages.of(plan, model, cluster, profile, runtime)
+    times = _pipeline(plan, stages)
+    slow = stages.slowdown
+    reduce = slow * np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
+    optimizer = slow * np.array(stages.optimizer_s)
+    tied = slow * embedding_s(plan.places, model, cluster, plan.tp)
+    ends = times.end_s + reduce + optimizer
+    last = int(ends.argmax())
+    gpus = {cluster.nodes[node].gpu for node in plan.nodes}
+    beside = slow * max(profile.step_s.get(gpu, 0.0) for gpu in gpus)
+    jitter = _jitter_s(plan, stages, profile.action_sigma)
+    seconds = float(ends[last]) + tied + beside + jitter
+    predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
+    whole = seconds - beside - jitter
+    parts = _parts(plan, stages, times, whole, last, tied, reduce, optimizer)
+    parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
+    return Prediction(
+        seconds=seconds,
+        parts=parts,
+        stages=predicted,
+        tokens_per_s=plan.global_batch * model.tokens_per_sample / seconds if seconds else 0.0,
+        price_per_hour=sum(cluster.nodes[node].price_per_hour for node in plan.nodes),
+        estimated=stages.estimated,
+        binding=_binding(parts, predicted),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Stages:
+    """Sums over the stages of a plan; a stage is a chunk of a pipeline rank.
+
+    Attributes:
+        durations_s: ``[3, stages]``: forward, backward by inputs, by weights, slowest replica.
+        launch_s: ``[3, stages]``, part of them that is hidden where a rank waits.
+        tp_s: ``[stages]``, communication within them.
+        latency_s: ``[2, stages]`` of the message after a forward and after a backward.
+        occupancy_s: ``[2, stages]``, how long it keeps the link busy.
+        parameters: ``[ranks]`` on one GPU of each pipeline rank.
+        reduce_s: ``[ranks]`` gradient reduction, none of it hidden.
+        optimizer_s: ``[ranks]``.
+        memory: of each pipeline rank.
+        stages_of: the stages of each pipeline rank.
+        buffered: ``[2, stages] bool``, messages that leave without their receiver; None where all
+            do, and none takes a rank's time.
+        processes: of each pipeline rank, and the node it lies on, see ``shared``.
+        nodes: of each pipeline rank, that of its first replica.
+        cores: of each node; 0 for as many as it needs.
+        estimated: whether a duration was estimated.
+    """
+
+    durations_s: Any
+    launch_s: Any
+    tp_s: Any
+    latency_s: Any
+    occupancy_s: Any
+    parameters: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+    memory: tuple[StageMemory, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    buffered: Any
+    processes: tuple[int, ...]
+    nodes: tuple[int, ...]
+    cores: tuple[int, ...]
+    estimated: bool
+
+    @classmethod
+    def of(
+        cls, plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime
+    ) -> _Stages:
+        """Add up what the layers of every stage take."""
+        if sum(plan.partition) != model.num_layers or min(plan.partition) < 0:
+            raise ConfigError(
+                f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
+                f" model {model.name} has {model.num_layers}: give every layer one stage"
+            )
+        placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+        bounds = np.concatenate([[0], np.cumsum(plan.partition)])
+        stages_of = tuple(
+            tuple(placement.stage_of(rank, chunk) for chunk in range(plan.chunks))
+            for rank in range(plan.pp)
+        )
+        tables = [_tables(plan, place, model, cluster, profile) for place in plan.places]
+        durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, cluster, profile)
+        if runtime.reads_slices:
+            for rank, stages in enumerate(stages_of):
+                if any(one.tp > 1 for one in plan.places[rank].replicas):
+                    launch[:, list(stages)] = 0.0
+        parameters, memories, updates = [], [], []
+        for rank, stages in enumerate(stages_of):
+            rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
+            parameters.append(max(float(table.parameters[rows].sum()) for table in tables[rank]))
+            memories.append(_memory(plan, rank, rows, tables[rank], model, cluster, runtime))
+            updates.append(_update_s(plan, rank, parameters[-1], cluster, profile))
+        reduce = tuple(
+            reduce_s(plan.places, rank, cluster, profile, model, parameters[rank])
+            for rank in range(plan.pp)
+        )
+        latency, occupancy = _messages(plan, placement, bounds, model, cluster, profile, runtime)
+        return cls(
+            durations_s=durations,
+            launch_s=launch,
+            tp_s=tp_s,
+            latency_s=latency,
+            occupancy_s=occupancy,
+            parameters=tuple(parameters),
+            reduce_s=reduce,
+            optimizer_s=tuple(updates),
+            memory=tuple(memories),
+            stages_of=stages_of,
+            buffered=_buffered(plan, placement, bounds, model, runtime),
+            processes=tuple(place.num_gpus for place in plan.places),
+            nodes=tuple(place.replicas[0].node for place in plan.places),
+            cores=tuple(node.cores for node in cluster.nodes),
+            estimated=any(table.estimated for row in tables for table in row),
+        )
+
+    @property
+    def slowdown(self) -> float:
+        """Of work that all ranks do at once."""
+        return slowdown(self.processes, self.nodes, self.cores)
+
+
+def _durations(
+    plan: Plan,
+    stages_of: tuple[tuple[int, ...], ...],
+    bounds: Any,
+    tables: list[list[LayerTable]],
+    cluster: Cluster,
+    profile: Profile,
+) -> tuple[Any, Any, Any]:
+    """Durations and launches ``[3, stages]`` of the slowest replica, and communication in them."""
+    durations = np.zeros((3, len(plan.partition)))
+    work = np.zeros((3, len(plan.partition)))
+    tp_s = np.zeros(len(plan.partition))
+    for rank, stages in enumerate(stages_of):
+        gpus = {cluster.nodes[one.node].gpu for one in plan.places[rank].replicas}
+        action = max(profile.launch_s.get(gpu, 0.0) for gpu in gpus)
+        for stage in stages:
+            part = slice(bounds[stage], bounds[stage + 1])
+            for table in tables[rank]:
+                both = (table.forward_s, table.backward_s, table.weight_s)
+                sums = np.array([one[part].sum() for one in both])
+                alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
+                durations[:, stage] = np.maximum(durations[:, stage], sums)
+                work[:, stage] = np.maximum(work[:, stage], sums - alone)
+                tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
+            durations[:2, stage] += action
+    return durations, durations - work, tp_s
+
+
+def _tables(
+    plan: Plan, place: StagePlace, model: Model, cluster: Cluster, profile: Profile
+) -> list[LayerTable]:
+    """One table for each kind of replica of a pipeline rank."""
+    kinds = {(cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
+    return [
+        layer_table(
+            model,
+            profile,
+            cluster.nodes[one.node],
+            tp=one.tp,
+            micro_batch=place.micro_batch,
+            recompute=plan.recompute,
+            sequence_parallel=plan.sequence_parallel,
+        )
+        for one in kinds.values()
+    ]
+
+
+def _memory(
+    plan: Plan,
+    rank: int,
+    rows: list[int],
+    tables: list[LayerTable],
+    model: Model,
+    cluster: Cluster,
+    runtime: Runtime,
+) -> StageMemory:
+    """The replica of a pipeline rank that has the least memory left."""
+    held = memory.in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
+    kinds = {(cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas}
+    found = [
+        memory.stage_memory(
+            model,
+            parameters=float(table.parameters[rows].sum()),
+            kept_bytes=float(table.kept_bytes[rows].sum()),
+            held=held,
+            workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0)),
+            dp=len(plan.places[rank].replicas),
+            distributed_optimizer=plan.distributed_optimizer,
+            limit_bytes=cluster.nodes[one.node].memory_bytes,
+            runtime=runtime,
+            groups=_groups(plan, rank, one.tp),
+        )
+        for one, table in zip(kinds.values(), tables, strict=True)
+    ]
+    return max(found, key=lambda one: one.total_bytes - one.limit_bytes)
+
+
+def _groups(plan: Plan, rank: int, tp: int) -> int:
+    """Groups of ranks in which a GPU communicates: replicas, tensor-parallel ranks, neighbours."""
+    neighbours = int(rank > 0) + int(rank < plan.pp - 1)
+    return int(tp > 1) + int(len(plan.places[rank].replicas) > 1) + neighbours
+
+
+def _update_s(
+    plan: Plan, rank: int, parameters: float, cluster: Cluster, profile: Profile
+) -> float:
+    place = plan.places[rank]
+    return max(
+        optimizer_s(
+            profile,
+            cluster.nodes[one.node].gpu,
+            parameters,
+            dp=len(place.replicas),
+            distributed_optimizer=plan.distributed_optimizer,
+        )
+        for one in place.replicas
+    )
+
+
+def _messages(
+    plan: Plan,
+    placement: Placement,
+    bounds: Any,
+    model: Model,
+    cluster: Cluster,
+    profile: Profile,
+    runtime: Runtime,
+) -> tuple[Any, Any]:
+    """Latency and occupancy of the messages between stages, ``[2, stages]`` each."""
+    latency = np.zeros((2, placement.num_stages))
+    occupancy = np.zeros((2, placement.num_stages))
+    for stage in range(placement.num_stages - 1):
+        one, other = placement.locate(stage)[0], placement.locate(stage + 1)[0]
+        if one == other:
+            continue
+        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
+        for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
+            latency[kind, row], occupancy[kind, row] = boundary_s(
+                plan.places[sender],
+                plan.places[receiver],
+                cluster,
+                profile,
+                size * model.precision.element_bytes,
+                sliced=plan.sequence_parallel or runtime.sliced_messages,
+            )
+    return latency, occupancy
+
+
+def _buffered(plan: Plan, placement: Placement, bounds: Any, model: Model, runtime: Runtime) -> Any:
+    """Which messages leave without their receiver, where the program makes a difference."""
+    if not runtime.calls or plan.schedule != "1f1b":
+        return None
+    small = np.ones((2, placement.num_stages), dtype=bool)
+    for stage in range(placement.num_stages - 1):
+        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
+        size *= model.precision.element_bytes * plan.places[stage].micro_batch
+        if runtime.sliced_messages:
+            size /= max(one.tp for one in plan.places[stage].replicas)
+        small[0, stage] = small[1, stage + 1] = size <= runtime.buffer_bytes
+    return small
+
+
+def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTimes:
+    """Time the pipeline: exactly for a static schedule, by simulation for a rule."""
+    latency = stages.latency_s if messages else np.zeros_like(stages.latency_s)
+    occupancy = stages.occupancy_s if messages else np.zeros_like(stages.latency_s)
+    if stages.buffered is not None:
+        whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
+        return rendezvous_times(
+            plan.num_microbatches,
+            whole,
+            latency + occupancy,
+            launch_s=stages.launch_s[:2],
+            buffered=stages.buffered,
+        )
+    if not registry.is_rule(plan.schedule):
+        steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
+        if stages.slowdown > 1:
+            return shared_times(
+                steps,
+                stages.durations_s,
+                latency + occupancy,
+                processes=stages.processes,
+                nodes=stages.nodes,
+                cores=stages.cores,
+            )
+        return step_times(
+            steps,
+            stages.durations_s,
+            latency,
+            occupancy,
+            launch_s=stages.launch_s,
+        )
+    placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+    links = {}
+    for kind, step in ((0, 1), (1, -1)):
+        for stage in range(placement.num_stages):
+            if 0 <= stage + step < placement.num_stages:
+                pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
+                links[pair] = Link(
+                    latency_s=float(latency[kind, stage]),
+                    occupancy_s=float(occupancy[kind, stage]),
+                )
+    forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
+    times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
+    cap = default_cap(placement, plan.num_microbatches)
+    result = simulate(
+        placement,
+        plan.num_microbatches,
+        registry.make_policies(plan.schedule, placement, plan.num_microbatches, cap=cap),
+        draw(placement, plan.num_microbatches, times, links=links),
+        cap=cap,
+        compiled=True,
+    )
+    ends = [float(end[-1]) / PS_PER_S for end in result.ends_ps]
+    busy = [
+        float((end - start).sum()) / PS_PER_S
+        for start, end in zip(result.starts_ps, result.ends_ps, strict=True)
+    ]
+    return StepTimes(end_s=np.array(ends), busy_s=np.array(busy))
+
+
+def _jitter_s(plan: Plan, stages: _Stages, sigma: float) -> float:
+    """What jitter adds; a rule works around it, and so do processes that share cores."""
+    if sigma <= 0 or registry.is_rule(plan.schedule) or stages.slowdown > 1:
+        return 0.0
+    steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
+    return jitter_s(steps, stages.durations_s, stages.latency_s + stages.occupancy_s, sigma)
+
+
+def _exposed_reduce(plan: Plan, stages: _Stages, rank: int) -> float:
+    """Seconds of a pipeline rank's gradient reduction that no backward hides."""
+    whole = stages.reduce_s[rank]
+    if not plan.overlap_reduce:
+        return whole
+    mine = list(stages.stages_of[rank])
+    layers = max(1, sum(plan.partition[stage] for stage in mine))
+    return float(exposed_reduce_s(whole, float(stages.durations_s[1:, mine].sum()), layers))
+
+
+def _stage(
+    plan: Plan, stages: _Stages, times: StepTimes, rank: int, reduce: Any
+) -> StagePrediction:
+    mine = list(stages.stages_of[rank])
+    sends = [stage for stage in mine if stages.occupancy_s[0, stage]]
+    return StagePrediction(
+        forward_s=float(stages.durations_s[0, mine].sum()),
+        backward_s=float(stages.durations_s[1:, mine].sum()),
+        send_s=float(sum(stages.latency_s[0, s] + stages.occupancy_s[0, s] for s in sends)),
+        tp_s=float(stages.tp_s[mine].sum()),
+        reduce_s=float(reduce[rank]),
+        optimizer_s=stages.optimizer_s[rank],
+        bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
+        memory=stages.memory[rank],
+    )
+
+
+def _parts(
+    plan: Plan,
+    stages: _Stages,
+    times: StepTimes,
+    seconds: float,
+    last: int,
+    tied: float,
+    reduce: Any,
+    optimizer: Any,
+) -> dict[str, float]:
+    """Seconds by cause on the rank that ends last; they add up to the step."""
+    quiet = _pipeline(plan, stages, messages=False)
+    mine = list(stages.stages_of[last])
+    tp = float(stages.tp_s[mine].sum()) * plan.num_microbatches
+    busy = float(times.busy_s[last])
+    parts = {
+        "compute": busy - tp,
+        "tp": tp,
+        "transfer": float(times.end_s[last] - quiet.end_s[last]),
+        "reduction": float(reduce[last]),
+        "embedding": tied,
+        "optimizer": float(optimizer[last]),
+    }
+    parts["bubble"] = seconds - sum(parts.values())
+    return parts
+
+
+_NAMES = {
+    "compute": "compute of stage {stage}",
+    "tp": "communication between the tensor-parallel ranks of stage {stage}",
+    "transfer": "transfers between stages",
+    "reduction": "gradient reduction of stage {stage}",
+    "embedding": "gradients of the tied embeddings",
+    "optimizer": "the optimizer step of stage {stage}",
+    "bubble": "idle time of the pipeline",
+    "jitter": "actions that take longer by chance",
+    "beside": "what a step does beside pipeline, reduction and optimizer",
+}
+
+
+def _binding(parts: dict[str, float], stages: tuple[StagePrediction, ...]) -> Limit:
+    """Name what holds a plan back: a stage that does not fit, else the largest part."""
+    short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
+    if short:
+        stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
+        gone = stages[stage].memory
+        text = (
+            f"stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
+            f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
+        )
+        return Limit(what="memory", stage=stage, text=text)
+    name = max(parts, key=lambda key: parts[key])
+    slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
+    whole = sum(parts.values())
+    share = 100 * parts[name] / whole if whole else 0.0
+    text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
+    return Limit(what=name, stage=slowest, text=text)

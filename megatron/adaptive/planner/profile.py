@@ -1,0 +1,191 @@
+"""What the planner knows of durations: layers by GPU, tensor parallelism and microbatch size.
+
+Every number carries its source, measured or estimated, so that a prediction can say on what it
+stands. Reading and writing of profile files is not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import LinkSpeed
+
+__all__ = ["LayerTimes", "Profile", "Source"]
+
+Source = Literal["measured", "estimated"]
+
+Key = tuple[str, str, int, int]
+"""Layer kind, GPU, tensor-parallel ranks, samples of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer for one microbatch on one tensor-parallel rank.
+
+    Attributes:
+        forward_s: its forward.
+        backward_input_s: gradient by its inputs; of the whole backward where ``backward_weight_s``
+            is 0.
+        backward_weight_s: gradient by its weights.
+        tp_included: whether forward and backward contain the communication between the
+            tensor-parallel ranks.
+        launch_s: part of the forward, and as much of the backward, that the CPU takes to launch the
+            work; it does not grow with the microbatch and is hidden where a rank waits.
+        kept_bytes: measured activations that stay from forward to backward; None where the model's
+            count has to do.
+        source: where the numbers come from.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float = 0.0
+    tp_included: bool = False
+    launch_s: float = 0.0
+    kept_bytes: float | None = None
+    source: Source = "measured"
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward."""
+        return self.backward_input_s + self.backward_weight_s
+
+    def scaled(self, factor: float) -> LayerTimes:
+        """The same for work that is so many times larger; launching it takes what it took."""
+        fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
+        return replace(
+            self,
+            forward_s=fixed + (self.forward_s - fixed) * factor,
+            backward_input_s=fixed + (self.backward_input_s - fixed) * factor,
+            backward_weight_s=self.backward_weight_s * factor,
+            kept_bytes=None if self.kept_bytes is None else self.kept_bytes * factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured and estimated durations.
+
+    Attributes:
+        layers: durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
+        model: name of the model that it was measured with; empty for any.
+        links: measured links between two nodes, by the names of both types; they stand in for
+            those of the cluster.
+        intra_links: measured links inside a node, by node type; likewise.
+        all_reduce: measured all-reduces inside a node, by node type and number of ranks: bytes of
+            the tensor over seconds of the whole operation.
+        optimizer_s_per_parameter: seconds of the optimizer for each parameter that a rank updates,
+            by GPU.
+        launch_s: seconds that an action costs beyond the sum of its layers, by GPU.
+        step_s: seconds of a step beside pipeline, reduction and optimizer, by GPU.
+        action_sigma: spread of the logarithm of the durations of an action from one to the next.
+        estimator: makes durations that were not measured, from kind, GPU, tensor-parallel ranks
+            and microbatch size; None where missing ones are errors.
+    """
+
+    layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
+    model: str = ""
+    links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
+    intra_links: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    all_reduce: Mapping[tuple[str, int], LinkSpeed] = field(default_factory=dict)
+    optimizer_s_per_parameter: Mapping[str, float] = field(default_factory=dict)
+    launch_s: Mapping[str, float] = field(default_factory=dict)
+    step_s: Mapping[str, float] = field(default_factory=dict)
+    action_sigma: float = 0.0
+    estimator: Callable[[str, str, int, int], LayerTimes] | None = None
+
+    def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
+        """Durations of one layer.
+
+        A microbatch size between two measured ones is interpolated, one above the largest lies on
+        the line through the two largest, and one below the smallest shrinks in proportion; where
+        one size was measured, all but the launching is in proportion. The result is then
+        estimated.
+
+        Raises:
+            ConfigError: neither measured nor to be estimated.
+        """
+        found = self.layers.get((kind, gpu, tp, micro_batch))
+        if found is not None:
+            return found
+        sizes = self._sizes.get((kind, gpu, tp), ())
+        if sizes:
+            return self._between(kind, gpu, tp, micro_batch, sizes)
+        if self.estimator is not None:
+            return self.estimator(kind, gpu, tp, micro_batch)
+        known = sorted({one for name, one, _ in self._sizes if name == kind})
+        degrees = sorted({t for name, one, t in self._sizes if (name, one) == (kind, gpu)})
+        if degrees:
+            raise ConfigError(
+                f"profile: layer kind {kind!r} on {gpu} was not measured with tensor parallelism"
+                f" {tp}: it was with {', '.join(map(str, degrees))}; measure it or exclude {tp}"
+            )
+        raise ConfigError(
+            f"profile: no durations of layer kind {kind!r} on {gpu}:"
+            f" it has {', '.join(known) or 'none of this kind'}; measure them with the profile"
+            " command, or name a GPU of the shipped table"
+        )
+
+    def knows(self, kind: str, gpu: str, tp: int) -> bool:
+        """Whether ``times`` has an answer."""
+        return self.estimator is not None or (kind, gpu, tp) in self._sizes
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
+        sizes: dict[tuple[str, str, int], list[int]] = {}
+        for kind, gpu, tp, micro_batch in self.layers:
+            sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
+        return {key: tuple(sorted(values)) for key, values in sizes.items()}
+
+    def _beyond(
+        self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
+    ) -> LayerTimes:
+        """Along the line through the two largest sizes, at least at half the largest's rate."""
+        high = self.layers[kind, gpu, tp, sizes[-1]]
+        whole = replace(high.scaled(micro_batch / sizes[-1]), source="estimated")
+        if len(sizes) < 2:
+            return whole
+        low = self.layers[kind, gpu, tp, sizes[-2]]
+
+        def line(a: float, b: float) -> float:
+            rate = min(max((b - a) / (sizes[-1] - sizes[-2]), b / sizes[-1] / 2), b / sizes[-1])
+            return b + rate * (micro_batch - sizes[-1])
+
+        return replace(
+            whole,
+            forward_s=line(low.forward_s, high.forward_s),
+            backward_input_s=line(low.backward_input_s, high.backward_input_s),
+            backward_weight_s=line(low.backward_weight_s, high.backward_weight_s),
+        )
+
+    def _between(
+        self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
+    ) -> LayerTimes:
+        above = [size for size in sizes if size > micro_batch]
+        below = [size for size in sizes if size < micro_batch]
+        if not below:
+            least = self.layers[kind, gpu, tp, above[0]]
+            return replace(least.scaled(micro_batch / above[0]), source="estimated")
+        small = below[-1]
+        low = self.layers[kind, gpu, tp, small]
+        if not above:
+            return self._beyond(kind, gpu, tp, micro_batch, sizes)
+        high = self.layers[kind, gpu, tp, above[0]]
+        part = (micro_batch - small) / (above[0] - small)
+        kept = None
+        if low.kept_bytes is not None and high.kept_bytes is not None:
+            kept = low.kept_bytes + (high.kept_bytes - low.kept_bytes) * part
+        return LayerTimes(
+            forward_s=low.forward_s + (high.forward_s - low.forward_s) * part,
+            backward_input_s=low.backward_input_s
+            + (high.backward_input_s - low.backward_input_s) * part,
+            backward_weight_s=low.backward_weight_s
+            + (high.backward_weight_s - low.backward_weight_s) * part,
+            tp_included=low.tp_included,
+            launch_s=low.launch_s + (high.launch_s - low.launch_s) * part,
+            kept_bytes=kept,
+            source="estimated",
+        )

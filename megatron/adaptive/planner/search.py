@@ -1,0 +1,469 @@
+"""The search: the best plan for a model on a cluster, with a proof where that is affordable.
+
+A shape is one choice of widths, microbatch, recompute and optimizer. For each, bounds over all
+node orders, lengths of pipelines and partitions come from one table (``kernel``). The shapes are
+then searched by bound, best first, until no bound is below what is known. Where the number of
+pipelines timed is limited before that, the gap to the least bound left is reported.
+
+The search stands on 1F1B, whose order is fixed: no plan gets slower when a duration shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.planner.bounds import capacity_bound, most_rate
+from megatron.adaptive.planner.classes import StageClass, place_on, stage_classes
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.found import Best, Collector, Found, SearchResult
+from megatron.adaptive.planner.interleave import candidates, interleave
+from megatron.adaptive.planner.levels import Levels, make_levels
+from megatron.adaptive.planner.memory import in_flight
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.objective import Objective
+from megatron.adaptive.planner.options import SearchOptions, check_options
+from megatron.adaptive.planner.plan import Plan, StagePlace
+from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.shapes import Choice, Tables
+
+__all__ = ["Found", "SearchOptions", "SearchResult", "Searcher", "Shape", "search"]
+
+
+_FEW_LEVELS = 2000
+
+
+@dataclass(kw_only=True, eq=False)
+class Shape:
+    """One choice of widths, microbatch, recompute and optimizer.
+
+    Attributes:
+        classes: of its stages.
+        choice: what all stages share.
+        bound_s: seconds that no pipeline of it can beat.
+        least_s: the same, once it was visited.
+        least_value: the least value that any of it can have, once it was looked at.
+        partial: whether not every order of nodes was visited.
+    """
+
+    classes: tuple[StageClass, ...]
+    choice: Choice
+    bound_s: float
+    least_s: float = 0.0
+    least_value: float = math.inf
+    partial: bool = False
+
+    def key(self, used: tuple[int, ...], stages: int) -> Any:
+        """What plans differ in that are listed side by side: not in how memory is saved."""
+        widths = tuple((one.tp, one.dp, one.micro_batch) for one in self.classes)
+        return widths, used, stages
+
+
+class Searcher:
+    """Searches on one cluster; several searches share what they computed.
+
+    Args:
+        model: what is trained.
+        cluster: on which nodes.
+        profile: how long it takes.
+        global_batch: samples of a step.
+        options: what may be chosen.
+
+    Raises:
+        ConfigError: the options contradict each other or the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        profile: Profile,
+        *,
+        global_batch: int,
+        options: SearchOptions | None = None,
+    ) -> None:
+        self.model, self.cluster, self.profile = model, cluster, profile
+        self.options = options or SearchOptions()
+        self.global_batch = global_batch
+        self._tables = Tables(model, cluster, profile)
+        self._levels: dict[Any, Levels] = {}
+        self._counts = tuple(group.count for group in cluster.groups)
+        self._whole = True
+        self._until = math.inf
+        self.timed = 0
+        self.configurations = 0
+        self.placements = 0
+        check_options(self.options, model, global_batch)
+
+    def search(self, objective: Objective | None = None) -> SearchResult:
+        """Find the best plans for an objective.
+
+        Args:
+            objective: what to minimise under which limits; least time without limits by default.
+        """
+        goal = objective or Objective()
+        best = Best(self.options.top, goal)
+        shapes = self.shapes()
+        looked = []
+        self._until = time.process_time() + self.options.most_cpu_s
+        left_out = math.inf
+        for shape in shapes:
+            if time.process_time() > self._until:
+                left_out = min(left_out, best.value(shape.bound_s, self._least_price()))
+            elif shape.bound_s < best.most_seconds(self._least_price()):
+                self._look(shape, best)
+                looked.append(shape)
+        for shape in sorted(looked, key=lambda one: one.least_value):
+            if time.process_time() > self._until:
+                left_out = min(left_out, shape.least_value)
+            else:
+                left_out = min(left_out, self._exhaust(shape, best))
+        if "interleaved" in self.options.schedules:
+            self._interleave(shapes, best)
+        found = tuple(best.sorted())
+        bound = min(left_out, found[0].value) if found else left_out
+        return SearchResult(
+            found=found,
+            bound=bound,
+            whole=self._whole,
+            shapes=len(shapes),
+            timed=self.timed,
+            configurations=self.configurations,
+        )
+
+    def shapes(self) -> list[Shape]:
+        """Every choice, by a bound that costs nothing."""
+        return sorted(self._shapes(), key=lambda one: one.bound_s)
+
+    def _shapes(self) -> Iterator[Shape]:
+        for classes, microbatches in self._class_sets():
+            for recompute in self.options.recompute:
+                for sharded in self.options.distributed_optimizer:
+                    if sharded and all(one.dp == 1 for one in classes):
+                        continue
+                    choice = Choice(
+                        microbatches=microbatches,
+                        recompute=recompute,
+                        distributed_optimizer=sharded,
+                        overlap_reduce=self.options.overlap_reduce,
+                        sequence_parallel=self.options.sequence_parallel,
+                    )
+                    known = tuple(one for one in classes if self._known(one))
+                    if known:
+                        bound = self._quick_bound(known, choice)
+                        yield Shape(classes=known, choice=choice, bound_s=bound)
+
+    def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
+        """Sets of classes whose stages may meet in one pipeline, and its microbatches."""
+        waves: dict[int, list[StageClass]] = {}
+        for tp, dp, micro_batch in self._widths():
+            classes, whole = stage_classes(self.cluster, tp=tp, dp=dp, micro_batch=micro_batch)
+            self._whole &= whole
+            if self.options.unequal:
+                waves.setdefault(dp * micro_batch, []).extend(classes)
+            elif classes:
+                yield classes, self.global_batch // (dp * micro_batch)
+        for wave, found in waves.items():
+            yield tuple(found), self.global_batch // wave
+
+    def _widths(self) -> Iterator[tuple[int, int, int]]:
+        options, batch = self.options, self.global_batch
+        widest = max(group.type.gpus for group in self.cluster.groups)
+        widths = [
+            tp
+            for tp in options.tp or range(1, widest + 1)
+            if tp <= self.model.max_tp and self.model.max_tp % tp == 0
+            if any(group.type.gpus % tp == 0 for group in self.cluster.groups)
+        ]
+        for tp in widths:
+            for dp in options.dp or range(1, self.cluster.num_gpus // tp + 1):
+                if batch % dp:
+                    continue
+                share = batch // dp
+                for micro_batch in options.micro_batch or range(1, share + 1):
+                    if share % micro_batch == 0:
+                        yield tp, dp, micro_batch
+
+    def _known(self, one: StageClass) -> bool:
+        """Whether the profile knows every layer on every node of a class."""
+        return all(
+            self.profile.knows(kind, node.gpu, one.tp)
+            for node in self._tables.types(one)
+            for kind in set(self.model.layers)
+        )
+
+    def _quick_bound(self, classes: Sequence[StageClass], choice: Choice) -> float:
+        """No pipeline is faster than one whose work is divided evenly over all GPUs."""
+        rates = []
+        for index, group in enumerate(self.cluster.groups):
+            for one in classes:
+                if one.nodes[index]:
+                    table = self._tables.layers(group.type, one, choice)
+                    work = float((table.forward_s + table.backward_s + table.weight_s).sum())
+                    stages = group.count * group.type.gpus / (one.tp * one.dp)
+                    rates.append((index, 1 / max(work, 1e-30), stages))
+        return choice.microbatches / most_rate(rates, self._most_stages(classes))
+
+    def _most_stages(self, classes: Sequence[StageClass]) -> int:
+        if self.options.pp:
+            return max(self.options.pp)
+        narrow = min(one.tp * one.dp for one in classes)
+        return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
+
+    def _least_price(self) -> float:
+        return min(group.type.price_per_hour for group in self.cluster.groups)
+
+    def _arrays(self, shape: Shape, most_levels: int = 0) -> tuple[Any, Levels]:
+        from megatron.adaptive.planner import kernel  # numba takes half a second
+
+        most = self._most_stages(shape.classes)
+        limit = most_levels or self.options.most_levels
+        key = (tuple((one.nodes, one.block) for one in shape.classes), most, limit)
+        if key not in self._levels:
+            self._levels[key] = make_levels(
+                shape.classes, self._counts, most_stages=most, most_levels=limit
+            )
+        levels = self._levels[key]
+        arrays = self._tables.arrays(shape.classes, shape.choice)
+        if self.options.partition:
+            arrays["after"] = _only(arrays["after"], self.options.partition)
+        held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
+        made = kernel.Shape(
+            **arrays,
+            level_class=levels.stage_class,
+            level_follow=levels.follow,
+            level_edges=levels.first_edge,
+            edge_from=levels.edge_from,
+            edge_kind=levels.edge_kind,
+            held=np.array(held, dtype=np.float64),
+            microbatches=shape.choice.microbatches,
+        )
+        return made, levels
+
+    def _bounds(self, made: Any, cap: float) -> tuple[Any, Any, Any]:
+        from megatron.adaptive.planner import kernel
+
+        size = (made.level_class.shape[0], made.forward.shape[1])
+        ends, done, trips = (np.full(size, np.inf) for _ in range(3))
+        kernel.bound_levels(made, cap, ends, done, trips)
+        return ends, done, trips
+
+    def _goals(
+        self, made: Any, levels: Levels, done: Any, best: Collector
+    ) -> list[tuple[float, float, int, float]]:
+        """Complete pipelines by bound: value, seconds, level and price."""
+        goals = []
+        complete = np.array(levels.complete, dtype=np.int64)
+        reached = complete[done[complete, 0] < np.inf]
+        self.configurations += len(complete)
+        self.placements += levels.placements
+        for level in reached.tolist():
+            used = levels.used[level]
+            stages = int(levels.follow[level]) + 1
+            if self.options.pp and stages not in self.options.pp:
+                continue
+            if self.options.all_nodes and used != self._counts:
+                continue
+            seconds = float(done[level, 0])
+            if stages > 1:
+                seconds += float(made.tied[:, made.level_class[level], :].min())
+            price = sum(
+                count * group.type.price_per_hour
+                for count, group in zip(used, self.cluster.groups, strict=True)
+            )
+            if seconds < best.most_seconds(price):
+                goals.append((best.value(seconds, price), seconds, level, price))
+        goals.sort()
+        return goals
+
+    def visit(self, shape: Shape, best: Collector, most_leaves: int) -> list[tuple[float, float]]:
+        """Search all pipelines of a shape that may matter.
+
+        Args:
+            shape: of ``shapes``.
+            best: collects plans, and says which may matter.
+            most_leaves: pipelines to time for each set of nodes and length of the pipeline.
+
+        Returns:
+            Bound and price per hour of those that were not searched to the end.
+        """
+        if shape.bound_s >= best.most_seconds(self._least_price()):
+            return []
+        if shape.least_s >= best.most_seconds(self._least_price()):
+            return []
+        made, levels = self._arrays(shape)
+        self._whole &= levels.whole
+        shape.partial = not levels.whole
+        bounds = self._bounds(made, best.most_seconds(self._least_price()))
+        goals = self._goals(made, levels, bounds[1], best)
+        shape.least_s = min((goal[1] for goal in goals), default=math.inf)
+        missed = []
+        for _, seconds, level, price in goals:
+            if seconds >= best.most_seconds(price):
+                continue
+            if time.process_time() > self._until:
+                missed.append((seconds, price))
+                continue
+            bound = self._try(shape, made, levels, bounds, level, price, best, most_leaves)
+            if bound < best.most_seconds(price):
+                missed.append((bound, price))
+        return missed
+
+    def _look(self, shape: Shape, best: Best) -> None:
+        """Bound a shape, and try a few pipelines of its best set of nodes.
+
+        Where there are very many orders of nodes, only with equal nodes side by side.
+        """
+        made, levels = self._arrays(shape, min(_FEW_LEVELS, self.options.most_levels))
+        bounds = self._bounds(made, best.most_seconds(self._least_price()))
+        goals = self._goals(made, levels, bounds[1], best)
+        shape.least_value = goals[0][0] if goals else math.inf
+        if not levels.whole:
+            room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
+            shape.bound_s = max(shape.bound_s, room)
+            shape.least_value = best.value(shape.bound_s, self._least_price())
+        for _, _, level, price in goals[:1]:
+            self._try(shape, made, levels, bounds, level, price, best, 10)
+
+    def _exhaust(self, shape: Shape, best: Best) -> float:
+        """Search a shape to its end; returns the least value that was left out."""
+        if shape.least_value >= best.worst_value():
+            return math.inf
+        missed = self.visit(shape, best, self.options.most_leaves)
+        left_out = min((best.value(*one) for one in missed), default=math.inf)
+        if shape.partial:
+            left_out = min(left_out, best.value(shape.bound_s, self._least_price()))
+        return left_out
+
+    def _try(
+        self,
+        shape: Shape,
+        made: Any,
+        levels: Levels,
+        bounds: tuple[Any, Any, Any],
+        level: int,
+        price: float,
+        best: Collector,
+        most_leaves: int,
+    ) -> float:
+        from megatron.adaptive.planner import kernel
+
+        stages = int(levels.follow[level]) + 1
+        cuts, path = np.zeros(stages + 1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
+        cap = best.most_seconds(price)
+        walk = kernel.make_walk(made, stages)
+        seconds, left_out, timed = kernel.search_level(
+            made, walk, level, *bounds, cap, most_leaves, cuts, path
+        )
+        if seconds < cap and left_out < seconds:
+            seconds, more = kernel.improve(made, walk, stages, seconds, most_leaves, cuts, path)
+            timed += more
+        self.timed += timed
+        if seconds < cap:
+            classes = [shape.classes[levels.stage_class[step]] for step in path.tolist()]
+            plan = self._plan(classes, shape.choice, cuts.tolist())
+            best.add(shape.key(levels.used[level], stages), plan, float(seconds), price)
+        return float(left_out)
+
+    def _interleave(self, shapes: Sequence[Shape], best: Best) -> None:
+        """Try the most promising interleaved pipelines; their last word is a prediction."""
+        if self.options.partition or self.options.unequal:
+            return
+        price = self.cluster.price_per_hour
+        tries = [
+            one
+            for shape in shapes
+            for one in candidates(
+                shape.classes, shape.choice, self._tables, self.model, self.cluster
+            )
+            if not self.options.pp or len(one.ranks) in self.options.pp
+        ]
+        tries.sort(key=lambda one: one.guess_s)
+        for one in tries[: self.options.most_interleaved]:
+            if one.guess_s >= best.most_seconds(price) or time.process_time() > self._until:
+                continue
+            seconds, cuts, timed = interleave(one, self._tables, self.options.most_leaves // 10)
+            self.timed += timed
+            if seconds >= best.most_seconds(price):
+                continue
+            classes = [one.classes[c] for c in one.ranks]
+            plan = self._plan(classes, one.choice, list(cuts), one.chunks)
+            told = predict(plan, self.model, self.cluster, self.profile)
+            if told.fits and told.seconds < best.most_seconds(price):
+                key = (plan.tp, plan.dp, plan.pp, plan.micro_batch, one.chunks, one.ranks)
+                best.add(key, plan, told.seconds, price)
+
+    def _plan(
+        self, classes: Sequence[StageClass], choice: Choice, cuts: list[int], chunks: int = 1
+    ) -> Plan:
+        """A plan by the classes of its ranks, on the first nodes of each type."""
+        starts = [0]
+        for group in self.cluster.groups:
+            starts.append(starts[-1] + group.count)
+        places: list[StagePlace] = []
+        position, nodes = 0, list[int]()
+        for stage, one in enumerate(classes):
+            opens = stage == 0 or position + 1 == classes[stage - 1].block
+            position = 0 if opens else position + 1
+            if opens:
+                nodes = []
+                for index, count in enumerate(one.nodes):
+                    nodes += range(starts[index], starts[index] + count)
+                    starts[index] += count
+            places.append(place_on(self.cluster, one, nodes, position))
+        return Plan(
+            tp=max(one.tp for one in classes),
+            dp=classes[0].dp,
+            pp=len(classes),
+            micro_batch=classes[0].micro_batch,
+            global_batch=self.global_batch,
+            partition=tuple(b - a for a, b in pairwise(cuts)),
+            places=tuple(places),
+            chunks=chunks,
+            schedule="1f1b" if chunks == 1 else "interleaved",
+            recompute=choice.recompute,
+            distributed_optimizer=choice.distributed_optimizer,
+            overlap_reduce=choice.overlap_reduce,
+            sequence_parallel=choice.sequence_parallel,
+        )
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    global_batch: int,
+    options: SearchOptions | None = None,
+    objective: Objective | None = None,
+) -> SearchResult:
+    """Find the best plans for a model on a cluster.
+
+    Args:
+        model: what is trained.
+        cluster: on which nodes.
+        profile: how long it takes.
+        global_batch: samples of a step.
+        options: what may be chosen.
+        objective: what to minimise under which limits.
+
+    Raises:
+        ConfigError: the options contradict each other or the model.
+    """
+    searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=options)
+    return searcher.search(objective)
+
+
+def _only(after: Any, partition: Sequence[int]) -> Any:
+    """Forbid every range of layers that is not a stage of a given partition."""
+    cuts = np.concatenate([[0], np.cumsum(partition)])
+    allowed = np.zeros(after.shape[-2:], dtype=bool)
+    allowed[cuts[:-1], cuts[1:]] = True
+    return np.where(allowed, after, np.inf)

@@ -1,0 +1,179 @@
+"""Exact times of a fixed order of work: a longest path, computed in one pass.
+
+A static schedule says which action a rank does next, so a step's length is the longest path through
+its actions and messages. It never falls when a duration grows, which a rule that chooses at run
+time cannot promise; that is why the search stands on it. Rules are timed by the simulator.
+
+The order of the pass depends on the schedule alone and is kept. An action starts when its rank is
+free and its input is there; a message leaves when the action ends and the one before it has left
+the link, keeps the link busy for its occupancy and arrives after the latency. Launching an action
+needs no input: that part of it is hidden where the rank would wait anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["Steps", "StepTimes", "step_times", "steps_of"]
+
+_F, _B, _W = range(3)
+_KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps:
+    """A schedule's actions in an order in which each follows what it waits for.
+
+    Attributes:
+        placement: which rank holds which stage.
+        num_microbatches: of the step.
+        rows: ``[actions, 4] int64``: kind (F, B, W), stage, microbatch, rank.
+        split: whether weight gradients are actions of their own.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    rows: Any
+    split: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTimes:
+    """When the ranks are done.
+
+    Attributes:
+        end_s: ``[ranks]``, end of each rank's last action.
+        busy_s: ``[ranks]``, its work.
+    """
+
+    end_s: Any
+    busy_s: Any
+
+    @property
+    def seconds(self) -> float:
+        """Until the last action of all."""
+        return float(self.end_s.max())
+
+
+@lru_cache(maxsize=256)
+def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
+    """Put a static schedule's actions in order.
+
+    Raises:
+        ScheduleError: no static schedule of that name, or it refuses the numbers.
+    """
+    placement = registry.placement_for(schedule, pp, chunks)
+    made = registry.make_schedule(schedule, placement, num_microbatches)
+    stages = placement.num_stages
+    done = np.zeros((3, stages, num_microbatches), dtype=bool)
+    at = [0] * pp
+    rows = []
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(pp):
+            order = made.orders[rank]
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                kind, stage = _KINDS[action.kind], placement.stage_of(rank, action.chunk)
+                if not _ready(done, kind, stage, action.microbatch, stages):
+                    break
+                done[kind, stage, action.microbatch] = True
+                rows.append((kind, stage, action.microbatch, rank))
+                at[rank] += 1
+                moved = True
+    return Steps(
+        placement=placement,
+        num_microbatches=num_microbatches,
+        rows=np.array(rows, dtype=np.int64),
+        split=bool(made.weight_pieces),
+    )
+
+
+def _ready(done: Any, kind: int, stage: int, microbatch: int, stages: int) -> bool:
+    if kind == _F:
+        return stage == 0 or bool(done[_F, stage - 1, microbatch])
+    if kind == _B:
+        own = bool(done[_F, stage, microbatch])
+        return own and (stage == stages - 1 or bool(done[_B, stage + 1, microbatch]))
+    return bool(done[_B, stage, microbatch])
+
+
+def step_times(
+    steps: Steps,
+    durations_s: Any,
+    latency_s: Any,
+    occupancy_s: Any,
+    *,
+    launch_s: Any = None,
+) -> StepTimes:
+    """Time one step.
+
+    Args:
+        steps: of the schedule.
+        durations_s: ``[3, stages] float64``: forward, backward by inputs, by weights; the last two
+            add up where the schedule does not split them.
+        latency_s: ``[2, stages]``: of the message after each stage's forward (to the next stage)
+            and backward (to the one before); 0 where none is sent.
+        occupancy_s: ``[2, stages]``: how long that message keeps its link busy.
+        launch_s: ``[3, stages]``, the part of ``durations_s`` in which the CPU launches the work,
+            which needs no input and goes on while the rank waits. None for none.
+    """
+    durations = np.array(durations_s, dtype=np.float64)
+    launch = np.zeros_like(durations) if launch_s is None else np.array(launch_s, dtype=np.float64)
+    if not steps.split:
+        for table in (durations, launch):
+            table[_B] += table[_W]
+            table[_W] = 0.0
+    ranks = steps.placement.num_ranks
+    end = np.zeros(ranks)
+    busy = np.zeros(ranks)
+    _run(
+        steps.rows,
+        durations,
+        launch,
+        np.asarray(latency_s, dtype=np.float64),
+        np.asarray(occupancy_s, dtype=np.float64),
+        np.zeros((2, durations.shape[1], steps.num_microbatches)),
+        np.zeros((2, durations.shape[1])),
+        end,
+        busy,
+    )
+    return StepTimes(end_s=end, busy_s=busy)
+
+
+def _run(
+    rows: Any,
+    durations: Any,
+    launch: Any,
+    latency: Any,
+    occupancy: Any,
+    arrival: Any,
+    free: Any,
+    end: Any,
+    busy: Any,
+) -> None:
+    stages = durations.shape[1]
+    for i in range(rows.shape[0]):
+        kind, stage, microbatch, rank = rows[i]
+        start = end[rank] + launch[kind, stage]
+        if kind < 2:
+            start = max(start, arrival[kind, stage, microbatch])
+        finish = start + durations[kind, stage] - launch[kind, stage]
+        end[rank] = finish
+        busy[rank] += durations[kind, stage]
+        if kind == 2:
+            continue
+        target = stage + 1 if kind == 0 else stage - 1
+        if 0 <= target < stages:
+            leave = max(finish, free[kind, stage]) + occupancy[kind, stage]
+            free[kind, stage] = leave
+            arrival[kind, target, microbatch] = leave + latency[kind, stage]

@@ -1,0 +1,67 @@
+"""What the measurement of own runs computes, without a run."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from benchmarks.planning import own_runs
+from megatron.adaptive.planner.profile import LayerTimes, Profile
+
+
+def _profile(seconds: float) -> Profile:
+    times = LayerTimes(forward_s=seconds, backward_input_s=seconds, backward_weight_s=seconds)
+    none = LayerTimes(forward_s=0.0, backward_input_s=0.0)
+    layers = {("transformer", "cpu", 1, size): times for size in (1, 2)}
+    layers |= {(kind, "cpu", 1, 1): none for kind in ("embedding", "head")}
+    return Profile(layers=layers)
+
+
+def test_plans_are_a_dozen_that_differ_from_their_teachers() -> None:
+    assert len(own_runs.PLANS) == 12
+    assert len({str(plan) for plan in own_runs.PLANS}) == 12
+    assert not {str(plan) for plan in own_runs.PLANS} & {str(one) for one in own_runs.TEACHERS}
+    assert all(plan.processes <= 4 for plan in own_runs.PLANS)
+    assert {plan.schedule for plan in own_runs.PLANS} > {"1f1b", "gpipe", "zb-h1"}
+
+
+def test_as_many_replicas_as_twice_the_cores_take_twice_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    model, profile = own_runs.small_gpt(), _profile(0.01)
+    alone = own_runs.predicted_s(own_runs.Shape(dp=2), model, profile)
+    many = own_runs.predicted_s(own_runs.Shape(dp=4), model, profile)
+    # Half the samples each, at half the speed, and a reduction more.
+    work = own_runs.BATCH / 2 * own_runs.LAYERS * 0.03
+    assert alone == pytest.approx(work, rel=0.05)
+    assert many == pytest.approx(work, rel=0.15)
+
+
+def test_goals_are_judged() -> None:
+    records = [
+        {"measured_s": 1.0, "predicted_s": 1.2},
+        {"measured_s": 1.1, "predicted_s": 1.1},
+        {"measured_s": 3.0, "predicted_s": 3.1},
+    ]
+    error, chosen, order = own_runs.summary(records)
+    assert error["measured"] == pytest.approx(0.1 / 3)
+    assert error["met"]
+    assert chosen["measured"] == pytest.approx(0.1)
+    assert not chosen["met"]
+    assert order["measured"] == pytest.approx(0.5)
+
+
+def test_the_watch_tells_own_work_from_that_of_others() -> None:
+    watch = own_runs.Watch(os.getpid())
+    watch.start()
+    begin = time.monotonic_ns()
+    until = time.process_time() + 0.4
+    while time.process_time() < until:
+        pass
+    watch.stop()
+    first, last = watch.samples[0], watch.samples[-1]
+    assert last[2] - first[2] > 0.2
+    assert 0 <= watch.others(begin, time.monotonic_ns()) <= 1.1

@@ -1,0 +1,252 @@
+"""The plan command: what it prints and writes, that runs take it, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.cli.plan import main
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.models import MODELS
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.launch.command import check_trainer, trainer_flags
+from megatron.adaptive.launch.conf import load_conf
+from megatron.adaptive.planner.presets import preset
+
+CLUSTER = """\
+format: 1
+nodes:
+  - {type: big, gpu: A100-40, count: 2, gpus_per_node: 2,
+     link: {bandwidth: 230 GB/s, latency: 5 us}, price_per_hour: 10}
+  - {type: small, gpu: T4, count: 2, gpus_per_node: 2,
+     link: {bandwidth: 10 GB/s, latency: 8 us}, price_per_hour: 2}
+network: {bandwidth: 25 Gbit/s, latency: 20 us}
+"""
+MEDIUM = "--model gpt2-medium --global-batch-size 16 --tp 1 --recompute none --top 1 "
+MEDIUM += "--micro-batch-sizes 1,8"
+PLAN = "--model gpt2 --global-batch-size 8 --micro-batch-sizes 1,2 --tp 1,2 --top 2"
+PLAN += " --recompute none"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def run(cluster: Path, flags: str) -> int:
+    return main(["--cluster", str(cluster), *flags.split()])
+
+
+def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples for a step")
+    assert re.search(r"tp  dp  pp  batch .* tokens/s  bubble .*price/step .*price/run", said)
+    assert re.search(r"\n1 .*\n +layers [-0-9]+ on .*\n2 .*\n +layers", said)
+    assert "estimated from data sheets, not measured: a100-40, t4" in said
+    parts = re.findall(r"^  (\w+) +[\d.]+ ?\w* +([\d.]+)%", said, re.MULTILINE)
+    assert {"compute", "bubble", "transfer", "optimizer"} <= {name for name, _ in parts}
+    assert sum(float(share) for _, share in parts) == pytest.approx(100, abs=1)
+    assert "held back by" in said
+
+
+def test_trainer_and_launcher_run_what_was_planned(cluster: Path, tmp_path: Path) -> None:
+    plan, conf = tmp_path / "plan.json", tmp_path / "plan.sh"
+    flags = "--model gpt2 --global-batch-size 8 --pp 2 --dp 2 --tp 1"
+    assert run(cluster, f"{flags} --output {plan} --conf {conf}") == 0
+    told = json.loads(plan.read_text())
+    degrees = told["degrees"]
+    size = degrees["tensor"] * degrees["pipeline"] * degrees["data"]
+    assert size == 4
+    assert sum(told["partition"]) == 12
+    run_flags = "--train-iters 1 --lr 1e-4 --mock-data --vocab-size 100".split()
+    model = [*MODELS["gpt2"].split(), *run_flags]
+    by_plan = parse([*model, "--plan", str(plan)], world_size=size)
+    assert by_plan.layers_per_stage == tuple(told["partition"])
+    assert by_plan.precision.fp16
+
+    path = tmp_path / "conf.sh"
+    path.write_text("MODEL=gpt2\nPLAN=plan.json\n")
+    by_key = load_conf(path)
+    check_trainer(by_key, size, tmp_path)
+    assert sum(by_key.processes or ()) == size
+    path.write_text(conf.read_text())
+    assert trainer_flags(load_conf(path), tmp_path) == trainer_flags(by_key, tmp_path)
+    last = parse(trainer_flags(by_key, tmp_path), world_size=size, last_wins=True)
+    assert last.parallel == by_plan.parallel
+    assert (last.batch, last.schedule, last.recompute) == (
+        *(by_plan.batch, by_plan.schedule, by_plan.recompute),
+    )
+    assert subprocess.run(["bash", "-n", str(conf)], check=False).returncode == 0
+
+
+def test_objectives_differ_as_they_should(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def best(flags: str) -> dict[str, Any]:
+        run(cluster, f"{MEDIUM} --json {flags}")
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)[0]["prediction"]
+        return plan
+
+    fastest, cheapest = best(""), best("--objective cost")
+    assert fastest["step_s"] < cheapest["step_s"]
+    assert fastest["price_per_step"] > cheapest["price_per_step"]
+    between = fastest["step_s"] * 1.5
+    assert best(f"--objective cost --time-limit {between}s")["step_s"] <= between
+    tokens = 16 * 1024 * 1000
+    budget = cheapest["price_per_step"] * 1000 * 1.001
+    limited = best(f"--budget {budget} --tokens {tokens}")
+    assert limited["price_per_step"] * 1000 <= budget
+
+
+def test_the_front_is_written_and_drawn(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "front"
+    assert run(cluster, f"{PLAN} --pareto {folder}") == 0
+    told = [one["prediction"] for one in json.loads((folder / "front.json").read_text())]
+    assert told
+    for one, other in itertools.pairwise(told):
+        assert one["step_s"] < other["step_s"]
+        assert one["price_per_step"] > other["price_per_step"]
+    assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "front.html").read_text()
+    assert "tokens per second" in page
+    assert "src=" not in page.split("<script", 1)[0]
+    assert json.loads((folder / "plan-1.json").read_text())["model"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
+            r"llama-30b fits nowhere .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, it "
+            r"lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
+        ),
+        (
+            "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"
+            " --micro-batch-sizes 16",
+            "what would fit: any --recompute, or",
+        ),
+        ("--model gpt2 --global-batch-size 7 --dp 2", "7: no --dp of 2 divides it"),
+        (
+            "--model gpt2 --global-batch-size 6 --dp 2 --micro-batch-sizes 2",
+            "--dp 2 and --micro-batch-sizes 2 together do not divide it",
+        ),
+        (
+            "--model gpt2 --global-batch-size 8 --tp 2 --pp 4 --dp 4",
+            "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
+        ),
+        ("--model gpt2 --global-batch-size 8 --partition 6-5", "holds 11 layers, gpt2 has 12"),
+        (
+            "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
+            "--partition has 2 stages and --pp is 3: they contradict",
+        ),
+        (f"{PLAN} --time-limit 1us", "a step takes at least"),
+        (
+            "--model gpt2 --global-batch-size 8 --time-limit 1",
+            "--time-limit is '1': write a number",
+        ),
+        (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
+        ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
+        ("--model gpt2 --global-batch-size 8 --tp 4", "it must divide the GPUs of a node"),
+        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5: heads and feed-forward width"),
+        ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write whole numbers"),
+        ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not compute in bf16"),
+        ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose of"),
+        ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),
+        ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),
+    ],
+)
+def test_a_bad_request_is_named(flags: str, words: str, cluster: Path) -> None:
+    with pytest.raises(ConfigError, match=words) as info:
+        run(cluster, flags)
+    assert "\n" not in str(info.value)
+
+
+def test_two_limits_that_exclude_each_other_are_named(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(cluster, f"{PLAN} --json")
+    fastest = json.loads(capsys.readouterr().out)[0]["prediction"]["step_s"]
+    flags = f"{PLAN} --max-price 3 --time-limit {fastest * 1.2}s"
+    with pytest.raises(ConfigError, match="--time-limit and --max-price contradict each other"):
+        run(cluster, flags)
+
+
+def test_a_measured_profile_counts_and_one_of_another_model_is_refused(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "kind": kind,
+            "gpu": gpu,
+            "tp": 1,
+            "micro_batch": 1,
+            "forward_s": 0.001,
+            "backward_input_s": 0.002,
+        }
+        for kind in ("embedding", "transformer", "head")
+        for gpu in ("a100", "t4")
+    ]
+    model = {"name": "gpt2", "arguments": list(preset("gpt2", "fp16").arguments)}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"format": 1, "model": model, "layers": rows}))
+    assert run(cluster, f"{PLAN} --tp 1 --pp 1 --micro-batch-sizes 1 --profile {path}") == 0
+    said = capsys.readouterr().out
+    assert "not measured" not in said
+    # Two replicas, each with 4 microbatches of 14 layers that take 3 ms.
+    found = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
+    assert found is not None
+    seconds = float(found[1]) * (1e-3 if found[2] == "ms" else 1)
+    assert seconds == pytest.approx(4 * 14 * 0.003, rel=0.35)
+    with pytest.raises(ConfigError, match="is of model gpt2, whose embedding has"):
+        run(cluster, f"--model gpt2-xl --global-batch-size 8 --profile {path}")
+
+
+def test_a_gpu_that_only_the_profile_knows_stands_beside_one_of_the_table(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.write_text(CLUSTER.replace("gpu: T4", "gpu: x9, memory: 16 GB"))
+    row = {"gpu": "x9", "tp": 1, "micro_batch": 1, "forward_s": 1e-4, "backward_input_s": 2e-4}
+    rows = [{"kind": kind, **row} for kind in ("embedding", "transformer", "head")]
+    model = {"name": "gpt2", "arguments": list(preset("gpt2", "fp16").arguments)}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"format": 1, "model": model, "layers": rows}))
+    assert run(cluster, f"{PLAN} --all-nodes --profile {path}") == 0
+    said = capsys.readouterr().out
+    assert "data sheets, not measured: a100-40;" in said
+    assert re.search(r"on (2 big x 2, 2 small x 2|2 small x 2, 2 big x 2|.*big.*small)", said)
+
+
+def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def schedules(flags: str) -> set[str]:
+        run(cluster, f"{MEDIUM} --pp 4 --json {flags}")
+        return {one["schedule"] for one in json.loads(capsys.readouterr().out)}
+
+    assert schedules("--attention unfused") == {"zb-h1"}
+    assert schedules("--attention fused") == {"1f1b"}
+    assert schedules("--schedules 1f1b") == {"1f1b"}
+
+
+def test_a_gpu_that_nobody_knows_is_refused(cluster: Path) -> None:
+    cluster.write_text(CLUSTER.replace("gpu: T4", "gpu: T44, memory: 16 GB"))
+    with pytest.raises(ConfigError, match="node type small: GPU 'T44' is neither.*nearest is t4"):
+        run(cluster, PLAN)
+
+
+def test_clusters_without_prices_have_no_front(cluster: Path, tmp_path: Path) -> None:
+    cluster.write_text(re.sub(r", price_per_hour: \d+", "", CLUSTER))
+    with pytest.raises(ConfigError, match="no node type has one: give price_per_hour"):
+        run(cluster, f"{PLAN} --pareto {tmp_path}")

@@ -1,0 +1,110 @@
+"""``--plan FILE`` of the trainer equals the flags that the plan stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.errors import ConfigError
+
+MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+MODEL += "--max-position-embeddings 32 --train-iters 1 --lr 1e-4 --mock-data --vocab-size 100"
+PLAN: dict[str, Any] = {
+    "format": 1,
+    "model": "small",
+    "precision": "bf16",
+    "degrees": {"tensor": 2, "pipeline": 3, "data": 2, "chunks": 1},
+    "placement": [{"type": "a10", "nodes": 3, "processes_per_node": 4}],
+    "partition": [3, 3, 2],
+    "micro_batch_size": 2,
+    "global_batch_size": 32,
+    "schedule": "1f1b",
+    "recompute": "full",
+    "distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "sequence_parallel": False,
+    "prediction": {"step_s": 1.0},
+}
+FLAGS = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --partition 3-3-2 "
+    "--micro-batch-size 2 --global-batch-size 32 --pipeline-schedule 1f1b "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce --bf16"
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    return path
+
+
+def test_a_plan_equals_its_flags(plan: Path) -> None:
+    by_plan = parse([*MODEL.split(), "--plan", str(plan)], world_size=12)
+    by_flags = parse([*MODEL.split(), *FLAGS.split()], world_size=12)
+    assert by_plan == by_flags
+    assert by_plan.layers_per_stage == (3, 3, 2)
+    assert parse([*MODEL.split(), f"--plan={plan}", "--bf16"], world_size=12) == by_plan
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_chunks_and_recompute(recompute: str, tmp_path: Path) -> None:
+    told = {
+        "format": 1,
+        "degrees": {"pipeline": 2, "chunks": 2},
+        "micro_batch_size": 1,
+        "recompute": recompute,
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(told))
+    config = parse([*MODEL.split(), "--plan", str(path)], world_size=2)
+    assert config.parallel.num_chunks == 2
+    assert config.recompute.recompute_granularity == (None if recompute == "none" else recompute)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--micro-batch-size 1", "--micro-batch-size 1: --plan .* says 2; leave one of them out"),
+        ("--partition 2-3-3", "--partition 2-3-3: --plan .* says 3-3-2"),
+        ("--fp16", "--fp16: --plan .* says bf16"),
+        ("--plan other.json", "--plan is given twice"),
+    ],
+)
+def test_a_flag_that_contradicts_the_plan_is_named(flags: str, words: str, plan: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse([*MODEL.split(), "--plan", str(plan), *flags.split()], world_size=12)
+
+
+def test_a_plan_for_other_processes_is_refused(plan: Path) -> None:
+    with pytest.raises(ConfigError, match="is for 12 processes, this run has 6"):
+        parse([*MODEL.split(), "--plan", str(plan)], world_size=6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recompute": "some"}, "recompute is 'some': it must be one of none, selective, full"),
+        ({"distributed_optimizer": 1}, "distributed_optimizer is 1: it must be true or false"),
+        ({"shedule": "1f1b"}, "no key 'shedule': the nearest is schedule"),
+        ({"stages": []}, "its stages have unequal widths"),
+        ({"format": 9}, "format is 9: this version reads 1"),
+    ],
+)
+def test_a_bad_plan_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLAN, **change}))
+    with pytest.raises(ConfigError, match=words):
+        parse([*MODEL.split(), "--plan", str(path)], world_size=12)
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--plan nowhere.json: No such file"):
+        parse([*MODEL.split(), "--plan", "nowhere.json"], world_size=1)
+    with pytest.raises(ConfigError, match="--plan: expected one argument"):
+        parse([*MODEL.split(), "--plan"], world_size=1)

@@ -1,0 +1,105 @@
+"""What a profile learns from traces of made-up runs whose durations are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers
+from megatron.adaptive.planner.model import LayerKind, Model
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
+
+
+def _model(layers: int) -> Model:
+    kinds = (
+        LayerKind(name="embedding", parameters=100, counted=False),
+        LayerKind(name="transformer", parameters=1000, forward_flops=1.0),
+        LayerKind(name="head", parameters=100, forward_flops=2.0, counted=False),
+    )
+    return Model(
+        name="made up",
+        kinds={kind.name: kind for kind in kinds},
+        layers=("embedding", *["transformer"] * layers, "head"),
+    )
+
+
+def _traced(folder: Path, **changes: Any) -> TracedRun:
+    settings: dict[str, Any] = {"num_ranks": 3, "schedule": "1f1b", "iterations": 12, "head": 2.0}
+    write_synthetic(folder, SyntheticRun(**(settings | changes)))
+    return TracedRun(trace=read_run(folder), micro_batch=2, gpu="A", node="n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "split"),
+    [
+        ({}, 1, False),
+        ({"schedule": "zb-h1"}, 1, True),
+        ({"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 2}, 2, True),
+        ({"replicas": 2, "hosts": 2}, 1, False),
+    ],
+)
+def test_layers_are_found_from_stages(
+    tmp_path: Path, changes: dict[str, Any], chunks: int, split: bool
+) -> None:
+    profile = calibrate(_model(12 * chunks), [_traced(tmp_path, **changes)])
+    layer = profile.times("transformer", "A", 1, 2)
+    # A rank's forward of 10 ms over 4 layers in each of its chunks; the head is two more.
+    each = 0.0025 / chunks
+    assert layer.forward_s == pytest.approx(each, rel=0.03)
+    assert layer.backward_s == pytest.approx(2 * each, rel=0.03)
+    assert layer.backward_weight_s == pytest.approx(each, rel=0.03)
+    head = profile.times("head", "A", 1, 2)
+    assert head.forward_s == pytest.approx(2 * each, rel=0.05)
+    assert profile.times("embedding", "A", 1, 2).forward_s < 0.1 * each
+    assert layer.source == "measured"
+    assert profile.action_sigma == pytest.approx(0.03, rel=0.4)
+    assert split or layer.backward_weight_s == pytest.approx(layer.backward_input_s)
+
+
+def test_links_and_optimizer(tmp_path: Path) -> None:
+    profile = calibrate(_model(12), [_traced(tmp_path, optimizer_s=0.0041)])
+    sent = 4 << 20
+    assert profile.intra_links["n"].seconds(sent) == pytest.approx(1e-4, rel=0.1)
+    assert not profile.links
+    # Stages hold 4100, 4000 and 4100 parameters.
+    assert profile.optimizer_s_per_parameter["A"] == pytest.approx(1e-6, rel=0.05)
+
+
+def test_hosts_tell_links_between_nodes_and_gpus(tmp_path: Path) -> None:
+    traced = _traced(tmp_path, hosts=3)
+    names = {trace.header.host for trace in traced.trace.ranks.values()}
+    gpus = {host: f"gpu {i}" for i, host in enumerate(sorted(names))}
+    other = TracedRun(trace=traced.trace, micro_batch=2, gpus=gpus, nodes={min(names): "first"})
+    profile = calibrate(_model(12), [other])
+    assert set(profile.links) == {("first", "node"), ("node", "node")}
+    assert {gpu for _, gpu, _, _ in profile.layers} == set(gpus.values())
+
+
+@pytest.mark.parametrize(
+    ("counted", "places"),
+    [
+        ((2, 1), ((0, 1, 2), (3, 4))),
+        ((0, 3), ((0,), (1, 2, 3, 4))),
+        ((3, 0), ((0, 1, 2, 3), (4,))),
+        ((1, 1, 1), ((0, 1), (2,), (3, 4))),
+    ],
+)
+def test_embedding_lies_first_and_head_last(
+    counted: tuple[int, ...], places: tuple[tuple[int, ...], ...]
+) -> None:
+    assert stage_layers(_model(3), counted) == places
+
+
+def test_refused(tmp_path: Path) -> None:
+    traced = _traced(tmp_path)
+    with pytest.raises(ConfigError, match="give the model that was trained"):
+        calibrate(_model(11), [traced])
+    with pytest.raises(ConfigError, match="no run"):
+        calibrate(_model(12), [])
+    short = TracedRun(trace=traced.trace, micro_batch=2, skip=12)
+    with pytest.raises(ConfigError, match="trace more"):
+        calibrate(_model(12), [short])

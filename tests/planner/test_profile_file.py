@@ -1,0 +1,168 @@
+"""Profile files: reading, merging, other models, and measurements per cut point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cut_points import profile_of_cut_points
+from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.presets import preset
+
+CSV = """\
+cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
+0,v100,4,0.002,0.004,1000,2048,8192
+1,v100,4,0.003,0.006,2000,16,4096
+0,v100,8,0.004,0.008,1000,4096,16384
+1,v100,8,0.006,0.012,2000,32,8192
+"""
+
+
+def measured(model: str = "gpt2", gpu: str = "a100", **more: Any) -> dict[str, Any]:
+    rows = [
+        {
+            "kind": kind,
+            "gpu": gpu,
+            "tp": 1,
+            "micro_batch": 1,
+            "forward_s": 0.01,
+            "backward_input_s": 0.01,
+            "backward_weight_s": 0.01,
+            "kept_bytes": 5.0,
+        }
+        for kind in ("embedding", "transformer", "head")
+    ]
+    arguments = list(preset(model).arguments)
+    told = {"format": 1, "model": {"name": model, "arguments": arguments}, "layers": rows}
+    return {**told, **more}
+
+
+def save(folder: Path, told: Any, name: str = "profile.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(told))
+    return path
+
+
+def test_a_profile_answers_by_the_table_s_names(tmp_path: Path) -> None:
+    told = profile_file.load(save(tmp_path, measured()))
+    profile = profile_file.make_profile(told)
+    times = profile.times("transformer", "a100-40", 1, 1)
+    assert (times.forward_s, times.backward_s, times.kept_bytes) == (0.01, 0.02, 5.0)
+    assert times.source == "measured"
+    profile_file.check_model(told, preset("gpt2"), "p")
+
+
+def test_links_of_one_and_several_pairs_are_one_link(tmp_path: Path) -> None:
+    link = {"nodes": ["a", "b"], "within": False, "latency_s": 1e-5, "sizes": [[1e6, 1e9]]}
+    links = [link, {**link, "pairs": 4, "sizes": [[1e6, 0.4e9]]}]
+    profile = profile_file.make_profile(measured(links=links))
+    found = profile.links["a", "b"]
+    assert found.bandwidth(1e6, 1) == 1e9
+    assert found.bandwidth(1e6, 4) == pytest.approx(0.4e9)
+
+
+def test_node_types_are_known_by_their_gpu(tmp_path: Path) -> None:
+    link = {"nodes": ["a100-40"] * 2, "within": True, "latency_s": 0, "sizes": [[1e6, 1e9]]}
+    told = measured(nodes={"a100-40": {"gpu": "a100-40"}}, links=[link])
+    changed, strange = profile_file.renamed(told, {"fast": "a100-40", "slow": "t4"})
+    assert changed["links"][0]["nodes"] == ["fast", "fast"]
+    assert strange == []
+    changed, strange = profile_file.renamed(told, {"a": "a100-40", "b": "a100-40"})
+    assert changed["links"][0]["nodes"] == ["a100-40"] * 2
+    assert strange == ["a100-40"]
+
+
+def test_merging_puts_nodes_together(tmp_path: Path) -> None:
+    one, other = measured(launch_s={"a100": 1e-3}), measured(gpu="v100", launch_s={"v100": 2e-3})
+    merged = profile_file.merge([("one", one), ("other", other)])
+    assert len(merged["layers"]) == 6
+    assert merged["launch_s"] == {"a100": 1e-3, "v100": 2e-3}
+    again = profile_file.merge([("one", one), ("again", measured(launch_s={"a100": 3e-3}))])
+    assert len(again["layers"]) == 3
+    assert again["launch_s"] == {"a100": 3e-3}
+    with pytest.raises(ConfigError, match="b is of model gpt2-xl, a of gpt2: merge"):
+        profile_file.merge([("a", one), ("b", measured("gpt2-xl"))])
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="p is of model gpt2, whose embedding has"):
+        profile_file.check_model(measured(), preset("gpt2-xl"), "p")
+    with pytest.raises(ConfigError, match="measured in bf16, gpt2 is planned in fp16"):
+        profile_file.check_model(measured(), preset("gpt2", "fp16"), "p")
+    with pytest.raises(ConfigError, match="no layers of kind 'encoder'"):
+        profile_file.check_model(measured(), preset("t5-small"), "p")
+
+
+def test_fewer_layers_of_the_same_width_are_no_other_model() -> None:
+    arguments = " ".join(preset("gpt2").arguments).replace("--num-layers 12", "--num-layers 48")
+    profile_file.check_model(measured(), read_model(arguments), "p")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 0}, "its format is 0, this version reads 1: measure the profile again"),
+        ({"layers": []}, "layers has 0 entries"),
+        ({"layer": []}, "layer is not a key: the nearest is layers"),
+        ({"launch_s": {"a100": -1}}, "launch_s.a100 is -1"),
+    ],
+)
+def test_a_bad_profile_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        profile_file.load(save(tmp_path, {**measured(), **change}))
+
+
+def test_the_same_measurement_twice_is_refused() -> None:
+    told = measured()
+    told["layers"].append({**told["layers"][0], "gpu": "NVIDIA A100-SXM4-40GB"})
+    with pytest.raises(ConfigError, match=r"layers\[3\]: kind embedding on a100-40"):
+        profile_file.make_profile(told)
+
+
+def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "net.csv"
+    path.write_text(CSV)
+    told = profile_of_cut_points(path, "net")
+    saved = save(tmp_path, told)
+    profile = profile_file.make_profile(profile_file.load(saved))
+    model = read_model(str(saved))
+    assert model.layers == ("cut-0", "cut-1")
+    assert model.parameters == 3000
+    assert model.kinds["cut-0"].output_elements == 4096 / 8 / 4
+    assert model.kinds["cut-1"].kept_bytes(1) == 1024
+    assert profile.times("cut-1", "v100-16", 1, 8).backward_s == 0.012
+    path.with_suffix(".json").write_text(
+        json.dumps(
+            [
+                dict(zip(CSV.split()[0].split(","), r.split(","), strict=True))
+                for r in CSV.split()[1:]
+            ]
+        )
+    )
+    assert profile_of_cut_points(path.with_suffix(".json"), "net") == told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("1,v100,4,0.003", "2,v100,4,0.003", None),
+        ("0.002", "fast", "row 1: forward_s is 'fast'"),
+        ("0.002", "-1", "row 1: forward_s is '-1'"),
+        ("0.002", "", "row 1: forward_s is missing"),
+        ("0,v100,8", "0,v100,2.5", "row 3: micro_batch is '2.5'"),
+        ("kept_bytes", "kept", "'kept' is not known"),
+    ],
+)
+def test_bad_cut_points_are_named(old: str, new: str, words: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "net.csv"
+    path.write_text(CSV.replace(old, new, 1))
+    if words is None:
+        path.write_text("\n".join(line for line in CSV.split() if not line.startswith("0,")))
+        words = "cut point 0 has no row"
+    with pytest.raises(ConfigError, match=words):
+        profile_of_cut_points(path, "net")
