@@ -15,13 +15,13 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from .split_gpt import drive, pairs, with_weights
 
 # isort: split
+from megatron.adaptive.pipeline.meter import ActivationMeter
 from megatron.adaptive.pipeline.module_stages import (
     DeferringEmbedding,
     DeferringLinear,
     ModuleStages,
     defer_linears,
 )
-from megatron.adaptive.pipeline.stages import ActivationMeter
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
 from megatron.adaptive.schedule.placement import Placement
 

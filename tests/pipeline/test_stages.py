@@ -31,7 +31,8 @@ from .split_gpt import (
 
 # isort: split
 from megatron.adaptive.pipeline.deferred_layers import attach_stores
-from megatron.adaptive.pipeline.stages import ActivationMeter, GradientSync
+from megatron.adaptive.pipeline.meter import ActivationMeter
+from megatron.adaptive.pipeline.stages import GradientSync
 
 
 class Product(torch.nn.Module):

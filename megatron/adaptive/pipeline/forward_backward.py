@@ -17,12 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.pipeline.meter import ActivationMeter
 from megatron.adaptive.pipeline.record import Replay
-from megatron.adaptive.pipeline.stages import (
-    ActivationMeter,
-    MegatronStages,
-    default_process_groups,
-)
+from megatron.adaptive.pipeline.stages import MegatronStages, default_process_groups
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
 from megatron.adaptive.schedule import interleaved
 from megatron.adaptive.schedule.compare import Candidate

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.pipeline.stages import ActivationMeter
+from megatron.adaptive.pipeline.meter import ActivationMeter
 from megatron.adaptive.pipeline.weight_gradient import (
     EmbeddingCall,
     LinearCall,

@@ -1,0 +1,49 @@
+"""BERT of HuggingFace transformers, built from its configuration; nothing is downloaded.
+
+Sentences have different lengths: the attention mask goes to every stage.
+
+    bash prerequisite.sh --examples
+    torchrun --nproc-per-node 2 examples/cutpoint/bert.py --pipeline-size 2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from common import Batch, parse, train
+from transformers.models.bert import BertConfig, BertForMaskedLM
+
+from megatron.adaptive import CutPoint
+
+SHARED = [["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"]]
+MASK = 1
+
+
+def build(**changes: Any) -> BertForMaskedLM:
+    """Return the model, the same on every process."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 64}
+    depth = {"num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128}
+    model = BertForMaskedLM(BertConfig(**{**sizes, **depth, **changes}))
+    for layer in model.bert.encoder.layer:
+        CutPoint.after(layer)
+    return model
+
+
+def make_batch(samples: int) -> Batch:
+    """Return made-up sentences, every fifth word of which is to be guessed."""
+    generator = torch.Generator().manual_seed(2)
+    place = torch.arange(24)
+    words = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * place) % 124 + 4
+    lengths = torch.randint(12, 25, (samples, 1), generator=generator)
+    hidden = (place % 5 == 2) & (place < lengths)
+    return {
+        "input_ids": words.masked_fill(hidden, MASK),
+        "attention_mask": (place < lengths).long(),
+        "labels": words.masked_fill(~hidden, -100),
+    }
+
+
+if __name__ == "__main__":
+    train(parse(__doc__), build(), make_batch, shared_weights=SHARED)

@@ -1,0 +1,43 @@
+"""GPT-2 of HuggingFace transformers, built from its configuration; nothing is downloaded.
+
+Its embedding and its output layer are one parameter, which first and last stage share.
+
+    bash prerequisite.sh --examples
+    torchrun --nproc-per-node 4 examples/cutpoint/gpt2.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from common import Batch, parse, train
+from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+from megatron.adaptive import CutPoint
+
+SHARED = [["transformer.wte.weight", "lm_head.weight"]]
+ARGUMENTS = {"use_cache": False}
+
+
+def build(**changes: Any) -> GPT2LMHeadModel:
+    """Return the model, the same on every process."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 6, "n_head": 4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**{**sizes, **ends, **changes}))
+    for block in model.transformer.h:
+        CutPoint.after(block)
+    return model
+
+
+def make_batch(samples: int) -> Batch:
+    """Return made-up text of which each token follows from the one before."""
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randint(0, 128, (samples, 1), generator=generator)
+    ids = (start + 7 * torch.arange(32)) % 128
+    return {"input_ids": ids, "labels": ids}
+
+
+if __name__ == "__main__":
+    train(parse(__doc__), build(), make_batch, shared_weights=SHARED, arguments=ARGUMENTS)

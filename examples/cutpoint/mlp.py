@@ -1,0 +1,48 @@
+"""A plain multi-layer perceptron on three stages or more.
+
+torchrun --nproc-per-node 2 examples/cutpoint/mlp.py
+"""
+
+from __future__ import annotations
+
+import torch
+from common import Batch, parse, train
+
+from megatron.adaptive import CutPoint
+
+
+class Mlp(torch.nn.Module):
+    """Layers with a cut point after each but the last."""
+
+    def __init__(self, width: int = 64, layers: int = 8, classes: int = 10) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), CutPoint())
+            for _ in range(layers)
+        )
+        self.head = torch.nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ``x [n, width]`` with classes ``label [n]``."""
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x), label)
+
+
+def build() -> Mlp:
+    """Return the model, the same on every process."""
+    torch.manual_seed(1)
+    return Mlp()
+
+
+def make_batch(samples: int) -> Batch:
+    """Return made-up samples."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "x": torch.randn(samples, 64, generator=generator),
+        "label": torch.randint(0, 10, (samples,), generator=generator),
+    }
+
+
+if __name__ == "__main__":
+    train(parse(__doc__), build(), make_batch)

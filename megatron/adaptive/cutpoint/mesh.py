@@ -1,0 +1,139 @@
+"""This process within the job: device, replicas and pipelines, and the groups for their sums."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.accelerator import Accelerator, detect
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.pipeline.build import gather_places
+
+__all__ = ["Mesh", "start_mesh"]
+
+
+@dataclass(kw_only=True)
+class Mesh:
+    """Where this process stands.
+
+    Attributes:
+        environment: what the launcher said.
+        accelerator: its device.
+        pipeline_size, pp_rank: stages' ranks of a replica, and which of them this is.
+        dp_size, dp_rank: replicas, and which of them this is.
+        pp_ranks: global ranks of this replica, by position.
+        dp_group: ranks of the same position in all replicas.
+        control_group: gloo group of all ranks.
+        places: where every rank runs.
+        owns_job: process groups were made here and end with :meth:`close`.
+        timeout: limit of waits for other ranks.
+    """
+
+    environment: Environment
+    accelerator: Accelerator
+    pipeline_size: int
+    pp_rank: int
+    dp_size: int
+    dp_rank: int
+    pp_ranks: list[int]
+    dp_group: Any
+    control_group: Any
+    places: list[dict[str, Any]]
+    owns_job: bool
+    timeout: datetime.timedelta
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every rank gave, by rank. Collective over all ranks."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine, group=self.control_group)
+        return told
+
+    def from_first(self, mine: Any) -> Any:
+        """Return what rank 0 gave. Collective over all ranks."""
+        told = [mine]
+        dist.broadcast_object_list(told, src=0, group=self.control_group)
+        return told[0]
+
+    def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """Make a group for each set of positions in each replica. Collective over all ranks.
+
+        Args:
+            position_sets: sets of positions in the pipeline, the same on all ranks.
+
+        Returns:
+            The groups that this rank is in.
+        """
+        found = {}
+        for positions in position_sets:
+            for pp_ranks in sorted(set(map(tuple, self.gather(self.pp_ranks)))):
+                members = [pp_ranks[position] for position in positions]
+                group = dist.new_group(
+                    members, backend=self.accelerator.backend, timeout=self.timeout
+                )
+                if list(pp_ranks) == self.pp_ranks and self.pp_rank in positions:
+                    found[positions] = group
+        return found
+
+    def close(self) -> None:
+        """End what :func:`start_mesh` began. Collective over all ranks."""
+        parallel_state.destroy_model_parallel()
+        if self.owns_job:
+            dist.destroy_process_group()
+
+
+def start_mesh(pipeline_size: int | None, timeout_s: float) -> Mesh:
+    """Connect this process with the others. Collective over all ranks.
+
+    Args:
+        pipeline_size: ranks of a pipeline, all of them where ``None``.
+        timeout_s: limit of waits for other ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide into such pipelines.
+    """
+    environment = Environment.read()
+    accelerator = detect(environment.local_rank)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    owns_job = not dist.is_initialized()
+    if owns_job and environment.is_launched:
+        dist.init_process_group(accelerator.backend, timeout=timeout)
+    elif owns_job:
+        store = dist.HashStore()
+        dist.init_process_group(
+            accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
+        )
+    world_size = dist.get_world_size()
+    size = world_size if pipeline_size is None else pipeline_size
+    if type(size) is not int or size < 1 or world_size % size:
+        raise ConfigError(
+            f"pipeline_size {size!r} was given to {world_size} processes: give a divisor of their "
+            "number"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "megatron-core's parallel state is in use already: close the Pipeline before, or do "
+            "not initialize it"
+        )
+    minutes = math.ceil(timeout_s / 60)
+    parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)
+    return Mesh(
+        environment=environment,
+        accelerator=accelerator,
+        pipeline_size=size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_size=world_size // size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        pp_ranks=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        dp_group=parallel_state.get_data_parallel_group(),
+        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        places=gather_places(),
+        owns_job=owns_job,
+        timeout=timeout,
+    )

@@ -1,0 +1,94 @@
+"""Every example under every schedule: losses and gradients are those of the whole model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from .ranks import Case, assert_same, load_example
+
+# Schedules with the chunks that they run here; one microbatch more than a round of four.
+SCHEDULES = [
+    ("1f1b", None),
+    ("adaptive", None),
+    ("adaptive", 2),
+    ("bfc", None),
+    ("breadth-first", 2),
+    ("dfc", 2),
+    ("gpipe", None),
+    ("hinted", 2),
+    ("interleaved", 2),
+    ("v-half", None),
+    ("varuna", None),
+    ("zb-h1", None),
+    ("zb-v", None),
+]
+NO_DROPOUT: dict[str, Any] = {
+    "mlp": {},
+    "vit": {"dropout": 0.0},
+    "gpt2": {"n_layer": 7, "n_embd": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {
+        "num_hidden_layers": 7,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+
+
+@functools.cache
+def case_of(name: str) -> tuple[Case, Any]:
+    if name in ("gpt2", "bert"):
+        pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+    example = load_example(name)
+    model = example.build(**NO_DROPOUT[name])
+    case = Case(
+        model,
+        example.make_batch(8),
+        1,
+        loss=getattr(example, "loss", None),
+        arguments=getattr(example, "ARGUMENTS", {}),
+    )
+    return case, case.expected()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["mlp", "vit", "gpt2", "bert"])
+def test_stages_give_losses_and_gradients_of_the_whole(
+    name: str, size: int, schedule: str, chunks: int | None
+) -> None:
+    case, (losses, gradients) = case_of(name)
+    if case.forwards.training.num_segments < size * (chunks or 2):
+        chunks = None
+    found_losses, found = case.run(schedule, size, chunks)
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert_same(found, gradients)
+
+
+def test_each_schedule_is_tried() -> None:
+    from megatron.adaptive.schedule.registry import policy_names
+
+    assert {name for name, _ in SCHEDULES} | {"forward-only"} == set(policy_names())
+
+
+@pytest.mark.parametrize("name", ["mlp", "vit", "gpt2", "bert"])
+def test_evaluation_gives_the_losses_of_the_whole(name: str) -> None:
+    case, _ = case_of(name)
+    case.model.eval()
+    with torch.no_grad():
+        expected = [float(case.forward(case.microbatch(n))) for n in range(case.count)]
+    case.model.train()
+    assert case.run("1f1b", 2, forward_only=True)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("mlp", "record"), ("vit", "record"), ("gpt2", "record"), ("bert", "export")]
+)
+def test_models_that_look_at_their_mask_are_exported(name: str, way: str) -> None:
+    case, _ = case_of(name)
+    assert case.forwards.way == way

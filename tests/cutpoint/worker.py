@@ -1,0 +1,241 @@
+"""One of four ranks: runs programs on the public ``Pipeline``, one after the other.
+
+Usage: ``worker.py FOLDER``. Results by program go to ``FOLDER/RANK.json``; an error ends the list.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from models import SHARED, knotty, make_batch
+
+from megatron.adaptive import CutPoint, Pipeline
+from megatron.adaptive.errors import AdaptiveError
+
+LR = 0.05
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def make(**options: Any) -> Pipeline:
+    given: dict[str, Any] = {"micro_batch_size": 2, "shared_weights": SHARED, **options}
+    model = given.pop("model", None) or knotty()
+    return Pipeline(model, make_batch(4), **given)
+
+
+def reference(model: torch.nn.Module, batches: list[Any], clip: float | None) -> dict[str, Any]:
+    """Train the whole model on microbatches of two in this process alone."""
+    optimizer = sgd(model.parameters())
+    losses, norms = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        count = len(batch["ids"]) // 2
+        total = 0.0
+        for start in range(0, 2 * count, 2):
+            loss = model(**{name: one[start : start + 2] for name, one in batch.items()}) / count
+            loss.backward()
+            total += float(loss.detach())
+        limit = float("inf") if clip is None else clip
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+        losses.append(total)
+    return {"losses": losses, "norms": norms, "parameters": dict(model.named_parameters())}
+
+
+def compare(pipeline: Pipeline, expected: dict[str, Any], found: list[float]) -> dict[str, Any]:
+    worst = 0.0
+    for name, one in pipeline.named_parameters():
+        whole = expected["parameters"][name].detach()
+        worst = max(worst, float((one.detach() - whole).norm() / whole.norm()))
+    return {
+        "losses": found,
+        "expected": expected["losses"],
+        "parameters": worst,
+        "names": sorted(name for name, _ in pipeline.named_parameters()),
+        "kept": sum(one.numel() for one in pipeline.model.parameters() if not one.is_meta),
+    }
+
+
+def four_stages() -> dict[str, Any]:
+    """Clipped steps on four ranks, with what the buffers became and an evaluation."""
+    batches = [make_batch(12, seed) for seed in range(3)]
+    whole = knotty()
+    expected = reference(whole, batches, clip=0.05)
+    whole.eval()
+    with torch.no_grad(), make() as pipeline:
+        pipeline.set_optimizer(sgd, clip_norm=0.05)
+        norms = []
+        losses = []
+        for batch in batches:
+            losses.append(pipeline.step(batch)[0])
+            norms.append(pipeline.grad_norm)
+        test = make_batch(4, 9)
+        evaluated = pipeline.eval(test)
+        halves = [{n: one[s : s + 2] for n, one in test.items()} for s in (0, 2)]
+        buffers = {
+            name: float((one - dict(whole.named_buffers())[name]).abs().max())
+            for name, one in pipeline.model.named_buffers()
+            if not one.is_meta
+        }
+        return {
+            **compare(pipeline, expected, losses),
+            "norms": [norms, expected["norms"]],
+            "evaluated": [evaluated, sum(float(whole(**half)) for half in halves) / 2],
+            "buffers": buffers,
+            "partition": pipeline.partition,
+        }
+
+
+def two_replicas() -> dict[str, Any]:
+    """Two pipelines of two, each with its half of the samples."""
+    parts = [[make_batch(8, seed + 10 * replica) for seed in range(2)] for replica in range(2)]
+    whole = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(*parts, strict=True)]
+    expected = reference(knotty(), whole, clip=None)
+    with make(pipeline_size=2, schedule="zb-h1", partition="4-5") as pipeline:
+        pipeline.set_optimizer(sgd)
+        replica = dist.get_rank() % 2
+        losses = [pipeline.step(batch)[0] for batch in parts[replica]]
+        return compare(pipeline, expected, losses)
+
+
+def dropout() -> dict[str, Any]:
+    """The same losses however the model is cut, and the caller's generator is left alone."""
+    found = []
+    for options in ({}, {"schedule": "zb-v"}, {"schedule": "gpipe", "partition": "1-1-1-6"}):
+        model = knotty(dropout=0.3)
+        torch.manual_seed(len(found))
+        before = torch.get_rng_state()
+        with make(model=model, **options) as pipeline:
+            pipeline.set_optimizer(sgd)
+            found.append([pipeline.step(make_batch(8))[0] for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), before)
+    plain = make()
+    with plain:
+        without = plain.step(make_batch(8))[0]
+    return {"losses": found, "without": without}
+
+
+class Sharp(torch.nn.Module):
+    """Gradients between its stages that fp16 cannot hold at a large loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.one_hot(ids % 8, 8).float()
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number < 3:
+                x = self.cuts[number](x)
+        return (x.float() ** 2).sum()
+
+
+def half() -> dict[str, Any]:
+    """fp16: steps that overflow change nothing, until the scale fits; bf16 trains."""
+    with make(model=Sharp(), mixed_precision="fp16", shared_weights=()) as pipeline:
+        pipeline.set_optimizer(sgd, initial_loss_scale=2.0**24, clip_norm=1.0)
+        batch = make_batch(8)
+        before = [one.detach().clone() for one in pipeline.parameters()]
+        told, scales = [], []
+        unchanged = None
+        for _ in range(16):
+            told.append(pipeline.step(batch))
+            scales.append(pipeline.loss_scale)
+            if unchanged is None:
+                pairs = zip(before, pipeline.parameters(), strict=True)
+                unchanged = all(torch.equal(one, other) for one, other in pairs)
+        norm = pipeline.grad_norm
+    with make(model=Sharp(), shared_weights=()) as pipeline:
+        full = pipeline.step(batch)[0]
+        full_norm = pipeline.grad_norm
+    with make(mixed_precision="bf16", schedule="zb-h1") as pipeline:
+        pipeline.set_optimizer(sgd)
+        rounded = [pipeline.step(batch)[0] for _ in range(5)]
+    return {
+        "told": told, "scales": scales, "unchanged": unchanged, "norm": norm,
+        "full": [full, full_norm], "bf16": rounded,
+    }  # fmt: skip
+
+
+def trace() -> dict[str, Any]:
+    """Spans of two steps are written."""
+    folder = Path(sys.argv[1]) / "traces"
+    with make(trace_dir=str(folder)) as pipeline:
+        for _ in range(2):
+            pipeline.step(make_batch(8))
+    return {"files": sorted(path.name for path in folder.iterdir())}
+
+
+def refusals() -> dict[str, Any]:
+    """What is wrong is said on every rank, and the next pipeline works."""
+    said = {}
+    for name, options in {
+        "stages": {"schedule": "interleaved", "chunks": 3},
+        "shared": {"shared_weights": SHARED[1:]},
+        "size": {"pipeline_size": 3},
+        "partition": {"partition": "1-1-1"},
+        "weights": {"weights": [1.0]},
+        "schedule": {"schedule": "best"},
+        "chunks": {"schedule": "1f1b", "chunks": 2},
+        "precision": {"mixed_precision": "fp8"},
+        "split": {"schedule": "1f1b", "split_backward": True},
+    }.items():
+        said[name] = error_of(lambda options=options: make(**options))  # type: ignore[misc]
+    with make() as pipeline:
+        said["batch"] = error_of(lambda: pipeline.step(make_batch(3)))
+        said["keys"] = error_of(lambda: pipeline.step({"ids": make_batch(2)["ids"]}))
+        said["dictionary"] = error_of(lambda: pipeline.step(make_batch(2)["ids"]))  # type: ignore[arg-type]
+        said["shape"] = error_of(lambda: pipeline.step(make_batch(2, length=7)))
+        said["optimizer"] = error_of(lambda: pipeline.set_optimizer(sgd(knotty().parameters())))
+        said["loss"] = str(pipeline.step(make_batch(2))[1])
+    return said
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except AdaptiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+PROGRAMS = (four_stages, two_replicas, dropout, half, trace, refusals)
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
+    for program in PROGRAMS:
+        try:
+            results[program.__name__] = program()
+        except Exception:
+            results["error"] = f"{program.__name__}: {traceback.format_exc()}"
+            break
+        finally:
+            path.write_text(json.dumps(results))
+    if "error" in results:
+        os._exit(1)  # others wait for what does not come
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
