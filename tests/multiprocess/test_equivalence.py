@@ -310,7 +310,7 @@ def every_placement() -> tuple[Case, ...]:
 def cases_of(item: pytest.Item) -> list[Case]:
     """The cases that a test looks at, their references included."""
     arguments = getattr(item, "callspec", None)
-    if arguments is None or item.path.name != Path(__file__).name:
+    if arguments is None or item.path != Path(__file__):
         return []
     found: list[Case] = []
     for value in arguments.params.values():

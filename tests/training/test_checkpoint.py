@@ -148,6 +148,38 @@ def test_saving_changes_nothing(make: Make, worker: Any, tmp_path: Path) -> None
     assert found + run.learn(3, 6) == losses
 
 
+def test_what_is_written_behind_training_is_the_state_of_its_moment(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    losses = make().learn(0, 6)
+    run = make(save=tmp_path, keep_checkpoints=2)
+    assert run.learn(0, 1) == losses[:1]
+    run.checkpoints.save_behind(worker.progress(1))
+    assert run.learn(1, 3) == losses[1:3]
+    run.checkpoints.save_behind(worker.progress(3))
+    run.checkpoints.save_behind(worker.progress(4))  # waits for the one before
+    assert run.learn(3, 6) == losses[3:]
+    run.checkpoints.finish()
+    assert run.checkpoints.completed() == (4, CheckpointFolder(tmp_path).complete_path(4))
+    assert run.checkpoints.completed() is None
+    resumed = make(load=tmp_path, ckpt_step=3)
+    assert resumed.checkpoints.load() == worker.progress(3)
+    assert resumed.learn(3, 6) == losses[3:]
+    assert len(list(tmp_path.glob("iter_*"))) == 2
+
+
+def test_a_failure_behind_training_is_told_at_the_next_checkpoint(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "late"
+    run = make(save=folder / "inner")
+    folder.write_text("a file in the way")
+    run.checkpoints.save_behind(worker.progress(1))
+    with pytest.raises(CheckpointError, match="iteration 1 was not written to .*Not a directory"):
+        run.checkpoints.save_behind(worker.progress(2))
+    run.checkpoints.finish()
+
+
 def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> None:
     children = Path("/proc/self/task")
     if not children.exists():

@@ -225,3 +225,18 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(CheckpointError, match="is a file"):
         CheckpointFolder(str(path)).latest()
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (10, 20, 10**7):
+        write_checkpoint(folder, iteration)
+    folder.keep(3)
+    assert len(list(tmp_path.glob("iter_*"))) == 3
+    folder.keep(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000020",
+        "iter_10000000",
+        TRACKER,
+    ]
+    folder.open(20)

@@ -122,8 +122,18 @@ def test_ranks_differ_where_their_tensors_do(draws: Draws, monkeypatch: pytest.M
     assert draws(layer=0)[0] == layer_0[0]
     assert draws(layer=0)[1] != layer_0[1]
     monkeypatch.undo()
-    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_: 1)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
     assert not set(draws()) & {replicated, split}
+
+
+def test_replicas_draw_what_one_rank_draws_for_their_microbatches(
+    draws: Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [draws(microbatch=index) for index in range(6)]
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 3)
+    for replica in range(3):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda at=replica, **_: at)
+        assert [draws(microbatch=index) for index in range(2)] == alone[replica::3]
 
 
 @pytest.mark.usefixtures("_one_rank")

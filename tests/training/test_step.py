@@ -150,12 +150,19 @@ def test_running_out_of_memory_names_rank_and_remedies(start: Start) -> None:
     text = str(info.value)
     assert len(text.splitlines()) == 1
     assert text.startswith("rank 0 (pipeline rank 0, CPU) ran out of memory with ")
-    assert "Tried to allocate 2.00 GiB." in text
+    assert "Tried to allocate 2.00 GiB; lower --micro-batch-size" in text
     for flag in (
         *("--micro-batch-size", "--recompute-granularity", "--pipeline-model-parallel-size"),
         "--use-distributed-optimizer",
     ):
         assert flag in text
+
+
+def test_a_cpu_that_runs_out_of_memory_says_so_too(start: Start) -> None:
+    run = start("")
+    run.chunks[0].register_forward_pre_hook(lambda *_, **__: torch.empty(1 << 58, dtype=torch.int8))
+    with pytest.raises(DeviceMemoryError, match="CPU\\) ran out of memory with .* lower --micro-"):
+        train(run, 1)
 
 
 def test_other_errors_pass_through(start: Start) -> None:

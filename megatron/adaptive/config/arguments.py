@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 from megatron.adaptive.config import check
 from megatron.adaptive.config.check_training import check_output_folders
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.expand import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FlagRow", "flag_table", "make_parser", "parse"]
+__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "parse"]
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
@@ -93,7 +94,7 @@ class FlagRow(NamedTuple):
 
 def flag_table() -> list[FlagRow]:
     """Every flag the trainer takes, by group in the order of definition."""
-    rows = []
+    rows = [FlagRow("Plan", f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]
     for kind in groups().values():
         for spec in _flagged(kind):
             metavar = "" if spec.is_switch else " " + _metavar(spec)
@@ -132,6 +133,7 @@ def parse(
         SystemExit: ``--help`` was given and answered.
     """
     specs = _all_specs()
+    argv = expand_plan(argv, specs, world_size)
     _scan(argv, specs, last_wins=last_wins)
     given = _read_values(argv)
     _require_exclusive(given, specs)
@@ -147,6 +149,30 @@ def parse(
     check.check_config(config, installed)
     check_output_folders(config)
     return config
+
+
+def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
+    """Keep those flags, with their values, that belong to some groups of settings.
+
+    Args:
+        argv: a command line of the trainer.
+        kinds: dataclasses of groups.
+        more: further fields to keep, by name.
+
+    Raises:
+        ConfigError: a flag is unknown or one that this trainer refuses.
+    """
+    specs = _all_specs()
+    _scan(argv, specs, last_wins=True)
+    wanted = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
+    names = {name for spec in specs.values() if spec.dest in wanted for name in spec.names}
+    kept, keeping = [], False
+    for word in argv:
+        if _LOOKS_LIKE_FLAG.match(word):
+            keeping = word.split("=", 1)[0] in names
+        if keeping:
+            kept.append(word)
+    return kept
 
 
 class _Parser(argparse.ArgumentParser):
@@ -165,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument(PLAN_FLAG, metavar="FILE", help=PLAN_HELP)
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):

@@ -23,6 +23,16 @@ class CheckpointConfig:
         minimum=1,
         unit="ITERATIONS",
     )
+    async_save: bool = flag(
+        "Write checkpoints while training goes on, which waits only for a copy in host memory.",
+        default=False,
+    )
+    keep_checkpoints: int | None = flag(
+        "Complete checkpoints to keep, the last ones; all by default.",
+        default=None,
+        minimum=1,
+        unit="N",
+    )
     no_save_optim: bool = flag("Leave the optimizer out of checkpoints.", default=False)
     no_save_rng: bool = flag("Leave random states out of checkpoints.", default=False)
     load: str | None = flag("Folder of checkpoints to go on from.", default=None, unit="DIR")

@@ -37,6 +37,12 @@ class LoggingConfig:
     logging_level: int | None = flag(
         "Level of Python's logging, 10 being the most.", default=None, minimum=0
     )
+    progress_dir: str | None = flag(
+        "Folder for progress.jsonl, which tells how far the run is.",
+        default=None,
+        unit="DIR",
+        derived="--trace-dir",
+    )
     tensorboard_dir: str | None = flag("Folder for TensorBoard.", default=None, unit="DIR")
     tensorboard_log_interval: int = flag(
         "Iterations between two points of TensorBoard's curves.",

@@ -218,8 +218,8 @@ FAMILIES: tuple[Family, ...] = (
         "inprocess- ft- adlr- error-injection- replication-",
     ),
     Family(
-        "checkpoints are written in the foreground into --save as torch_dist; drop the flag",
-        "async-save use-persistent-ckpt-worker non-persistent-save-interval "
+        "checkpoints are written into --save as torch_dist by the ranks themselves; drop the flag",
+        "use-persistent-ckpt-worker non-persistent-save-interval "
         "non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
         "non-persistent-local-ckpt-algo save-retain-interval ckpt-assume-constant-structure "
         "dist-ckpt-save-pre-mcore-014 dist-ckpt-optim-fully-reshardable "

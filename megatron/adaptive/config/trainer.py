@@ -75,6 +75,11 @@ class TrainerConfig:
         return "v" if given == "v" else "loop"
 
     @property
+    def progress_dir(self) -> str | None:
+        """Where ``progress.jsonl`` goes, ``None`` for nowhere."""
+        return self.logging.progress_dir or self.schedule.trace_dir
+
+    @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are work of their own.
 

@@ -4,49 +4,35 @@ A checkpoint is megatron-core's ``torch_dist``, which loads into every mesh and 
 manifest of ours beside it (``checkpoint_folder.py``). It is written in the process that trains:
 megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
 costs seconds and copies the sockets and mappings of the channels into the children.
-
-What fails on one rank fails on all: after each part that only some ranks do, all ranks exchange
-what went wrong, over gloo, and raise the same :class:`CheckpointError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import datetime
 import logging
-import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    CheckpointingException,
-    save_config,
-)
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.adaptive.errors import AdaptiveError, CheckpointError
+from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.training import checkpoint_state as state
+from megatron.adaptive.training.checkpoint_exchange import Exchange, InProcessSaver, common_bytes
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.initialize import Job
@@ -56,19 +42,6 @@ __all__ = ["Checkpoints", "Progress"]
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
-
-# What a full disk, a damaged file or a missing permission looks like. torch raises the last one as
-# a BaseException. Anything else is a mistake of ours and keeps its traceback.
-_EXPECTED: tuple[type[BaseException], ...] = (
-    AdaptiveError,
-    OSError,
-    RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
-    CheckpointingException,
-    CheckpointException,
-)
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +62,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Saves and loads one run. Every method is collective over all ranks.
+    """Saves and loads one run. Every method but :meth:`completed` is collective over all ranks.
 
     Args:
         job: this process within the job; ``job.config.checkpoint`` says what is saved and loaded.
@@ -107,6 +80,10 @@ class Checkpoints:
         self._chunks = chunks
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._all = Exchange(job.rank, job.control_group)
+        self._background: Exchange | None = None
+        self._strategy: Any = None
+        self._pending: _Pending | None = None
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint; the ones before it stay.
@@ -122,23 +99,50 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written on some rank; nothing of it is left.
         """
-        if self._settings.save is None:
-            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
-        folder = CheckpointFolder(self._settings.save)
-        iteration = progress.iteration
-        try:
-            return self._write(folder, progress)
-        except BaseException as error:
-            if self._job.is_first:
-                folder.abandon(iteration)
-            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-                dist.barrier(group=self._job.control_group)
-                raise CheckpointError(
-                    f"the checkpoint of iteration {iteration} was not written to "
-                    f"{folder.path}: {error}; those before it are as they were. Free space there "
-                    "or name another folder with --save"
-                ) from error
-            raise
+        self.finish()
+        return self._take(progress, self._all, copy=False)()
+
+    def save_behind(self, progress: Progress) -> None:
+        """Copy the state into the host's memory and write it while training goes on.
+
+        Waits for the checkpoint before, if that is not complete yet.
+
+        Args:
+            progress: how far the run has come.
+
+        Raises:
+            CheckpointError: the checkpoint before it could not be written, or this one not begun.
+        """
+        self.finish()
+        if self._background is None:
+            timeout = datetime.timedelta(minutes=self._config.parallel.distributed_timeout_minutes)
+            # Its own: training's may be in use at the same moment.
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self._background = Exchange(self._job.rank, group)
+        write = self._take(progress, self._background, copy=True)
+        self._pending = _Pending(write, progress.iteration)
+
+    def completed(self) -> tuple[int, Path] | None:
+        """Iteration and folder of a checkpoint that was completed behind training; each once."""
+        pending = self._pending
+        if pending is None or pending.is_alive() or pending.path is None:
+            return None
+        self._pending = None
+        return pending.iteration, pending.path
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written behind training, if there is one.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.join()
+        if pending.failure is not None:
+            self._pending = None
+            raise pending.failure
 
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
@@ -157,7 +161,7 @@ class Checkpoints:
         """
         if self._settings.load is None:
             return None
-        found = self._on_first(self._find, name_rank=False)
+        found = self._all.on_first(self._find, name_rank=False)
         if found is None:
             return None
         path, manifest = found
@@ -166,25 +170,75 @@ class Checkpoints:
             return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
         return Progress(**manifest.progress)
 
-    def _write(self, folder: CheckpointFolder, progress: Progress) -> Path:
-        iteration = progress.iteration
-        partial = folder.partial_path(iteration)
-        self._on_first(lambda: folder.begin(iteration))
+    def _take(self, progress: Progress, ranks: Exchange, *, copy: bool) -> Callable[[], Path]:
+        """Take the state as it is now.
+
+        Args:
+            progress: how far the run has come.
+            ranks: with whom it will be written.
+            copy: whether it is copied, so that it may change before it is written.
+
+        Returns:
+            What writes it, collective over ``ranks``.
+        """
+        if self._settings.save is None:
+            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
+        folder = CheckpointFolder(self._settings.save)
         sharded, common = save_preprocess(
             self._state_to_save(progress),
+            # All of a run's checkpoints are cut alike.
+            validate_access_integrity=self._strategy is None,
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
-        saver = self._saver()
-        # megatron-core's `save` does the same, but a failure of rank 0 in its own part would leave
-        # the others waiting in a collective.
-        self._on_first(lambda: _write_common(common, partial / COMMON_STATE_FNAME))
-        self._together(lambda: saver.save(sharded, partial))
+        if self._strategy is None:
+            self._strategy = self._saver()
+        if isinstance(self._strategy, FullyParallelSaveStrategyWrapper):
+            self._strategy.apply_saving_parallelization(sharded)
+        saver = InProcessSaver(ranks.group)
+        parts = saver.parts(sharded, copy=copy)
+        content, manifest = common_bytes(common), self._manifest(progress)
+        return lambda: self._write(folder, manifest, content, parts, saver, ranks)
+
+    def _write(
+        self,
+        folder: CheckpointFolder,
+        manifest: Manifest,
+        common: memoryview,
+        parts: dict[str, Any],
+        saver: InProcessSaver,
+        ranks: Exchange,
+    ) -> Path:
+        iteration = manifest.progress["iteration"]
+        partial = folder.partial_path(iteration)
+
+        def begin() -> None:
+            folder.begin(iteration)
+            # megatron-core's `save` does the same, but a failure of rank 0 in its own part would
+            # leave the others waiting in a collective.
+            (partial / COMMON_STATE_FNAME).write_bytes(common)
 
         def complete() -> Path:
             save_config(CheckpointingConfig(saver.backend, saver.version), str(partial))
-            return folder.commit(iteration, self._manifest(progress))
+            path = folder.commit(iteration, manifest)
+            if self._settings.keep_checkpoints is not None:
+                folder.keep(self._settings.keep_checkpoints)
+            return path
 
-        return self._on_first(complete)
+        try:
+            ranks.on_first(begin)
+            ranks.together(lambda: saver.write(parts, partial))
+            return ranks.on_first(complete)
+        except BaseException as error:
+            if self._job.is_first:
+                folder.abandon(iteration)
+            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+                dist.barrier(group=ranks.group)
+                raise CheckpointError(
+                    f"the checkpoint of iteration {iteration} was not written to "
+                    f"{folder.path}: {error}; those before it are as they were. Free space there "
+                    "or name another folder with --save"
+                ) from error
+            raise
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
@@ -214,10 +268,12 @@ class Checkpoints:
             has_rng=not self._settings.no_save_rng,
         )
 
-    def _saver(self) -> SaveShardedStrategy:
-        saver = _InProcessSaver(self._job.control_group)
+    def _saver(self) -> Any:
+        saver = InProcessSaver(self._job.control_group)
         if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
-            return FullyParallelSaveStrategyWrapper(saver, _replica_group())
+            return FullyParallelSaveStrategyWrapper(
+                saver, _replica_group(), do_cache_distribution=True
+            )
         return saver
 
     def _find(self) -> tuple[Path, Manifest] | None:
@@ -267,18 +323,18 @@ class Checkpoints:
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
     def _read(self, path: Path, manifest: Manifest) -> None:
-        common = self._together(lambda: dist_checkpointing.load_common_state_dict(str(path)))
+        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(path)))
         content = common[_CONTENT]
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
-            self._together(lambda: self._require_same_groups(common, path))
+            self._all.together(lambda: self._require_same_groups(common, path))
             whole["optimizer"] = state.sharded_optimizer(
                 self._optimizer, weights, content, loading=True
             )
         if self._loads_rng(manifest):
             whole["rng_state"] = state.sharded_rng()
-        loaded = self._together(lambda: self._read_shards(whole, path))
+        loaded = self._all.together(lambda: self._read_shards(whole, path))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
@@ -318,107 +374,24 @@ class Checkpoints:
     def _replicas(self) -> int:
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
-    def _on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
-        """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
-        result = self._together(
-            lambda: action() if self._job.is_first else None, name_ranks=name_rank
-        )
-        box: list[Any] = [result]
-        dist.broadcast_object_list(box, src=0, group=self._job.control_group)
-        return box[0]
-
-    def _together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Run ``action`` on each rank; raise on all ranks what failed on any.
-
-        Raises:
-            CheckpointError: it failed somewhere; the text names the ranks where that helps.
-            RuntimeError: another rank met a mistake of ours, and raises it itself.
-        """
-        failure: BaseException | None = None
-        result: Any = None
-        try:
-            result = action()
-        except (Exception, CheckpointException) as error:
-            failure = error
-        own = (
-            None if failure is None else (_is_expected(failure), _describe(failure, self._job.rank))
-        )
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own, group=self._job.control_group)
-        if failure is not None and not _is_expected(failure):
-            raise failure
-        failed = [entry for entry in gathered if entry is not None]
-        if failed:
-            texts = {rank: text for _, texts in failed for rank, text in texts.items()}
-            kind = CheckpointError if all(expected for expected, _ in failed) else RuntimeError
-            raise kind(_merged(texts, name_ranks=name_ranks)) from failure
-        return result
-
 
 def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _write_common(common: dict[str, Any], path: Path) -> None:
-    """Write what all ranks have in common; through memory, for torch hides why a file fails."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    path.write_bytes(buffer.getbuffer())
+class _Pending(threading.Thread):
+    """Writes one checkpoint behind training."""
 
+    def __init__(self, write: Callable[[], Path], iteration: int) -> None:
+        super().__init__(name=f"checkpoint {iteration}", daemon=True)
+        self._write = write
+        self.iteration = iteration
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+        self.start()
 
-def _describe(error: BaseException, rank: int) -> dict[int, str]:
-    """Return what went wrong, on one line, by the rank it happened on."""
-    if isinstance(error, CheckpointException):
-        return {failed: _one_line(wrapped[0]) for failed, wrapped in error.failures.items()}
-    return {rank: _one_line(error)}
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    text = " ".join(str(error).split())
-    return text if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {text[:300]}"
-
-
-def _is_expected(error: BaseException) -> bool:
-    return isinstance(error, _EXPECTED) and not isinstance(error, torch.OutOfMemoryError)
-
-
-def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Return one line for what failed, each text once, with its ranks unless there is only one."""
-    if dist.get_world_size() == 1 or not name_ranks:
-        return "; ".join(dict.fromkeys(failures.values()))
-    parts = []
-    for text in dict.fromkeys(failures[rank] for rank in sorted(failures)):
-        ranks = [str(rank) for rank in sorted(failures) if failures[rank] == text]
-        parts.append(f"rank {', '.join(ranks)}: {text}")
-    return "; ".join(parts)
-
-
-class _InProcessSaver(SaveShardedStrategy):  # type: ignore[misc]
-    """Writes megatron-core's ``torch_dist`` with torch's own file writer, without other processes.
-
-    Args:
-        group: all ranks, on gloo: what is exchanged are plans and results.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__("torch_dist", 1)
-        self._group = group
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Objects that differ between ranks are written among the tensors."""
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write this rank's part; collective, raises the same failure on all ranks."""
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=False),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
+    def run(self) -> None:
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self.failure = error

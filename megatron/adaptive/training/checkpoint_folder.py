@@ -19,6 +19,7 @@ Nothing here knows of other ranks or of tensors; one process works on a folder a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -131,6 +132,21 @@ class CheckpointFolder:
         if former.exists():
             shutil.rmtree(former)
         return complete
+
+    def keep(self, number: int) -> None:
+        """Remove all but the last complete checkpoints, as far as the file system lets us.
+
+        Args:
+            number: of those that stay.
+        """
+        found = (_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests())
+        iterations = sorted(int(match[1]) for match in found if match)
+        for iteration in iterations[:-number]:
+            # Under a name that nobody loads from, before the first file goes.
+            doomed = self.partial_path(iteration)
+            with contextlib.suppress(OSError):
+                self.complete_path(iteration).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, iteration: int) -> None:
         """Remove the partial checkpoint of ``iteration``, as far as the file system lets us."""

@@ -38,9 +38,10 @@ class DropoutKeys:
     """Seeds the random generators from step, microbatch and layer alone.
 
     So neither the order of work nor the cut of the model into stages changes a single random
-    number, and a resumed run needs no generator state. Ranks of one tensor-parallel group share
-    the generator for replicated tensors and differ in the one for split tensors; data-parallel
-    ranks differ in both.
+    number, and a resumed run needs no generator state. Nor does the number of replicas, over all of
+    which microbatches are counted in the order in which samples are dealt out. Ranks of one
+    tensor-parallel group share the generator for replicated tensors and differ in the one for split
+    tensors; context-parallel ranks differ in both.
 
     Made after megatron-core's parallel state and generators. Not thread-safe; a backward that
     recomputes a layer may run in autograd's thread while the caller waits for it.
@@ -54,8 +55,10 @@ class DropoutKeys:
         self._enabled = enabled
         if not enabled:
             return
-        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        digest = hashlib.sha256(f"{seed} {dp_rank}".encode()).digest()
+        self._replicas = parallel_state.get_data_parallel_world_size()
+        self._replica = parallel_state.get_data_parallel_rank()
+        cp_rank = parallel_state.get_context_parallel_rank()
+        digest = hashlib.sha256(f"{seed} {cp_rank}".encode()).digest()
         self._secret = int.from_bytes(digest[:8], "little")
         self._own_lane = 1 + parallel_state.get_tensor_model_parallel_rank()
         assert self._own_lane < 1 << _LANE_BITS
@@ -84,10 +87,12 @@ class DropoutKeys:
 
         Args:
             step: iteration, from 0; numbers repeat after 2**24.
-            microbatch: its index in the step, from 0; numbers repeat after 2**16.
+            microbatch: its index in the step on this replica, from 0; numbers repeat after 2**16
+                of all replicas.
         """
         if not self._enabled:
             return
+        microbatch = microbatch * self._replicas + self._replica
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | microbatch % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
 

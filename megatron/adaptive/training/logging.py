@@ -144,19 +144,17 @@ class TrainingLog:
 
     def _open_progress(self, start_iteration: int) -> None:
         self._progress.close()
-        self._progress = ProgressFile(self._cfg.schedule.trace_dir)
+        self._progress = ProgressFile(self._cfg.progress_dir)
         self._progress.begins(start_iteration, self._total_iterations)
 
     def hand_over(
         self, iteration: int, *, is_writer: bool, tell: Callable[[object], Sequence[object]]
     ) -> None:
-        """Let another rank write from here on; the averages under way go with it.
-
-        All ranks call it.
+        """Let another rank write from here on, with the averages under way; all ranks call it.
 
         Args:
             iteration: iterations done.
-            is_writer: whether this rank writes from now on; exactly one does.
+            is_writer: whether this rank writes from now on; one does.
             tell: gathers an object of every rank.
         """
         told = tell((self._interval, self._consumed_samples) if self._is_writer else None)
@@ -209,11 +207,9 @@ class TrainingLog:
 
         Args:
             iteration: after which it was made.
-            prefix: what the line is about, such as ``iteration 100``; with the word ``test`` in
-                it the curves are named so, apart from those of validation.
+            prefix: what the line is about; with the word ``test`` in it the curves are named so.
             losses: mean of each loss, by name.
-            consumed_samples: samples of the whole training so far; by default what the latest
-                :meth:`iteration` said.
+            consumed_samples: of the whole training; by default what :meth:`iteration` said last.
         """
         if not self._is_writer:
             return
@@ -232,6 +228,10 @@ class TrainingLog:
         """Print why the training ended, and tell those who look on."""
         self.message(f"training ends: {reason}")
         self._progress.ended(reason)
+
+    def tell(self, **values: float) -> None:
+        """Tell those who look on, not the user."""
+        self._progress.tell(values)
 
     def message(self, text: str) -> None:
         """Print a text at once, above the progress bar."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
@@ -94,6 +95,7 @@ class Trainer:
         self._diagnosis = _make_diagnosis(run, log, self._counters.iteration)
         self._saved_at = self._counters.iteration if progress is not None else -1
         self._iterations_here = 0
+        self._waited_s = 0.0  # for the last checkpoint
 
     @property
     def run(self) -> Run:
@@ -141,6 +143,7 @@ class Trainer:
         self._stop.finish()
         if config.checkpoint.save is not None and self._saved_at != counters.iteration:
             self._save()
+        self._checkpoints.finish()
         return reason
 
     def evaluate_at_end(self) -> None:
@@ -183,6 +186,7 @@ class Trainer:
         start = time.perf_counter()
         job, iteration = self._run.job, self._counters.iteration
         kind = decision.move.placement.kind
+        self._checkpoints.finish()
         self._tell_position(f"the move of the stages after iteration {iteration}")
         try:
             folder = relocate.pack(self._run, self._counters.progress())
@@ -307,20 +311,36 @@ class Trainer:
         checkpoint = self._config.checkpoint
         if checkpoint.save is None or not checkpoint.save_interval:
             return
+        done = self._checkpoints.completed()
+        if done is not None:
+            self._tell_saved(*done)
         if self._counters.iteration % checkpoint.save_interval == 0:
-            self._save()
+            self._save(behind=checkpoint.async_save and not self._is_finished())
 
-    def _save(self) -> None:
+    def _save(self, *, behind: bool = False) -> None:
         start = time.perf_counter()
         if self._recording is not None:
             self._recording.write(self._run.job.control_group)
+        path = None
         with self._run.tracing.host_span("checkpoint"):
             gather_parameters(self._run)
-            path = self._checkpoints.save(self._counters.progress())
+            if behind:
+                self._checkpoints.save_behind(self._counters.progress())
+            else:
+                path = self._checkpoints.save(self._counters.progress())
         self._saved_at = self._counters.iteration
+        self._waited_s = time.perf_counter() - start
+        if path is not None:
+            self._tell_saved(self._saved_at, path)
+
+    def _tell_saved(self, iteration: int, path: Path) -> None:
+        self._log.tell(saved=iteration, seconds=self._waited_s)
         self._log.message(
-            f"  successfully saved checkpoint from iteration {self._counters.iteration:7d} to "
-            f"{path} ({time.perf_counter() - start:.2f} s)"
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {path} "
+            f"(training waited {self._waited_s:.2f} s)"
+            if self._config.checkpoint.async_save
+            else f"  successfully saved checkpoint from iteration {iteration:7d} to {path} "
+            f"({self._waited_s:.2f} s)"
         )
 
     def _early_end(self) -> str | None:

@@ -7,6 +7,7 @@ import logging as python_logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -87,6 +88,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)
+        begin_s = time.perf_counter()
         progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler).load()
         log = TrainingLog(
             config,
@@ -96,6 +98,8 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             start_iteration=0 if progress is None else progress.iteration,
             padded_vocab_size=run.padded_vocab_size,
         )
+        if progress is not None:
+            log.tell(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             tell_position = _position_teller(watcher)

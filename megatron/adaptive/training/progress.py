@@ -1,10 +1,12 @@
-"""How far a run is, for programs that look on: ``progress.jsonl`` beside the traces.
+"""How far a run is, for programs that look on: ``progress.jsonl`` in the run's folder.
 
 One rank appends a line of JSON per iteration, two a second at most, and of every iteration that the
 log tells of::
 
     {"total_iterations": 200, "start_iteration": 0, "unix_ns": ...}              at each start
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
+    {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
+    {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
 A number that is not finite is ``null``.
@@ -66,6 +68,11 @@ class ProgressFile:
         if is_logged or now_s >= self._due_s:
             self._due_s = now_s + PERIOD_S
             self._tell()
+
+    def tell(self, values: Mapping[str, Value]) -> None:
+        """Tell something besides iterations, such as of a checkpoint."""
+        self._tell()
+        self._write(values)
 
     def ended(self, reason: str) -> None:
         """Tell why the training ended."""

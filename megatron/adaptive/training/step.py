@@ -81,9 +81,11 @@ class Step:
             )
             with run.tracing.span("optimizer"):
                 updated, grad_norm, num_zeros = run.optimizer.step()
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise out_of_memory(run, error) from error
         except RuntimeError as error:
+            if _CPU_MEMORY in str(error):
+                raise out_of_memory(run, error) from error
             if "NaN" in str(error) or "Inf" in str(error):
                 raise _diverged(run, iteration, error) from error
             raise
@@ -208,16 +210,20 @@ def params_norm(run: Run) -> float:
     return float(total / parallel_state.get_data_parallel_world_size()) ** 0.5
 
 
+_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says on a CPU, in an error of no class of its own."""
+
+
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
     """Return the one-line error of a device that ran out of memory."""
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    asked = str(error).splitlines()[0] if str(error) else "out of memory"
+    asked = str(error).splitlines()[0].rstrip(".") if str(error) else "out of memory"
     return DeviceMemoryError(
         f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
         f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
-        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked} Lower --micro-batch-size or "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size or "
         "--activation-cap, or use --recompute-granularity selective (or full with "
         "--recompute-method uniform --recompute-num-layers 1), a larger "
         "--pipeline-model-parallel-size, or --use-distributed-optimizer"

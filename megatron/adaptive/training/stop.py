@@ -48,6 +48,8 @@ class StopRequest:
         self._old: dict[int, _Handler] = {
             number: signal.signal(number, self._on_signal) for number in _SIGNALS
         }
+        # A launcher may have kept a signal back until somebody heeds it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def __enter__(self) -> StopRequest:
         return self

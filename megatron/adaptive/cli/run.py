@@ -1,0 +1,194 @@
+"""``run``: a training job that goes on in another shape when machines come and go.
+
+::
+
+    python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...   from one machine
+    python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...          on every node
+    python -m megatron.adaptive run --status DIR                                  how the job is
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.adaptive.errors import ConfigError, SetupError
+
+if TYPE_CHECKING:
+    from megatron.adaptive.elastic.launching import JobSpec
+
+_SAVE = "--save"
+_AGAIN_S = 0.5
+_TRAINER = "pretrain_gpt.py"
+_DURATION = re.compile(r"\d+(\.\d+)?")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"run: {message}; see python -m megatron.adaptive run --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a job, take part in one, or tell how one is.
+
+    Returns:
+        The job's exit status.
+
+    Raises:
+        ConfigError: an option, the machines file or the trainer's arguments break a rule.
+        SetupError: another manager runs the job, no machine can be had, a folder cannot be written.
+    """
+    options = _parser().parse_args(list(argv))
+    if options.agent:
+        return _agent()
+    if options.status is not None:
+        return _tell(options)
+    return _run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megatron.adaptive run",
+        allow_abbrev=False,
+        description="Train, and go on in another shape when machines come and go.",
+    )
+    add = parser.add_argument
+    add("--machines", type=Path, metavar="FILE", help="a host per line, with slots=N; read again")
+    add("--checkpoint", type=Path, metavar="DIR", help="of the job, shared by all nodes (--save)")
+    add("--status", nargs="?", const="", metavar="DIR", help="tell how the job of a folder is")
+    add("--json", action="store_true", help="the status as JSON")
+    add("--nodes", type=_count, default=1, metavar="N", help="to wait for at the start, without")
+    add("--slots", type=_count, metavar="N", help="processes of this node (one on each GPU)")
+    add("--name", metavar="NAME", help="of this node in the job (its host name)")
+    add("--address", metavar="HOST", help="at which other nodes reach this one")
+    for name, default, text in (
+        ("--join-within", 60.0, "for machines to answer at the start"),
+        ("--wait", 600.0, "for machines when no shape fits those that are there"),
+        ("--stop-within", 600.0, "for ranks to end a step and save"),
+    ):
+        add(name, type=_seconds, default=default, metavar="SECONDS", help=f"{text} ({default:g})")
+    add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
+    add("--agent", action="store_true", help=argparse.SUPPRESS)
+    add("script", nargs="?", type=Path, help=f"{_TRAINER}, then its arguments")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return int(word)
+
+
+def _seconds(word: str) -> float:
+    if _DURATION.fullmatch(word) is None or not float(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
+    return float(word)
+
+
+def _agent() -> int:
+    from megatron.adaptive.elastic.agent import Agent, spec_from_input
+
+    agent = Agent(spec_from_input(), watch_input=True)
+    asyncio.run(agent.run())
+    return 1 if agent.status is None else agent.status
+
+
+def _tell(options: argparse.Namespace) -> int:
+    from megatron.adaptive.elastic.job import read_state, render_state
+
+    folder = options.status or options.checkpoint or _saved_in(options.arguments)
+    if not folder:
+        raise ConfigError("--status: name the folder of checkpoints of the job")
+    told = read_state(Path(folder))
+    print(json.dumps(told) if options.json else render_state(told))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from megatron.adaptive.elastic.launching import JobSpec
+    from megatron.adaptive.elastic.manager import Manager
+    from megatron.adaptive.elastic.shapes import choose_shape
+
+    script = options.script
+    if script is None:
+        raise ConfigError(f"run: name the script to train with, such as {_TRAINER}")
+    if not script.is_file():
+        raise ConfigError(f"run: {script}: no such file; name the script, such as {_TRAINER}")
+    folder = options.checkpoint or _saved_in(options.arguments)
+    if not folder:
+        raise ConfigError("run: a job that moves needs checkpoints: add --checkpoint DIR or --save")
+    arguments = (*options.arguments, _SAVE, str(folder))
+    # Says what is wrong with the trainer's arguments before anything starts.
+    choose_shape(arguments, [1])
+    spec = JobSpec(
+        script=script.resolve(),
+        arguments=arguments,
+        checkpoints=Path(folder).resolve(),
+        machines=options.machines,
+        nodes=options.nodes,
+        join_s=options.join_within,
+        wait_s=options.wait,
+        stop_s=options.stop_within,
+        max_restarts=options.max_restarts,
+        address=options.address,
+    )
+    if spec.machines is not None:
+        return asyncio.run(Manager(spec, choose_shape).run())
+    return _take_part(spec, options)
+
+
+def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
+    """Manage the job if nobody does, else join it, and again where its manager is lost."""
+    from megatron.adaptive.elastic.agent import Agent, AgentSpec
+    from megatron.adaptive.elastic.lease import LeaseTakenError
+    from megatron.adaptive.elastic.machines import Machine
+    from megatron.adaptive.elastic.manager import Manager
+    from megatron.adaptive.elastic.shapes import choose_shape
+
+    name = options.name or socket.gethostname()
+    own = Machine(name=name, host="localhost", slots=options.slots)
+    until_s = time.monotonic() + spec.join_s
+    while True:
+        try:
+            return asyncio.run(Manager(spec, choose_shape, own).run())
+        except LeaseTakenError as error:
+            owner = error.owner
+        agent = Agent(
+            AgentSpec(
+                name=name,
+                address=owner.get("address", ""),
+                port=owner.get("port", 0),
+                secret=owner.get("secret", ""),
+                slots=options.slots,
+            )
+        )
+        try:
+            asyncio.run(agent.run())
+        except SetupError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(_AGAIN_S)
+            continue
+        if agent.status is not None:
+            return agent.status
+        print("[elastic] the manager of the job is lost: looking for another", flush=True)
+        until_s = time.monotonic() + spec.join_s
+
+
+def _saved_in(arguments: Sequence[str]) -> str | None:
+    """The folder that the trainer's ``--save`` names, the last one if there are several."""
+    found = None
+    for at, word in enumerate(arguments):
+        if word == _SAVE and at + 1 < len(arguments):
+            found = arguments[at + 1]
+        elif word.startswith(f"{_SAVE}="):
+            found = word.partition("=")[2]
+    return found

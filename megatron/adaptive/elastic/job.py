@@ -1,0 +1,233 @@
+"""What is known of a job: its folder, how far it is, its morphs; as JSON that others may read.
+
+::
+
+    <checkpoints>/elastic/state.json            written by the manager, whole at any moment
+    <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third shape
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.training.progress import PROGRESS_NAME
+
+__all__ = [
+    "Epoch",
+    "EpochProgress",
+    "job_folder",
+    "phases",
+    "present_nodes",
+    "read_state",
+    "render_state",
+    "write_state",
+]
+
+_STATE = "state.json"
+_FOLDER = "elastic"
+_PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
+
+
+def job_folder(checkpoints: Path) -> Path:
+    """Where a job keeps its state, beside its checkpoints."""
+    return checkpoints / _FOLDER
+
+
+@dataclass(kw_only=True)
+class Epoch:
+    """One shape of the job, from its start to the next morph.
+
+    Attributes:
+        number: from 1 on.
+        shape: in words.
+        processes: how many.
+        nodes: names, in the order of the ranks.
+        reason: why the one before ended, or ``start``.
+        resumed: the iteration that it went on from.
+        lost_steps: that were done before and are done again.
+        marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
+            ``begun``.
+        phases_s: seconds of each part of the morph to this shape.
+        before: what the ranks of the one before wrote at last.
+    """
+
+    number: int
+    shape: str
+    processes: int
+    nodes: tuple[str, ...]
+    reason: str
+    resumed: int = 0
+    lost_steps: int = 0
+    marks_ns: dict[str, int] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    before: EpochProgress | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What the state holds of it."""
+        return {
+            "epoch": self.number,
+            "shape": self.shape,
+            "processes": self.processes,
+            "nodes": list(self.nodes),
+            "reason": self.reason,
+            "resumed_iteration": self.resumed,
+            "lost_steps": self.lost_steps,
+            "phases_s": self.phases_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochProgress:
+    """What the ranks of one shape wrote about themselves.
+
+    Attributes:
+        total: iterations of the whole training, 0 before it is known.
+        iteration: the last one done.
+        ended: why training ended in good order, ``None`` if it did not.
+        begun_ns: when the model was built and loaded.
+        loaded_s: seconds of loading the checkpoint.
+        first_ns: when the first step was done.
+        saved_ns: when the last checkpoint was complete.
+        saving_s: how long training waited for it.
+    """
+
+    total: int = 0
+    iteration: int | None = None
+    ended: str | None = None
+    begun_ns: int | None = None
+    loaded_s: float = 0.0
+    first_ns: int | None = None
+    saved_ns: int | None = None
+    saving_s: float = 0.0
+
+    @classmethod
+    def read(cls, folder: Path) -> EpochProgress:
+        """Read what is there; a line that is just being written is left out."""
+        found: dict[str, Any] = {}
+        try:
+            lines = (folder / PROGRESS_NAME).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return cls()
+        for line in lines:
+            try:
+                told = json.loads(line)
+            except ValueError:
+                continue
+            at = told["unix_ns"]
+            if "total_iterations" in told:
+                found |= {"total": told["total_iterations"], "begun_ns": at}
+            elif "loaded_s" in told:
+                found["loaded_s"] = told["loaded_s"]
+            elif "iteration" in told:
+                found.setdefault("first_ns", at)
+                found["iteration"] = told["iteration"]
+            elif "saved" in told:
+                found |= {"saved_ns": at, "saving_s": told["seconds"]}
+            elif "ended" in told:
+                found["ended"] = told["ended"]
+        return cls(**found)
+
+
+def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
+    """Seconds of each part of a morph, as far as they are known.
+
+    Args:
+        epoch: the new shape.
+        now: what its own ranks wrote.
+    """
+    marks, before, found = epoch.marks_ns, epoch.before, dict[str, float]()
+    notice, ended = marks.get("notice"), marks.get("ended")
+    if notice is not None and ended is not None:
+        saved = None if before is None else before.saved_ns
+        if saved is not None and before is not None and saved > notice:
+            found["notice"] = (saved - notice) / 1e9 - before.saving_s
+            found["checkpoint"] = before.saving_s
+            found["end"] = (ended - saved) / 1e9
+        else:
+            found["end"] = (ended - notice) / 1e9
+    if ended is not None:
+        found["plan"] = (marks["planned"] - ended) / 1e9
+    if now.begun_ns is not None:
+        found["start"] = (now.begun_ns - marks["begun"]) / 1e9 - now.loaded_s
+        found["load"] = now.loaded_s
+        if now.first_ns is not None:
+            found["first_step"] = (now.first_ns - now.begun_ns) / 1e9
+            first = notice or ended or marks["begun"]
+            found["whole"] = (now.first_ns - first) / 1e9
+    # Clocks of machines differ by more than a part may take.
+    return {name: round(max(0.0, value), 3) for name, value in found.items()}
+
+
+def write_state(folder: Path, told: Mapping[str, Any]) -> None:
+    """Replace the state of a job.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    draft = folder / f".{_STATE}.{os.getpid()}"
+    draft.write_text(json.dumps({**told, "unix_ns": time.time_ns()}, indent=1) + "\n")
+    draft.replace(folder / _STATE)
+
+
+def read_state(checkpoints: Path) -> dict[str, Any]:
+    """Read the state of the job that saves into a folder.
+
+    Raises:
+        ConfigError: there is no job, or the file is damaged.
+    """
+    path = job_folder(checkpoints) / _STATE
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
+            " job that python -m megatron.adaptive run started"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
+    if not isinstance(told, dict):
+        raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+    return told
+
+
+def present_nodes(checkpoints: Path) -> int:
+    """Nodes that took part in a job when its state was written last."""
+    try:
+        machines = read_state(checkpoints).get("machines", [])
+    except ConfigError:
+        return 0
+    return sum(node["status"] == "present" for node in machines)
+
+
+def render_state(told: Mapping[str, Any]) -> str:
+    """Return a job's state as text."""
+    done, total = told["iteration"], told["total_iterations"]
+    age_s = max(0.0, (time.time_ns() - told["unix_ns"]) / 1e9)
+    lines = [
+        f"{told['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
+        f" {told['checkpoint_iteration']}, {told['lost_steps']} steps lost in"
+        f" {max(0, len(told['epochs']) - 1)} morphs",
+        f"manager: process {told['manager']['pid']} on {told['manager']['host']}",
+        "machines:",
+    ]
+    for node in told["machines"]:
+        why = f" ({node['why']})" if node["why"] else ""
+        lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
+    lines.append("epochs:")
+    for epoch in told["epochs"]:
+        lines.append(
+            f"  {epoch['epoch']:3} {epoch['shape']} on {', '.join(epoch['nodes'])}; from iteration"
+            f" {epoch['resumed_iteration']}; {epoch['reason']}; lost {epoch['lost_steps']}"
+        )
+        parts = [f"{n} {epoch['phases_s'][n]:.2f} s" for n in _PHASES if n in epoch["phases_s"]]
+        if parts:
+            whole = epoch["phases_s"].get("whole")
+            lines.append("      " + ", ".join(parts) + (f": {whole:.2f} s" if whole else ""))
+    return "\n".join(lines)

@@ -1,0 +1,205 @@
+"""What each rank of a shape is told: its place, and the arguments of the trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.elastic.job import Epoch
+from megatron.adaptive.elastic.membership import Node
+from megatron.adaptive.elastic.shapes import Shape
+
+__all__ = ["EXIT_LEFT", "JobSpec", "Place", "Running", "assign", "rank_arguments", "rank_orders"]
+
+EXIT_LEFT = 75
+"""A node that left a job which goes on without it: it may come back."""
+
+# How a run begins that has a checkpoint of another one; not how it goes on from its own.
+_FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
+_OF_EPOCHS = ("--trace-dir",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What is to be run.
+
+    Attributes:
+        script: of every rank.
+        arguments: of the script, as the user gave them.
+        checkpoints: folder of checkpoints, on storage that all nodes share.
+        machines: file of machines, ``None`` where nodes come by themselves.
+        nodes: to wait for before the first start, where they come by themselves.
+        join_s: how long to wait for them.
+        wait_s: how long to wait for nodes when no shape fits those that are there.
+        stop_s: how long ranks have to come to the end of a step and to save.
+        max_restarts: failures in a row without a checkpoint between them.
+        address: at which other machines reach the manager, ``None`` to find out.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    checkpoints: Path
+    machines: Path | None = None
+    nodes: int = 1
+    join_s: float = 60.0
+    wait_s: float = 600.0
+    stop_s: float = 600.0
+    max_restarts: int = 3
+    address: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Running:
+    """The ranks of one epoch.
+
+    Attributes:
+        epoch: what they run.
+        shape: their shape.
+        folder: where they tell how far they are.
+        where: the node of each rank, by key.
+        statuses: of the ranks that ended, by key.
+        stopping: why they were asked to save and end.
+        fault: what went wrong first.
+        deadline_s: when the rest is killed.
+        killed: whether it was.
+    """
+
+    epoch: Epoch
+    shape: Shape
+    folder: Path
+    where: dict[str, str]
+    statuses: dict[str, int] = field(default_factory=dict)
+    stopping: str = ""
+    fault: str = ""
+    deadline_s: float | None = None
+    killed: bool = False
+
+    @property
+    def alive(self) -> set[str]:
+        """Ranks that have not ended."""
+        return set(self.where) - set(self.statuses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        node: its node.
+        node_rank: of the node among those used.
+        local_rank: of the rank on its node.
+        local_world_size: ranks on the node.
+    """
+
+    node: Node
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+
+    def variables(self, rank: int, world_size: int) -> dict[str, str]:
+        """The environment that says so, as torchrun has it."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+        }
+
+
+def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
+    """Lay the ranks of a shape on nodes, one after the other; tensor-parallel groups stay whole.
+
+    Args:
+        nodes: with slots enough, in the order of the ranks.
+        shape: what is to run.
+
+    Returns:
+        The place of each rank.
+    """
+    places: list[Place] = []
+    left = shape.world_size
+    for node in nodes:
+        count = min(left, node.slots // shape.tensor * shape.tensor)
+        if not count:
+            continue
+        node_rank = places[-1].node_rank + 1 if places else 0
+        places += [
+            Place(node=node, node_rank=node_rank, local_rank=local, local_world_size=count)
+            for local in range(count)
+        ]
+        left -= count
+    return places
+
+
+def rank_arguments(
+    arguments: Sequence[str],
+    shape: Shape,
+    *,
+    checkpoints: Path,
+    has_checkpoint: bool,
+    progress: Path,
+    epoch: int,
+) -> list[str]:
+    """Return the trainer's arguments for one epoch; later ones win over the user's.
+
+    Args:
+        arguments: the user's.
+        shape: what is to run.
+        checkpoints: where it saves, and goes on from.
+        has_checkpoint: whether there is one of this job.
+        progress: where the ranks tell how far they are.
+        epoch: its number; every epoch has a folder of traces of its own.
+    """
+    words: list[str] = []
+    skip = 0
+    for at, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if skip:
+            skip -= 1
+        elif has_checkpoint and name in _FIRST_ONLY:
+            skip = 0 if equals else _FIRST_ONLY[name]
+        else:
+            words.append(word)
+            if name in _OF_EPOCHS:
+                base = value if equals else arguments[at + 1]
+                words += [] if equals else [base]
+                skip = 0 if equals else 1
+                words += [name, f"{base}/epoch-{epoch}"]
+    words += [*shape.flags, "--save", str(checkpoints), "--progress-dir", str(progress)]
+    if has_checkpoint:
+        words += ["--load", str(checkpoints)]
+    return words
+
+
+def rank_orders(
+    places: Sequence[Place],
+    *,
+    script: Path,
+    arguments: Sequence[str],
+    epoch: int,
+    variables: Mapping[str, str],
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what the agent of each node is told to start.
+
+    Args:
+        places: of the ranks.
+        script: what they run.
+        arguments: of the script.
+        epoch: its number.
+        variables: that all ranks get.
+    """
+    orders: dict[str, list[dict[str, Any]]] = {}
+    for rank, place in enumerate(places):
+        order = {
+            "key": f"{epoch}/{rank}",
+            "variables": {**place.variables(rank, len(places)), **variables},
+            "script": str(script),
+            "arguments": list(arguments),
+            "folder": os.getcwd(),
+        }
+        orders.setdefault(place.node.name, []).append(order)
+    return orders

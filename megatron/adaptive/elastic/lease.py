@@ -1,0 +1,205 @@
+"""One manager for each job: a numbered claim in the job's folder, kept up by a counter beside it.
+
+::
+
+    <folder>/claim-3.json     who manages: host, process, address and secret for agents
+    <folder>/beat-3           counted up every two seconds, "ended" at an orderly end
+
+A claim is made by linking a finished file, which only one process can do on any file system.
+Whoever wants to take over watches the counter by its own clock: clocks that differ do no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import SetupError
+
+__all__ = ["Lease", "LeaseTakenError"]
+
+BEAT_S = 2.0
+STALE_S = 10.0
+_LOOK_S = 0.2
+_ENDED = "ended"
+_CLAIM = re.compile(r"claim-(\d+)\.json")
+
+
+class LeaseTakenError(SetupError):
+    """Another manager runs the job; :attr:`owner` is what it says of itself."""
+
+    def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+class Lease:
+    """The right to manage the job of a folder.
+
+    Args:
+        folder: of the job; made if it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._number = 0
+        self._count = 0
+        self._after_another = False
+
+    def claim(self, told: Mapping[str, Any]) -> None:
+        """Become the manager.
+
+        Blocks until it is known that nobody else is, ten seconds at most.
+
+        Args:
+            told: what others are to know, beside host and process.
+
+        Raises:
+            LeaseTakenError: another manager runs the job.
+            SetupError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._number = self._free_number()
+            body = {**told, "host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
+            draft = self.folder / f".claim-{os.getpid()}-{socket.gethostname()}"
+            draft.write_text(json.dumps(body))
+            draft.chmod(0o600)
+            try:
+                os.link(draft, self._claim(self._number))
+            except FileExistsError:
+                raise self._taken(self._number) from None
+            finally:
+                draft.unlink()
+            self.beat()
+        except OSError as error:
+            raise SetupError(
+                f"cannot write {error.filename or self.folder}: {error.strerror}; the state of the"
+                " job is kept in the folder of its checkpoints: free space there or name another"
+                " with --checkpoint"
+            ) from error
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether the job had a manager before."""
+        return self._after_another
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Tell others more about the manager.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        path = self._claim(self._number)
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(json.dumps({**self._told(self._number), **told}))
+        draft.chmod(0o600)
+        draft.replace(path)
+
+    def beat(self) -> bool:
+        """Count up; whether the right is still held."""
+        if self._claim(self._number + 1).exists():
+            return False
+        self._count += 1
+        self._beat(self._number).write_text(str(self._count))
+        return True
+
+    def end(self) -> None:
+        """Give the right back; others need not wait then."""
+        if not self._claim(self._number + 1).exists():
+            self._beat(self._number).write_text(_ENDED)
+
+    def owner(self) -> Mapping[str, Any] | None:
+        """Who claimed last, ``None`` for nobody or one that ended."""
+        number = self._last()
+        if number == 0 or _read(self._beat(number)) == _ENDED:
+            return None
+        return self._told(number)
+
+    def _free_number(self) -> int:
+        number = self._last()
+        if number == 0 or not self._is_alive(number):
+            self._after_another = number > 0
+            for old in range(max(1, number - 2), number):
+                self._claim(old).unlink(missing_ok=True)
+                self._beat(old).unlink(missing_ok=True)
+            return number + 1
+        raise self._taken(number)
+
+    def _is_alive(self, number: int) -> bool:
+        first = _read(self._beat(number))
+        if first == _ENDED:
+            return False
+        owner = self._told(number)
+        if owner.get("boot") == _boot() and not _runs(owner.get("pid")):
+            return False
+        end_s = time.monotonic() + STALE_S
+        while time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+            now = _read(self._beat(number))
+            if now == _ENDED:
+                return False
+            if now != first or self._last() != number:
+                return True
+        return False
+
+    def _taken(self, number: int) -> LeaseTakenError:
+        owner = self._told(number)
+        return LeaseTakenError(
+            f"the job of {self.folder} is managed by process {owner.get('pid', '?')} on"
+            f" {owner.get('host', 'another machine')}: a job has one manager; see"
+            f" python -m megatron.adaptive run --status {self.folder.parent}, or name another"
+            " folder with --checkpoint",
+            owner,
+        )
+
+    def _told(self, number: int) -> dict[str, Any]:
+        try:
+            told = json.loads(_read(self._claim(number)) or "{}")
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def _last(self) -> int:
+        found = (_CLAIM.fullmatch(path.name) for path in self.folder.glob("claim-*.json"))
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def _claim(self, number: int) -> Path:
+        return self.folder / f"claim-{number}.json"
+
+    def _beat(self, number: int) -> Path:
+        return self.folder / f"beat-{number}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    """What tells this machine, since it started, from all others; containers apart."""
+    try:
+        own = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        own = ""
+    return f"{_read(Path('/proc/sys/kernel/random/boot_id')).strip()} {own}"
+
+
+def _runs(pid: object) -> bool:
+    if not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

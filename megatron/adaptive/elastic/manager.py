@@ -1,0 +1,499 @@
+"""Runs a job in one shape after the other, as its nodes come and go.
+
+::
+
+    wait for nodes -> choose a shape -> start ranks -> watch ──┬─ all iterations done: end
+         ^                                                     ├─ a program's own error: end
+         │            SIGUSR1 to the ranks, which save <── change of nodes, notice
+         └──────────────── from the last complete checkpoint <─┴─ node or rank lost
+
+The global batch and the data stay; what a shape changes is in ``shapes``. Checkpoints load into
+every shape, so nothing but the newest complete one has to be known from one shape to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.adaptive.elastic.job import (
+    Epoch,
+    EpochProgress,
+    job_folder,
+    phases,
+    present_nodes,
+    write_state,
+)
+from megatron.adaptive.elastic.launching import (
+    EXIT_LEFT,
+    JobSpec,
+    Place,
+    Running,
+    assign,
+    rank_arguments,
+    rank_orders,
+)
+from megatron.adaptive.elastic.lease import Lease
+from megatron.adaptive.elastic.machines import Machine
+from megatron.adaptive.elastic.membership import Event, Membership, Node
+from megatron.adaptive.elastic.shapes import Chooser, Shape
+from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
+
+__all__ = ["Manager"]
+
+_TICK_S = 2.0
+_SETTLE_S = 0.5
+_GRACE_S = 8.0
+_KILL_S = 15.0
+_PORT_S = 15.0
+_RETURN_S = 15.0
+_COMPLETE = "all iterations are done"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Manager:
+    """Manages one job; use :meth:`run` once.
+
+    Args:
+        spec: what is to be run.
+        choose: returns the best shape for the arguments and the processes of each node.
+        own: this node, where nodes come by themselves; a signal then takes this node alone, and
+            another one manages the job.
+    """
+
+    def __init__(self, spec: JobSpec, choose: Chooser, own: Machine | None = None) -> None:
+        self._spec = spec
+        self._choose = choose
+        self._folder = job_folder(spec.checkpoints)
+        self._checkpoints = CheckpointFolder(spec.checkpoints)
+        self._lease = Lease(self._folder)
+        self._secret = secrets.token_hex(16)
+        self._members = Membership(spec.machines, own, spec.address, self._secret, _say)
+        self._own = own
+        self._epochs: list[Epoch] = []
+        self._status = "waiting for machines"
+        self._iteration = self._total = 0
+        self._stop: signal.Signals | None = None
+        self._failures = 0
+        self._reconsider_s: float | None = None
+        self._notice_ns: int | None = None
+        self._before: EpochProgress | None = None
+        self._ended_ns = 0
+        self._ports: dict[str, int] = {}
+
+    async def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            0 when training is complete; 128 + N after signal N; the status of the first rank that
+            failed by itself.
+
+        Raises:
+            LeaseTakenError: another manager runs the job.
+            SetupError: no shape fits the nodes until the deadline, or the folder cannot be written.
+            ConfigError: the trainer's arguments break a rule.
+        """
+        loop = asyncio.get_running_loop()
+        # Refuses before anything listens; the port is told once it is known.
+        await asyncio.to_thread(self._lease.claim, {})
+        self._before_us = present_nodes(self._spec.checkpoints)
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._asked_to_stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
+        ticking = loop.create_task(self._tick())
+        status = 2
+        try:
+            self._check_latest()
+            await self._members.start()
+            self._lease.tell(
+                {
+                    "address": self._members.address,
+                    "port": self._members.port,
+                    "secret": self._secret,
+                }
+            )
+            status = await self._run()
+            self._status = "complete" if status == 0 else f"ended with status {status}"
+            if self._stop is not None and self._own is not None:
+                status = EXIT_LEFT
+            return status
+        except AdaptiveError as error:
+            self._status = f"ended: {error}"
+            raise
+        except OSError as error:
+            self._status = f"ended: {error}"
+            raise SetupError(
+                f"cannot write {error.filename or self._folder}: {error.strerror}; free space there"
+                " or name another folder with --checkpoint"
+            ) from error
+        finally:
+            ticking.cancel()
+            await self._members.close(
+                status, hands_over=self._own is not None and self._stop is not None
+            )
+            self._write_state()
+            with contextlib.suppress(OSError):
+                self._lease.end()
+
+    async def _run(self) -> int:
+        await self._first_nodes()
+        reason = "start"
+        while True:
+            shape = await self._shape()
+            if shape is None:  # asked to stop before any shape fitted
+                assert self._stop is not None
+                return 128 + int(self._stop)
+            running = await self._start(shape, reason)
+            if running is None:
+                continue
+            await self._watch(running)
+            status, reason = self._judge(running)
+            if status is not None:
+                return status
+
+    async def _first_nodes(self) -> None:
+        """Wait until the machines of the file have answered, or enough came by themselves."""
+        expected, limit_s = self._spec.nodes, self._spec.join_s
+        if self._lease.is_taken_over:
+            # Those that trained under the manager before, without that one's own node.
+            expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
+        until_s = time.monotonic() + limit_s
+        while self._stop is None and time.monotonic() < until_s:
+            members = self._members
+            enough = len(members.usable()) >= expected
+            if enough and not members.are_starting:
+                return
+            if self._spec.machines is not None and not members.are_starting:
+                return
+            await self._next(until_s)
+
+    async def _shape(self) -> Shape | None:
+        """Choose a shape for the nodes that are there; waits for nodes where none fits."""
+        self._status = "waiting for machines"
+        until_s = time.monotonic() + self._spec.wait_s
+        said = False
+        while self._stop is None:
+            shape = self._fitting()
+            if shape is not None:
+                return shape
+            slots = sum(node.slots for node in self._members.usable())
+            safe = f"the last complete checkpoint is of iteration {self._latest()}"
+            if not said:
+                said = True
+                _say(f"no shape fits {slots} processes: waiting for machines; {safe}")
+                self._write_state()
+            if time.monotonic() >= until_s:
+                raise SetupError(
+                    f"no shape of the model fits {slots} processes, and no machine came within"
+                    f" {self._spec.wait_s:g} s: add machines and start again; {safe}"
+                )
+            await self._next(until_s)
+        return None
+
+    def _fitting(self) -> Shape | None:
+        nodes = self._members.usable()
+        if not nodes:
+            return None
+        return self._choose(self._spec.arguments, [node.slots for node in nodes])
+
+    async def _start(self, shape: Shape, reason: str) -> Running | None:
+        """Start the ranks of a shape; ``None`` if its first node goes before it can."""
+        planned_ns = time.time_ns()
+        places = assign(self._members.usable(), shape)
+        first = places[0].node
+        port = await self._port_of(first)
+        if port is None:
+            return None
+        epoch = self._next_epoch(shape, places, reason)
+        epoch.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
+        folder = self._epoch_folder(epoch.number)
+        arguments = rank_arguments(
+            self._spec.arguments,
+            shape,
+            checkpoints=self._spec.checkpoints,
+            has_checkpoint=epoch.resumed > 0,
+            progress=folder,
+            epoch=epoch.number,
+        )
+        orders = rank_orders(
+            places,
+            script=self._spec.script,
+            arguments=arguments,
+            epoch=epoch.number,
+            variables={
+                "MASTER_ADDR": self._members.address_of(first),
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{epoch.number}",
+                "TORCHELASTIC_RESTART_COUNT": str(epoch.number - 1),
+            },
+        )
+        for name, ranks in orders.items():
+            link = self._members.nodes[name].link
+            assert link is not None
+            link.send("start", ranks=ranks)
+        where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
+        self._epochs.append(epoch)
+        self._status = "training"
+        _say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}")
+        self._reconsider_s = time.monotonic()
+        return Running(epoch=epoch, shape=shape, folder=folder, where=where)
+
+    def _next_epoch(self, shape: Shape, places: Sequence[Place], reason: str) -> Epoch:
+        resumed = self._latest()
+        epoch = Epoch(
+            number=len(self._epochs) + 1,
+            shape=str(shape),
+            processes=shape.world_size,
+            nodes=tuple(dict.fromkeys(place.node.name for place in places)),
+            reason=reason,
+            resumed=resumed,
+        )
+        if self._before is not None:
+            epoch.before = self._before
+            epoch.lost_steps = max(0, (self._before.iteration or 0) - resumed)
+            epoch.marks_ns["ended"] = self._ended_ns
+            if self._notice_ns is not None:
+                epoch.marks_ns["notice"] = self._notice_ns
+        self._notice_ns = None
+        return epoch
+
+    async def _port_of(self, node: Node) -> int | None:
+        self._ports.pop(node.name, None)
+        assert node.link is not None
+        node.link.send("port")
+        until_s = time.monotonic() + _PORT_S
+        while node.name not in self._ports:
+            if node.status != "present" or time.monotonic() >= until_s:
+                return None
+            await self._next(until_s)
+        return self._ports[node.name]
+
+    async def _watch(self, running: Running) -> None:
+        """Wait until every rank has ended or its node is lost."""
+        while running.alive:
+            event = await self._next(_earliest(running.deadline_s, self._reconsider_s))
+            if event is not None and event.kind == "ended" and event.told["key"] in running.where:
+                self._rank_ended(running, event)
+            for key in running.alive:
+                if self._members.nodes[running.where[key]].status in ("lost", "gone"):
+                    running.statuses[key] = -signal.SIGKILL
+                    self._at_fault(running, f"node {running.where[key]} was lost", 0.0)
+            if self._stop is not None:
+                self._ask_to_save(running, f"signal {self._stop.name}")
+            now_s = time.monotonic()
+            if self._reconsider_s is not None and now_s >= self._reconsider_s:
+                self._reconsider_s = None
+                self._reconsider(running)
+            if running.deadline_s is not None and now_s >= running.deadline_s:
+                self._overdue(running)
+        self._ended_ns = time.time_ns()
+        self._before = EpochProgress.read(running.folder)
+        self._note_progress()
+
+    def _rank_ended(self, running: Running, event: Event) -> None:
+        status = event.told["status"]
+        running.statuses[event.told["key"]] = status
+        if status:
+            rank = event.told["key"].partition("/")[2]
+            how = (
+                f"was killed by signal {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with status {status}"
+            )
+            self._at_fault(running, f"rank {rank} on {event.node} {how}", _GRACE_S)
+
+    def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
+        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
+        if not running.fault:
+            running.fault = fault
+        until_s = time.monotonic() + grace_s
+        if not running.killed:
+            running.deadline_s = _earliest(running.deadline_s, until_s)
+
+    def _overdue(self, running: Running) -> None:
+        """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
+        if running.killed:
+            for name in {running.where[key] for key in running.alive}:
+                node = self._members.nodes[name]
+                node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                if node.link is not None:
+                    node.link.send("leave")
+            return
+        if not running.fault:
+            running.fault = (
+                f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+            )
+        running.killed = True
+        running.deadline_s = time.monotonic() + _KILL_S
+        self._signal(running, signal.SIGKILL)
+
+    def _reconsider(self, running: Running) -> None:
+        """Ask the ranks to save and end if another shape is better for the nodes that are left."""
+        leaving = [
+            name for name in running.epoch.nodes if self._members.nodes[name].status == "leaving"
+        ]
+        if leaving:
+            self._ask_to_save(running, self._members.nodes[leaving[0]].why)
+            return
+        shape = self._fitting()
+        if shape is not None and shape.world_size > running.shape.world_size:
+            came = [
+                node.name for node in self._members.usable() if node.name not in running.epoch.nodes
+            ]
+            self._ask_to_save(running, f"{', '.join(came)} came")
+
+    def _ask_to_save(self, running: Running, reason: str) -> None:
+        if running.stopping or running.fault:
+            return
+        running.stopping = reason
+        running.deadline_s = time.monotonic() + self._spec.stop_s
+        self._notice_ns = self._notice_ns or time.time_ns()
+        _say(f"{reason}: saving at the end of this step")
+        self._signal(running, signal.SIGUSR1)
+
+    def _signal(self, running: Running, number: signal.Signals) -> None:
+        for name in {running.where[key] for key in running.alive}:
+            if (link := self._members.nodes[name].link) is not None:
+                link.send("signal", number=int(number))
+
+    def _judge(self, running: Running) -> tuple[int | None, str]:
+        """Say what follows from the end of an epoch: an exit status, or why it goes on."""
+        assert self._before is not None
+        for node in list(self._members.nodes.values()):
+            if node.status == "leaving":
+                self._members.release(node, node.why, EXIT_LEFT)
+        before = self._before
+        if not running.fault:
+            self._failures = 0
+            if self._stop is not None:
+                _say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                return 128 + int(self._stop), ""
+            if not running.stopping or before.ended == _COMPLETE:
+                return 0, ""  # the trainer's own reason; it has said which
+            return None, running.stopping
+        self._notice_ns = None
+        _say(f"error: {running.fault}")
+        if self._stop is not None:
+            return 128 + int(self._stop), ""
+        saved = before.saved_ns is not None
+        self._failures = 1 if saved else self._failures + 1
+        lost = running.fault.startswith("node ")
+        code = next((one for one in running.statuses.values() if one > 0), 1)
+        own = not lost and not any(one < 0 for one in running.statuses.values())
+        if own and before.first_ns is None:
+            return code, ""  # it never worked in this shape: its message is above
+        if self._failures > self._spec.max_restarts and not lost:
+            _say(
+                f"error: {self._failures} failures without a checkpoint between them: giving up;"
+                f" the last complete one is of iteration {self._latest()}"
+            )
+            return code, ""
+        return None, running.fault
+
+    async def _next(self, until_s: float | None) -> Event | None:
+        """Wait for the next event, and heed what it says of nodes; ``None`` at the deadline."""
+        limit_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        try:
+            event = await asyncio.wait_for(self._members.events.get(), limit_s)
+        except asyncio.TimeoutError:
+            return None
+        node = self._members.nodes.get(event.node)
+        if node is None:
+            return event
+        now_s = time.monotonic()
+        if event.kind == "joined":
+            self._notice_ns = self._notice_ns or event.told["unix_ns"]
+            self._reconsider_s = now_s + _SETTLE_S
+        elif event.kind == "port":
+            self._ports[node.name] = event.told["port"]
+        elif event.kind == "failed":
+            _say(f"warning: machine {node.name} is left out: {node.why}")
+        elif event.kind == "lost":
+            _say(f"warning: node {node.name} is lost: {node.why}")
+        elif event.kind in ("notice", "removed") and node.status == "present":
+            node.status = "leaving"
+            node.why = (
+                f"notice {event.told['signal']} on {node.name}"
+                if event.kind == "notice"
+                else f"{node.name} was taken from the machines file"
+            )
+            self._notice_ns = self._notice_ns or time.time_ns()
+            self._reconsider_s = now_s
+            if not self._epochs or node.name not in self._epochs[-1].nodes:
+                self._members.release(node, node.why, EXIT_LEFT)
+        return event
+
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        if self._stop is None:
+            self._stop = number
+        self._members.events.put_nowait(Event("stop", "", {}))
+
+    async def _tick(self) -> None:
+        """Keep the right to manage the job and its state, and look at the machines file."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                if not self._lease.beat():
+                    _say("error: another manager took the job over; this one ends")
+                    self._asked_to_stop(signal.SIGTERM)
+                    return
+            except OSError as error:
+                _say(f"warning: cannot write {self._folder}: {error.strerror}")
+            self._members.look_at_file()
+            self._write_state()
+
+    def _check_latest(self) -> None:
+        """Refuse a folder of checkpoints that ranks could not go on from."""
+        if (latest := self._checkpoints.latest()) is not None:
+            self._checkpoints.open(latest)
+            self._iteration = latest
+
+    def _latest(self) -> int:
+        return self._checkpoints.latest() or 0
+
+    def _note_progress(self) -> None:
+        if not self._epochs:
+            return
+        epoch = self._epochs[-1]
+        now = EpochProgress.read(self._epoch_folder(epoch.number))
+        self._iteration = max(now.iteration or 0, epoch.resumed)
+        self._total = now.total or self._total
+        epoch.phases_s = phases(epoch, now)
+
+    def _epoch_folder(self, number: int) -> Path:
+        return self._folder / f"epoch-{number}-{self._secret[:8]}"
+
+    def _write_state(self) -> None:
+        self._note_progress()
+        told = {
+            "status": self._status,
+            "manager": {"host": socket.gethostname(), "pid": os.getpid()},
+            "iteration": self._iteration,
+            "total_iterations": self._total,
+            "checkpoint_iteration": self._latest(),
+            "lost_steps": sum(epoch.lost_steps for epoch in self._epochs),
+            "machines": [node.told() for node in self._members.nodes.values()],
+            "epochs": [epoch.told() for epoch in self._epochs],
+        }
+        try:
+            write_state(self._folder, told)
+        except OSError as error:
+            _say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
+
+
+def _earliest(*moments: float | None) -> float | None:
+    return min((one for one in moments if one is not None), default=None)
+
+
+def _say(text: str) -> None:
+    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
+    print(f"[elastic] {text}", file=stream, flush=True)
