@@ -25,6 +25,11 @@ PIPELINE_MP_SIZE=2
 # MODEL_CHUNKS=1
 # PARTITION=4-4            # layers of each stage; the same number for each without it
 # SCHEDULE=adaptive
+# RECOMPUTE=none           # or selective, full
+# DISTRIBUTED_OPTIMIZER=false
+# OVERLAP_GRAD_REDUCE=false
+# SEQUENCE_PARALLEL=false
+# PRECISION=               # fp32, fp16 or bf16; as TRAINER_FLAGS say without it
 
 # ---- where it runs
 HOMOGENEOUS_CLUSTER=true
@@ -50,7 +55,8 @@ DEVICE=gpu                 # or cpu
 # SLURM_ACCOUNT=
 # SLURM_FLAGS='--exclusive'
 # CPUS_PER_TASK=8
-# REQUEUE=true             # a job that is preempted or runs out of time goes on by itself
+# REQUEUE=true             # a job that is preempted, runs out of time or loses a node goes on by
+                           # itself from its last checkpoint; with false it ends
 
 # ---- container
 # CONTAINER=none           # pyxis, enroot or apptainer

@@ -1,14 +1,17 @@
-"""submit, run, cancel, requeue and account on a real Slurm of four nodes."""
+"""submit, run, cancel, requeue, preempt, crash, cut and account on a real Slurm of four nodes."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from .slurm_lab import Kind, Lab
 pytestmark = [pytest.mark.slow, pytest.mark.slurm_lab, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-WATCHDOG_S = 180.0
+WATCHDOG_S = 120.0
 CONF = """
 JOB_NAME=gpt
 MODEL=tiny
@@ -38,16 +41,29 @@ EXAMPLE = {
     "GLOBAL_BATCH_SIZE": 8,
 }
 LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
+LITTLE = 4_000_000 << 10
+"""Bytes of address space of each process of a job, which Slurm takes over from the submitter."""
+NAMED_S = 30.0
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+SETTINGS = [
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=low Nodes=n3,n4 PriorityTier=1 GraceTime=15",
+    "PartitionName=high Nodes=n3,n4 PriorityTier=9 PreemptMode=OFF",
+]
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Two fast nodes with two GPUs by name, two slow ones with one."""
+def lab() -> Iterator[Lab]:
+    """Two fast nodes with two GPUs by name, two slow ones with one; for all users."""
     if reason := slurm_lab.why_not(accounting=True):
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("slurm") / "lab"
-    with Lab(folder, [Kind("a10", 2, 2), Kind("v100", 2, 1)], accounting=True) as cluster:
-        yield cluster
+    kinds = [Kind("a10", 2, 2), Kind("v100", 2, 1)]
+    with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
+        os.chmod(folder, 0o755)
+        place = Path(folder, "lab")
+        with Lab(place, kinds, accounting=True, settings=SETTINGS) as cluster:
+            yield cluster
 
 
 @pytest.fixture
@@ -103,17 +119,58 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
     wait_for(trains, lambda: said(conf, job))
 
 
-def last_iteration(text: str) -> int:
-    return int(re.findall(r"iteration +(\d+)/", text)[-1])
+def iterations(text: str) -> list[list[int]]:
+    """Return the iterations of each start of the node that writes."""
+    parts = [part for part in text.split(" starts\n") if "iteration " in part]
+    return [[int(number) for number in re.findall(r"iteration +(\d+)/", part)] for part in parts]
 
 
-def test_a_job_on_two_equal_nodes(lab: Lab, conf: Path) -> None:
-    job = submit(lab, conf, "--set", "SLURM_PARTITION=v100")
+def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
+    logs = str(conf.parent / "logs")
+    done = adaptive(lab, "status", str(job), "--log-dir", logs, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
+    """Wait until the monitor names a node that is lost."""
+    begin_s = time.monotonic()
+
+    def is_named() -> bool:
+        status = status_of(lab, conf, job)
+        errors = [line for one in status["nodes"] for line in one["errors"]]
+        return node in status["lost"] or any(f"node {node}" in line for line in errors)
+
+    wait_for(is_named, lambda: said(conf, job))
+    assert time.monotonic() - begin_s < NAMED_S
+
+
+def wait_until_no_process(lab: Lab) -> None:
+    def left() -> list[str]:
+        return [f"{name}: {one}" for name, _ in lab.nodes for one in lab.processes(name)]
+
+    wait_for(lambda: not left(), lambda: "\n".join(left()))
+
+
+def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
+    """Return what the report of a job shows."""
+    done = adaptive(lab, "report", str(job), "--log-dir", str(conf.parent / "logs"))
+    assert done.returncode == 0, done.stderr
+    text = Path(done.stdout.strip()).read_text()
+    match = re.search(r'<script type="application/json" id="told">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    told: dict[str, Any] = json.loads(match[1])
+    return told
+
+
+def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
+    job = submit(lab, conf, "--set", "SLURM_PARTITION=v100", "--set", "TRACE=true")
     text = finish(lab, conf, job)
     assert len(re.findall(r"iteration +\d+/ +3 ", text)) == 3, text
     folder = conf.parent / "logs" / str(job)
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("n3.err", "n3.gpu", "n3.out", "n4.err", "n4.gpu", "n4.out", "run.json")
+        *("n3.err", "n3.gpu", "n3.out", "n4.err", "n4.gpu", "n4.out", "run.json", "traces")
     ]
     assert json.loads((folder / "run.json").read_text())["master"].startswith("10.66.0.13:")
     states = lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state")
@@ -121,9 +178,18 @@ def test_a_job_on_two_equal_nodes(lab: Lab, conf: Path) -> None:
         lambda: "COMPLETED" in lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state"),
         lambda: states,
     )
+    told = page_of(lab, conf, job)
+    facts = dict(told["facts"])
+    assert (facts["state"], facts["nodelist"], facts["exitcode"]) == ("COMPLETED", "n[3-4]", "0:0")
+    assert [(node["name"], node["first"]) for node in told["nodes"]] == [("n3", 0), ("n4", 1)]
+    assert len(told["traces"]["rank_ms"]) == len(told["use"]) == 2
+    assert len(told["curves"]["loss"]) == 3
+    assert not any(one["differs"] for one in told["settings"])
 
 
-def test_a_job_of_two_kinds_of_nodes_is_one_world(lab: Lab, conf: Path) -> None:
+def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_over(
+    lab: Lab, conf: Path
+) -> None:
     conf.write_text(
         CONF.replace("DEVICE=cpu", "DEVICE=gpu")
         .replace(
@@ -132,38 +198,72 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world(lab: Lab, conf: Path) -> None:
         .replace("PIPELINE_MP_SIZE=2", "PIPELINE_MP_SIZE=4")
         + "SLURM_PARTITION='a10=a10 v100=v100'\nSLURM_GRES='a10=gpu:a10 v100=gpu:v100'\n"
     )
-    job = submit(lab, conf)
-    text = finish(lab, conf, job)
-    assert len(re.findall(r"iteration +\d+/ +3 ", text)) == 3, text
+    job = submit(lab, conf, *LONG)
+    wait_until_it_trains(conf, job)
     # In the order of NODES: the last rank, which writes, is on the fast node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
     assert "iteration " in fast.read_text()
+    lab.output("scancel", "--signal=USR1", str(job))  # as Slurm does 90 s before the end
+    wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
+    wait_until_it_trains(conf, job, start=2)
+    text = said(conf, job)
+    first, second = iterations(text)
+    assert second[0] == first[-1] + 1
+    assert "training ends: signal SIGUSR1" in text
+    assert "the time was nearly over: the run goes on in the same job" in text
     assert [path.name for path in conf.parent.glob("logs/[0-9]*") if path.is_dir()] == [str(job)]
+    lab.output("scancel", str(job))
+    finish(lab, conf, job)
+
+
+def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
+    """Submit an example as its head says, wait for its end, and return all that it wrote."""
+    variables = [f"{name}={value}" for name, value in EXAMPLE.items()]
+    script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
+    place = [f"LOG_DIR={folder / 'my logs'}"]
+    place += [option for option in options if not option.startswith("--")]
+    flags = [option for option in options if option.startswith("--")]
+    words = ["env", *variables, *place, *(["prlimit", f"--as={LITTLE}"] if place[1:] else [])]
+    words += ["sbatch", "--parsable", f"--chdir={folder}", *flags, script]
+    job = lab.output(*words).partition(";")[0]
+    logs = folder / "my logs" / job
+    wait_for(lambda: not lab.output("squeue", "-h", "-j", job), lambda: str(list(logs.iterdir())))
+    return "".join(path.read_text() for path in sorted(logs.iterdir()) if path.is_file())
 
 
 @pytest.mark.parametrize(
-    ("example", "options", "ranks"),
+    ("example", "options", "sizes"),
     [
-        ("data_parallel", ["--partition=a10"], 4),
-        ("hybrid", ["--partition=a10"], 4),
-        ("homogeneous", ["--partition=v100", "--gpus-per-node=1"], 2),
-        ("heterogeneous", [], 4),
+        ("data_parallel", ["--partition=a10"], (4, 4, 1, 1)),
+        ("hybrid", ["--partition=a10"], (4, 1, 2, 2)),
+        ("homogeneous", ["--partition=v100", "--gpus-per-node=1"], (2, 1, 1, 2)),
+        ("heterogeneous", [], (4, 1, 1, 4)),
     ],
 )
 def test_the_examples_train(
-    example: str, options: list[str], ranks: int, lab: Lab, tmp_path: Path
+    example: str, options: list[str], sizes: tuple[int, ...], lab: Lab, tmp_path: Path
 ) -> None:
-    variables = [f"{name}={value}" for name, value in EXAMPLE.items()]
-    script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
-    words = ["sbatch", "--parsable", f"--chdir={tmp_path}", *options, script]
-    job = lab.output("env", f"LOG_DIR={tmp_path / 'my logs'}", *variables, *words).partition(";")[0]
-    folder = tmp_path / "my logs" / job
-    wait_for(lambda: not lab.output("squeue", "-h", "-j", job), lambda: str(list(folder.iterdir())))
-    text = "".join(path.read_text() for path in sorted(folder.iterdir()) if path.is_file())
-    assert f"using world size: {ranks}," in text, text
-    assert len(re.findall(r"iteration +\d+/ +2 ", text)) == 2, text
+    text = run_example(lab, tmp_path, example, *options)
+    world, data, tensor, pipeline = sizes
+    expected = (
+        f"using world size: {world}, data-parallel-size: {data}, tensor-model-parallel size: "
+        f"{tensor}, pipeline-model-parallel size: {pipeline}"
+    )
+    assert text.count(expected) == 1, text
+    line = r"iteration +\d+/ +2 \|.* elapsed time per iteration \(ms\): .* lm loss: "
+    assert len(re.findall(line, text)) == 2, text
+
+
+def test_a_batch_that_is_too_large_for_the_memory(lab: Lab, tmp_path: Path) -> None:
+    sizes = ["MICRO_BATCH_SIZE=8192", "GLOBAL_BATCH_SIZE=32768"]
+    text = run_example(lab, tmp_path, "data_parallel", *sizes, "--partition=a10")
+    assert "iteration " not in text, text
+    (line, *_) = re.findall(r"^error: rank \d .* ran out of memory .*$", text, re.MULTILINE)
+    assert "you tried to allocate 536870912 bytes" in line
+    assert "; lower --micro-batch-size or " in line
+    assert "Traceback" not in text
 
 
 def test_a_cancelled_job_leaves_no_process(lab: Lab, conf: Path) -> None:
@@ -184,41 +284,107 @@ def test_a_cancelled_job_leaves_no_process(lab: Lab, conf: Path) -> None:
         wait_for(lambda name=name: not lab.processes(name), lambda: str(lab.processes("n1")))
 
 
-def test_a_job_whose_time_is_over_goes_on_in_the_queue(lab: Lab, conf: Path) -> None:
-    job = submit(lab, conf, *LONG)
+def test_a_job_that_another_one_displaces_goes_on_after_it(lab: Lab, conf: Path) -> None:
+    job = submit(lab, conf, *LONG, "--set", "SLURM_PARTITION=low")
     wait_until_it_trains(conf, job)
-    lab.output("scancel", "--signal=USR1", str(job))  # as Slurm does 90 s before the end
+    words = ["--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    lab.output("sbatch", *words, "--wrap", "true")
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
     text = said(conf, job)
-    first, second = (part for part in text.split(" starts\n") if "iteration " in part)
-    assert last_iteration(second) > last_iteration(first) > 0
-    assert "training ends: signal SIGUSR1" in text
-    assert "goes on in the same job" in text
+    first, second = iterations(text)
+    assert second[0] == first[-1] + 1
+    assert "training ends: signal SIGTERM" in text
     lab.output("scancel", str(job))
     finish(lab, conf, job)
 
 
-def test_the_node_that_crashes_is_named_and_the_job_ends(lab: Lab, conf: Path) -> None:
+def test_a_node_that_crashes_is_named_and_the_job_goes_on_elsewhere(lab: Lab, conf: Path) -> None:
+    job = submit(lab, conf, *LONG, "--set", "SAVE_INTERVAL=5", "--set", "SLURM_FLAGS=-x n1")
+    wait_until_it_trains(conf, job)
+    wait_for(lambda: (conf.parent / "saved").is_dir(), lambda: said(conf, job))
+    held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
+    node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
+    lab.poweroff(node)
+    try:
+        wait_until_named(lab, conf, job, node)
+        wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
+        wait_for(lambda: len(iterations(said(conf, job))) > 1, lambda: said(conf, job))
+        first, second = iterations(said(conf, job))
+        assert 1 < second[0] <= first[-1] + 1
+        assert second[0] % 5 == 1
+        lab.output("scancel", str(job))
+        finish(lab, conf, job)
+    finally:
+        lab.boot(node)
+    wait_until_no_process(lab)
+
+
+def test_a_node_that_is_cut_off_is_named_and_the_job_ends(lab: Lab, conf: Path) -> None:
     job = submit(lab, conf, *LONG, "--set", "SLURM_PARTITION=v100", "--set", "REQUEUE=false")
     wait_until_it_trains(conf, job)
-    lab.crash("n4")
+    lab.unplug("n4")
     try:
-        text = finish(lab, conf, job)
-        assert "on host n4" in text or "n4" in text.rpartition("srun: ")[2], text
-        logs = str(conf.parent / "logs")
-        status = json.loads(adaptive(lab, "status", str(job), "--log-dir", logs, "--json").stdout)
-        assert status["state"] in ("NODE_FAIL", "FAILED", "CANCELLED")
-        assert any("n4" in line for node in status["nodes"] for line in node["errors"])
-        wait_for(lambda: not lab.processes("n3"), lambda: str(lab.processes("n3")))
+        wait_until_named(lab, conf, job, "n4")
+        finish(lab, conf, job)
+        status = status_of(lab, conf, job)
+        assert status["state"] in ("NODE_FAIL", "FAILED")
+        assert status["is_over"]
+        assert "n4" in status["lost"]
     finally:
-        lab.boot("n4")
+        lab.plug("n4")
+    wait_until_no_process(lab)
 
 
-def test_a_job_that_nobody_knows(lab: Lab, conf: Path) -> None:
-    done = adaptive(lab, "status", "4711", "--log-dir", str(conf.parent / "logs"))
+def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
+    logs = ["--log-dir", str(conf.parent / "logs")]
+    done = adaptive(lab, "status", "4711", *logs)
     assert done.returncode == 2
     assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
+    words = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
+    job = lab.output(*NOBODY, *words).partition(";")[0]
+    done = adaptive(lab, "status", job, *logs)
+    assert done.returncode == 2
+    assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    lab.output("scancel", job)
+    # A folder of the id that comes next: of another cluster, or from before a new start of this.
+    folder = conf.parent / "logs" / str(int(job) + 1)
+    folder.mkdir(parents=True)
+    assert submit(lab, conf) == int(job) + 1
+    text = finish(lab, conf, int(job) + 1)
+    assert f"error: LOG_DIR={folder.parent}: {folder} has the logs of another job" in text
+    assert list(folder.iterdir()) == []
+
+
+def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
+    where = ["--set", "SLURM_PARTITION=v100"]
+    name = submit(lab, conf, *where, "--set", "MASTER_ADDR=nowhere")
+    assert "error: MASTER_ADDR=nowhere: the name does not resolve on n" in finish(lab, conf, name)
+    hosts = conf.parent / "hosts"
+    hosts.write_text((lab.folder / "hosts").read_text().replace("10.66.0.13 n3", "127.0.1.1 n3"))
+    assert lab.run(["mount", "--bind", str(hosts), "/etc/hosts"], on="n4").returncode == 0
+    try:
+        loop = submit(lab, conf, *where)
+        text = finish(lab, conf, loop)
+        assert "error: MASTER_ADDR=n3: on n4 it is 127.0.1.1, which reaches nobody else" in text
+    finally:
+        lab.run(["umount", "/etc/hosts"], on="n4")
+    # What the first node answers from the port on which all meet is dropped.
+    rule = "rule {} ipproto tcp sport 25999 blackhole"
+    assert lab.run(["ip", *rule.format("add").split()], on="n3").returncode == 0
+    try:
+        wall = submit(
+            lab, conf, *where, "--set", "MASTER_PORT=25999", "--set", "MEETING_TIMEOUT_S=8"
+        )
+        text = finish(lab, conf, wall)
+        expected = r"error: n4 did not reach the first node at 10.66.0.13:25999 within 8 s \(timed"
+        assert re.search(expected, text), text
+        status = status_of(lab, conf, wall)
+        assert any("firewall" in line for one in status["nodes"] for line in one["errors"])
+    finally:
+        lab.run(["ip", *rule.format("del").split()], on="n3")
+    wait_until_no_process(lab)
 
 
 @pytest.mark.parametrize(

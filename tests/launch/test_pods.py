@@ -195,6 +195,32 @@ def test_a_worker_gives_up_with_a_message(make_pods: Callable[[int], Pods]) -> N
     assert "run_master.sh" in last
 
 
+def test_a_name_that_does_not_resolve(make_pods: Callable[[int], Pods]) -> None:
+    pods = make_pods(2)
+    worker = pods.start(1, "run_worker.sh", "--master-addr", "nowhere", "--timeout", "1")
+    status, said = finish(worker)
+    assert status == 2
+    expected = (
+        "error: the master was not reached within 1 s (MASTER_ADDR=nowhere: the name does not"
+    )
+    assert said.splitlines()[-1].startswith(expected), said
+
+
+def test_two_runs_that_wait_in_one_folder(make_pods: Callable[[int], Pods], tmp_path: Path) -> None:
+    pods = make_pods(2)
+    conf = tmp_path / "conf.sh"
+    conf.write_text(CONF + "NNODES=2\n")
+    pods.start(0, "run_master.sh", str(conf), "--timeout", "60")
+    end_s = time.monotonic() + WATCHDOG_S
+    while not (tmp_path / "logs" / "master.json").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    status, said = finish(pods.start(1, "run_master.sh", str(conf)))
+    assert status == 2
+    assert "another run waits there for its workers at 10.55.0.1:29500" in said.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["master.json"]
+
+
 def test_a_master_names_who_is_missing_and_a_bad_setting(
     make_pods: Callable[[int], Pods], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,8 @@ SIZES = (
     "using world size: 4, data-parallel-size: {dp}, tensor-model-parallel size: 1, "
     "pipeline-model-parallel size: 2\n"
 )
+
+FOLLOW = ("--follow", "--json")
 
 
 def line(iteration: int, age_s: float, ms: float = 50.0) -> str:
@@ -97,3 +100,77 @@ def test_large_missing_and_truncated_files(folder: Path) -> None:
 def test_a_job_without_logs(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="job pods-9: .*--log-dir"):
         read_status("pods-9", tmp_path)
+
+
+def write_samples(folder: Path, name: str, age_s: float, **more: object) -> None:
+    sample = {"unix_s": time.time() - age_s, "gpus": [], "processes": [], **more}
+    (folder / f"{name}.gpu").write_text(json.dumps(sample) + "\n")
+
+
+def test_a_node_whose_samples_stopped_is_lost(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(folder, "n1", 60)
+    status = read_status(folder.name, folder.parent)
+    assert list(status.lost) == ["n1"]
+    assert status.has_errors
+    assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 1
+    assert "LOST: node n1: no sign of it for 60 s" in capsys.readouterr().out
+    write_samples(folder, "n1", 60, ended=True)
+    assert read_status(folder.name, folder.parent).lost == {}
+
+
+def test_after_the_end_of_the_training_no_node_is_lost(folder: Path) -> None:
+    write_samples(folder, "n1", 60)
+    with (folder / "n2.out").open("a") as file:
+        file.write("training ends: all iterations are done\n")
+    status = read_status(folder.name, folder.parent)
+    assert (status.lost, status.is_over) == ({}, True)
+
+
+def test_nodes_of_an_earlier_start_do_not_count(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(folder, "n1", 300)
+    (folder / "n1.err").write_text("=== now node 0 starts\nerror: rank 1 is lost\n")
+    record = json.loads((folder / "run.json").read_text())
+    record["started_unix_s"] = time.time() - 100
+    (folder / "run.json").write_text(json.dumps(record))
+    status = read_status(folder.name, folder.parent)
+    assert (status.lost, status.has_errors) == ({}, False)
+    assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 0
+    assert "--- n1: took part in an earlier start of the job only" in capsys.readouterr().out
+
+
+def test_following_ends_with_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_PERIOD_S", 0.05)
+
+    def end_it() -> None:
+        with (folder / "n2.out").open("a") as file:
+            file.write(line(3, 0) + "training ends: all iterations are done\n")
+
+    timer = threading.Timer(0.5, end_it)
+    timer.start()
+    try:
+        assert command.main([folder.name, "--log-dir", str(folder.parent), *FOLLOW]) == 0
+    finally:
+        timer.join()
+    told = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert len(told) > 1
+    assert [one["is_over"] for one in told] == [False] * (len(told) - 1) + [True]
+    assert (told[0]["iteration"], told[-1]["iteration"]) == (2, 3)
+
+
+def test_sizes_that_grow_on_purpose_do_not_differ(folder: Path) -> None:
+    text = line(2, 1).replace("| number", "| global batch size:    16 | number")
+    (folder / "n2.out").write_text(text)
+    record = json.loads((folder / "run.json").read_text())
+    record["conf"]["GLOBAL_BATCH_SIZE"] = "64"
+    (folder / "run.json").write_text(json.dumps(record))
+    (differing,) = read_status(folder.name, folder.parent).differences
+    assert differing == ("GLOBAL_BATCH_SIZE", "64", "16")
+    record["conf"]["TRAINER_FLAGS"] = "--rampup-batch-size 16 16 100"
+    (folder / "run.json").write_text(json.dumps(record))
+    assert read_status(folder.name, folder.parent).differences == ()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 EXIT_EXPECTED_ERROR = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a subcommand, whose complaints are one line with the subcommand's name."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ``argparse``.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.prog.split()[-1]}: {message}; see --help")
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NoReturn
 
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.launch.doctor import Check, answer_peers, check_node, check_way
 from megatron.adaptive.launch.network import interface_of, resolve
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"doctor: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an option is wrong.
         SetupError: the master's name does not resolve.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive doctor",
         description="Check this node; with --master-addr also the way between nodes: give the "
         "same address on two nodes, one of which has it.",

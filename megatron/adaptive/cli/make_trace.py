@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn, cast
+from typing import cast
 
+from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.trace.files import set_aside
@@ -31,11 +32,6 @@ FAULT_HELP = (
     "slow-rank:RANK:FACTOR, slow-link:FROM-TO:SECONDS, spikes:RANK:FACTOR:PROBABILITY or "
     "slow-data:RANK:SECONDS, each with @FIRST-LAST for some iterations only; may be repeated"
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"make_trace: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -136,7 +132,7 @@ def _iterations(run: SyntheticRun, spans: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="make_trace",
         description="Write the traces of a made-up run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

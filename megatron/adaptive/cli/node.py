@@ -31,6 +31,7 @@ from megatron.adaptive.launch.network import (
     is_loopback,
     own_address,
     rdma_ports,
+    rdma_variables,
     resolve,
 )
 from megatron.adaptive.launch.node import run_node
@@ -98,9 +99,9 @@ def _master(argv: Sequence[str]) -> int:
         changes += [] if value is None else [f"{name}={value}"]
     conf = load_conf(options.conf, changes, options.plan)
     check_files(conf)
-    job = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     logs = conf.path("LOG_DIR")
     make_folder(logs, "LOG_DIR")
+    _check_alone(logs)
     interface = options.ifname or conf["IFNAME"]
     given = options.master_addr or os.environ.get("MASTER_ADDR") or conf["MASTER_ADDR"]
     address = resolve(given) if given else own_address(interface)
@@ -116,7 +117,7 @@ def _master(argv: Sequence[str]) -> int:
             _hello(options, conf),
             port=port,
             say=_say,
-            make_told=lambda places: _told(conf, places, job, port),
+            make_told=lambda places: _told(conf, places, logs, port),
         )
     finally:
         found.close()
@@ -124,22 +125,22 @@ def _master(argv: Sequence[str]) -> int:
         address = reached
     place = _place(told, rank, address)
     own = interface or interface_of(address)
-    return _run(conf, place, logs / job, own)
+    return _run(conf, place, logs / told["job"], own)
 
 
-def _told(conf: LaunchConf, places: list[tuple[int, int]], job: str, port: int) -> dict[str, Any]:
+def _told(conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int) -> dict[str, Any]:
     """Return what all workers are told; checks the trainer's rules now that sizes are known."""
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
         whole.pop("NPROC_PER_NODE", None)
     sized = make_conf(whole, conf.folder)
-    check_trainer(sized, sum(processes), conf.path("LOG_DIR") / job)
+    check_trainer(sized, sum(processes), logs / "job")
     return {
         "conf": conf.texts(),
         "folder": str(conf.folder),
         "processes": processes,
-        "job": job,
+        "job": _new_job(logs),
         "port": port,
     }
 
@@ -158,9 +159,7 @@ def _worker(argv: Sequence[str]) -> int:
             return resolve(given), port
         return _Found.read(options.log_dir / _FOUND_NAME)
 
-    if given:
-        resolve(given)
-    else:
+    if not given:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
@@ -200,7 +199,8 @@ def _slurm(argv: Sequence[str]) -> int:
     )
     interface = conf["IFNAME"] or interface_of(address if rank == 0 else own)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return _run(conf, place, options.run_dir, interface, name=name, echo=False)
+    reach_s = conf["MEETING_TIMEOUT_S"] if rank else None
+    return _run(conf, place, options.run_dir, interface, name=name, echo=False, reach_s=reach_s)
 
 
 def _run(
@@ -211,6 +211,7 @@ def _run(
     *,
     name: str | None = None,
     echo: bool = True,
+    reach_s: float | None = None,
 ) -> int:
     active = [port for port in rdma_ports() if port.state == "ACTIVE"]
     rdma = ", ".join(
@@ -222,13 +223,13 @@ def _run(
         f"{place.processes[place.node_rank]} of {sum(place.processes)} processes; interface "
         f"{interface or 'unknown'}; RDMA {rdma or 'none'}; logs in {run_dir}"
     )
-    variables = interface_variables(interface, {**os.environ, **conf.environment})
-    gids = {port.gid_index for port in active if port.link == "Ethernet"} - {None}
-    if len(gids) == 1 and "NCCL_IB_GID_INDEX" not in os.environ:
-        variables["NCCL_IB_GID_INDEX"] = str(gids.pop())
+    given = {**os.environ, **conf.environment}
+    variables = {**interface_variables(interface, given), **rdma_variables(active, given)}
     if name is None:
         name = f"{place.node_rank}-{socket.gethostname().partition('.')[0]}"
-    return run_node(conf, place, run_dir, name=name, variables=variables, echo=echo)
+    return run_node(
+        conf, place, run_dir, name=name, variables=variables, echo=echo, reach_s=reach_s
+    )
 
 
 def _place(told: dict[str, Any], rank: int, address: str) -> NodePlace:
@@ -250,6 +251,32 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> Hello:
     return Hello(
         host=socket.gethostname(), gpus=gpus, processes=options.nproc_per_node, node_rank=rank
     )
+
+
+def _check_alone(logs: Path) -> None:
+    """Refuse to wait for workers in a folder where another run's master does.
+
+    Raises:
+        ConfigError: workers could not tell which one is theirs.
+    """
+    found = _Found.read(logs / _FOUND_NAME)
+    if found is None:
+        return
+    with contextlib.suppress(OSError), socket.create_connection(found, timeout=2.0):
+        raise ConfigError(
+            f"LOG_DIR={logs}: another run waits there for its workers at {found[0]}:{found[1]}; "
+            "wait until they are there, or set another LOG_DIR"
+        )
+
+
+def _new_job(logs: Path) -> str:
+    """Return a name that no other job has, its folder made: pods often share time and number."""
+    name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        with contextlib.suppress(FileExistsError):
+            (logs / f"{name}{suffix}").mkdir()
+            return f"{name}{suffix}"
+    raise ConfigError(f"LOG_DIR={logs}: a hundred jobs began there at once; set another LOG_DIR")
 
 
 def _port(conf: LaunchConf) -> int:

@@ -10,8 +10,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
 from megatron.adaptive.schedule.profile import Profile, load_profile
@@ -21,11 +22,6 @@ from megatron.adaptive.schedule.workload import Link, StageTimes
 from megatron.adaptive.trace.files import replaced
 
 _BAR = 40
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"simulate: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive simulate",
         description="Compare pipeline schedules on simulated work.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -15,7 +15,6 @@ from megatron.adaptive.launch.command import ROOT
 from megatron.adaptive.launch.status import JobStatus, NodeStatus, read_status
 
 _PERIOD_S = 5.0
-_GOES_ON = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 _GIB = 1 << 30
 
 
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Print what is known of a job.
 
     Returns:
-        1 if it is stalled or a node told an error.
+        1 if it is stalled, a node was lost or a node told an error.
 
     Raises:
         ConfigError: an option is wrong.
@@ -39,19 +38,26 @@ def main(argv: Sequence[str]) -> int:
     add("job", help="its id, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=ROOT / "logs", help="LOG_DIR of conf.sh (logs)")
     add("--follow", action="store_true", help="print again every 5 s until it has ended")
-    add("--json", action="store_true", help="print it as JSON")
+    add("--json", action="store_true", help="as JSON; with --follow a line each time")
     options = parser.parse_args(argv)
     while True:
         status = read_status(options.job, options.log_dir)
-        print(json.dumps(asdict(status), indent=2) if options.json else _text(status), flush=True)
-        if not options.follow or status.state not in _GOES_ON:
-            return int(status.is_stalled or any(node.errors for node in status.nodes))
+        if options.json:
+            print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
+        else:
+            print(_text(status), flush=True)
+        if not options.follow or status.is_over:
+            return int(status.is_stalled or status.has_errors)
         time.sleep(_PERIOD_S)
 
 
 def _text(status: JobStatus) -> str:
-    lines = [f"job {status.job}: {status.state or 'not known to Slurm'}"]
-    if status.iteration is None:
+    reason = f" ({status.reason})" if status.reason else ""
+    lines = [f"job {status.job}: {status.state or 'not known to Slurm'}{reason}"]
+    lines += [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
+    if not status.nodes:
+        lines.append(f"no logs in {status.folder} yet; another LOG_DIR is given with --log-dir")
+    elif status.iteration is None:
         lines.append("no iteration yet")
     else:
         speed = "" if status.tokens_per_s is None else f", {status.tokens_per_s:.0f} tokens/s"
@@ -69,6 +75,8 @@ def _text(status: JobStatus) -> str:
 
 
 def _node_lines(node: NodeStatus) -> list[str]:
+    if node.is_former:
+        return [f"--- {node.name}: took part in an earlier start of the job only"]
     lines = [f"--- {node.name}: {_use(node)}"]
     for title, found in (
         ("error", node.errors),

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.launch.command import ROOT, check_trainer
 from megatron.adaptive.launch.conf import load_conf
 from megatron.adaptive.launch.preflight import check_files, make_folder
 from megatron.adaptive.launch.slurm import batch_script, check_cluster, submit
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"submit: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a variable breaks a rule, or Slurm refuses the job.
         SetupError: Slurm is not here or does not answer.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive submit",
         allow_abbrev=False,
         description="Write the script of a job of Slurm and submit it.",

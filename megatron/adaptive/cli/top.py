@@ -16,9 +16,10 @@ import time
 import tty
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.live import LiveRun, Snapshot, find_live
 
 __all__ = ["main"]
@@ -28,11 +29,6 @@ PIPE_COLUMNS = 160
 """Where there is no terminal whose width one could fit."""
 
 OVER = ("ended", "killed")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"top: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +127,7 @@ def _no_keys(seconds: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="top",
         allow_abbrev=False,
         description="Show what a run does now, or did last. q ends it.",

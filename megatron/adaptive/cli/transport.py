@@ -22,8 +22,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
+from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.transport import TransportConfig
@@ -60,11 +61,6 @@ class Outcome:
     note: str = ""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"transport: {message}; see --help")
-
-
 def main(argv: Sequence[str]) -> int:
     """Check and print the table on rank 0.
 
@@ -85,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive transport",
         description="Check what can connect the ranks of a pipeline, and how fast.",
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.models import model_flags
 from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.plan import further_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.launch.conf import LaunchConf
-from megatron.adaptive.launch.models import model_flags
 
 __all__ = [
     "ROOT",
@@ -72,6 +74,7 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
     flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
     if conf["MODEL_CHUNKS"] > 1:
         flags += ["--model-chunks", str(conf["MODEL_CHUNKS"])]
+    flags += further_flags(conf.values)
     flags += _data_flags(conf)
     if conf["CHECKPOINT_DIR"]:
         folder = str(conf.path("CHECKPOINT_DIR"))
@@ -157,8 +160,9 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 
 def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
-    """Return what ``run.json`` of a job says: the settings and every node's part in it."""
+    """Return what ``run.json`` says: the job's latest start, its settings, every node's part."""
     told = {
+        "started_unix_s": round(time.time(), 1),
         "conf": conf.texts(),
         "processes": place.processes,
         "world_size": sum(place.processes),

@@ -17,6 +17,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.launch.network import interface_of, is_loopback, own_address, rdma_ports
 from megatron.adaptive.launch.preflight import check_port
+from megatron.adaptive.launch.sampler import why_no_gpu_use
 
 __all__ = ["Check", "answer_peers", "check_node", "check_way"]
 
@@ -85,7 +86,13 @@ def _torch() -> list[Check]:
     version, available, count, built = json.loads(done.stdout.splitlines()[-1])
     checks = [Check("torch", "ok", version)]
     if available:
-        return [*checks, Check("CUDA", "ok", f"{count} GPUs, CUDA {built}")]
+        checks.append(Check("CUDA", "ok", f"{count} GPUs, CUDA {built}"))
+        missing = why_no_gpu_use()
+        if missing is None:
+            return [*checks, Check("GPU use", "ok", "the monitor can tell it")]
+        text = f"the monitor cannot tell it: {missing}"
+        mend = "pip install -r requirements-gpu.txt, and see nvidia-smi"
+        return [*checks, Check("GPU use", "warning", text, mend)]
     if built is None:
         text, mend = "this torch is built without CUDA", "for GPUs install a torch with CUDA"
     else:

@@ -281,7 +281,8 @@ def join_master(
     """Reach the first node as a worker, which may not be up yet, and hear this node's part.
 
     Args:
-        find_master: returns address and port to try next, ``None`` if it does not know yet.
+        find_master: returns address and port to try next, ``None`` if it does not know yet;
+            raises SetupError while a name does not resolve, as that of a pod that is not up yet.
         hello: this node.
         limit_s: how long to try.
         say: gets lines for the user.
@@ -294,12 +295,16 @@ def join_master(
     told_s = 0.0
     why = "nobody has told its address"
     while (left_s := end_s - time.monotonic()) > 0:
-        place = find_master()
-        if place is not None:
-            try:
+        place = None
+        try:
+            place = find_master()
+            if place is not None:
                 return _join(place, hello, end_s, say)
-            except OSError as error:
-                why = f"{place[0]}:{place[1]}: {error.strerror or error}"
+        except SetupError as error:
+            why = str(error)
+        except OSError as error:
+            where = "" if place is None else f"{place[0]}:{place[1]}: "
+            why = f"{where}{error.strerror or error}"
         if time.monotonic() - told_s > _TELL_S:
             told_s = time.monotonic()
             say(f"waiting for the master ({why}); {left_s:.0f} s left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ __all__ = [
     "is_loopback",
     "own_address",
     "rdma_ports",
+    "rdma_variables",
     "resolve",
 ]
 
@@ -115,6 +116,30 @@ def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict
     if interface is None:
         return {}
     return {name: interface for name in _READERS if not given.get(name)}
+
+
+def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
+    """Return what tells NCCL and UCX the RDMA ports, unless ``given`` says it already.
+
+    Ports of InfiniBand are taken where there are some, else those of Ethernet with a GID of RoCE
+    v2; ports that are down, or have no address, would be tried first and fail.
+
+    Args:
+        ports: those of this node.
+        given: the environment.
+    """
+    active = [port for port in ports if port.state == "ACTIVE"]
+    usable = [port for port in active if port.link == "InfiniBand"]
+    usable = usable or [port for port in active if port.gid_index is not None]
+    if not usable:
+        return {}
+    names = [f"{port.device}:{port.port}" for port in usable]
+    found = {"NCCL_IB_HCA": f"={','.join(names)}", "UCX_NET_DEVICES": ",".join(names)}
+    gids = {port.gid_index for port in usable if port.link == "Ethernet"} - {None}
+    if len(gids) == 1:
+        index = str(gids.pop())
+        found |= {"NCCL_IB_GID_INDEX": index, "UCX_IB_GID_INDEX": index}
+    return {name: value for name, value in found.items() if not given.get(name)}
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:

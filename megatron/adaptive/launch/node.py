@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -43,6 +44,9 @@ EXIT_STOPPED_EARLY = 75
 _STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
+_ASK_S = 3.0
+_KILL_S = 5.0
+_EXIT_UNREACHED = 2
 
 
 def run_node(
@@ -53,6 +57,7 @@ def run_node(
     name: str,
     variables: Mapping[str, str],
     echo: bool,
+    reach_s: float | None = None,
 ) -> int:
     """Start a node's processes and wait for their end.
 
@@ -65,6 +70,8 @@ def run_node(
         name: of the node, for its files.
         variables: environment of the processes besides this one's.
         echo: whether to print their output here as well.
+        reach_s: end the node if its first connection to the first node does not come about within
+            this time, ``None`` where it is known that it does.
 
     Returns:
         Exit status: :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
@@ -93,6 +100,7 @@ def run_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        way = None if reach_s is None else _Way(job, place, name, reach_s, err)
         with _signals_to(job), _sampled(run_dir / f"{name}.gpu"):
             assert job.stdout is not None
             assert job.stderr is not None
@@ -101,8 +109,12 @@ def run_node(
                 _Copy(job.stderr, err, sys.stderr if echo else None),
             ]
             status = job.wait()
+            if way is not None:
+                way.close()
             for writer in writers:
                 writer.join(10.0)
+    if way is not None and way.is_cut:
+        return _EXIT_UNREACHED
     if status == 0 and writers[0].stopped:
         # Nodes that end a moment later must not be taken for those left behind.
         time.sleep(_GRACE_S)
@@ -155,6 +167,64 @@ def _sampled(path: Path) -> Iterator[None]:
         yield
     finally:
         sampler.close()
+
+
+class _Way(threading.Thread):
+    """Sees whether the first node listens; if not, says so and ends the node's processes.
+
+    torchrun itself waits for a quarter of an hour and then does not say what for.
+    """
+
+    def __init__(
+        self,
+        job: subprocess.Popen[bytes],
+        place: NodePlace,
+        name: str,
+        limit_s: float,
+        err: IO[bytes],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._job = job
+        self._target = (place.master_addr, place.master_port)
+        self._name = name
+        self._limit_s = limit_s
+        self._err = err
+        self._over = threading.Event()
+        self.is_cut = False
+        self.start()
+
+    def run(self) -> None:
+        end_s = time.monotonic() + self._limit_s
+        why = ""
+        while time.monotonic() < end_s:
+            try:
+                with socket.create_connection(self._target, timeout=_ASK_S):
+                    return
+            except OSError as error:
+                why = error.strerror or str(error)
+            if self._over.wait(0.5):
+                return
+        self.is_cut = True
+        host, port = self._target
+        line = (
+            f"error: {self._name} did not reach the first node at {host}:{port} within "
+            f"{self._limit_s:g} s ({why}): let this port, and all above 1023 between the nodes, "
+            f"through the firewall; python -m megatron.adaptive doctor --master-addr {host} on "
+            "both nodes checks the way\n"
+        )
+        print(line, end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self._err.write(line.encode())
+            self._err.flush()
+        self._job.terminate()
+        if not self._over.wait(_KILL_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._job.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """The processes have ended; wait for a line that is being written."""
+        self._over.set()
+        self.join(_ASK_S + 1.0)
 
 
 class _Copy(threading.Thread):

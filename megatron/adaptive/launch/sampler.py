@@ -5,6 +5,9 @@ It appends a line of JSON to ``<node>.gpu`` every few seconds::
     {"unix_s": ..., "gpus": [{"index": 0, "used_percent": 97, "memory_used_bytes": ...,
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
+
+The last one of a node that ends in good order also has ``"ended": true``: samples that stop without
+it tell of a node that vanished.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
-__all__ = ["Sampler", "count_gpus"]
+from megatron.adaptive.launch.logs import ENDED
+
+__all__ = ["Sampler", "count_gpus", "why_no_gpu_use"]
 
 _PERIOD_S = 5.0
 
@@ -32,6 +37,19 @@ def _nvml() -> Any:
     except Exception:  # no package, no driver, no permission: there is nothing to sample
         return None
     return pynvml
+
+
+def why_no_gpu_use() -> str | None:
+    """Return why the use of GPUs cannot be sampled here, ``None`` if it can."""
+    try:
+        import pynvml
+    except ImportError:
+        return "the package nvidia-ml-py is missing"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"NVML does not start: {error}"
+    return None
 
 
 def count_gpus(visible: str | None) -> int:
@@ -74,12 +92,16 @@ class Sampler:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError), self._path.open("a") as file:
-            while True:
+            over = False
+            while not over:
+                self._write(file, {})
                 over = self._done.wait(self._period_s)
-                file.write(json.dumps(self.sample()) + "\n")
-                file.flush()
-                if over:
-                    return
+            self._write(file, {ENDED: True})
+
+    def _write(self, file: IO[str], more: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the signs of life
+            file.write(json.dumps({**self.sample(), **more}) + "\n")
+            file.flush()
 
     def sample(self) -> dict[str, Any]:
         """Return what one line of the file holds."""

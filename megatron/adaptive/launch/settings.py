@@ -43,6 +43,13 @@ SETTINGS: Mapping[str, Setting] = {
     "MODEL_CHUNKS": Setting("count", "1", "model chunks of each pipeline rank"),
     "PARTITION": Setting("text", "", "layers of each stage, as in 0-11-8-8"),
     "SCHEDULE": Setting("text", "adaptive", "order of work in the pipeline"),
+    "RECOMPUTE": Setting(
+        "choice", "none", "what backwards compute again", ("none", "selective", "full")
+    ),
+    "DISTRIBUTED_OPTIMIZER": Setting("switch", "false", "copies divide the optimizer state"),
+    "OVERLAP_GRAD_REDUCE": Setting("switch", "false", "reduce gradients while backwards run"),
+    "SEQUENCE_PARALLEL": Setting("switch", "false", "split the sequence outside the matrices"),
+    "PRECISION": Setting("choice", "", "type of parameters", ("fp32", "fp16", "bf16")),
     "TRAIN_ITERS": Setting("count", "100", "iterations of the whole training"),
     "LR": Setting("number", "1e-4", "highest learning rate"),
     "DATA": Setting("text", "mock", "prefix of .bin and .idx, or mock for made-up samples"),
@@ -69,7 +76,9 @@ SETTINGS: Mapping[str, Setting] = {
     "SLURM_ACCOUNT": Setting("text", "", "account that is charged"),
     "SLURM_FLAGS": Setting("text", "", "further options of sbatch"),
     "CPUS_PER_TASK": Setting("count", "", "processors of each node that the job takes"),
-    "REQUEUE": Setting("switch", "true", "queue the job again when it was stopped early"),
+    "REQUEUE": Setting(
+        "switch", "true", "go on in the same job after an early stop or the loss of a node"
+    ),
     "CONTAINER": Setting(
         "choice", "none", "what runs the image", ("none", "pyxis", "enroot", "apptainer")
     ),

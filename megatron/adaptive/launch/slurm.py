@@ -28,19 +28,48 @@ _SUBMITTED = re.compile(r"(\d+)")
 _BODY = """
 set -euo pipefail
 run=$logs/$SLURM_JOB_ID
+if [[ -e $run && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+  echo "error: LOG_DIR=$logs: $run has the logs of another job; set another, or move it away" >&2
+  exit 2
+fi
 mkdir -p -- "$run"
-hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+hosts=$(%HOSTS%)
 export MASTER_ADDR=${head:-${hosts%%$'\\n'*}}
 export MASTER_PORT=${port:-$((%FIRST% + SLURM_JOB_ID % %PORTS%))}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): logs in $run"
 
+# Nodes of the job whose slurmd does not answer.
+lost() {
+  local host port
+  port=$(scontrol show config | awk '$1 == "SlurmdPort" { sub(/-.*/, "", $3); print $3 }')
+  for host in ${port:+$hosts}; do
+    timeout 3 bash -c "</dev/tcp/$host/$port" 2>/dev/null || printf ' %s' "$host"
+  done
+}
+
 status=0
 %SRUN% "$python" -m megatron.adaptive node slurm "$settings" "$run" || status=$?
+again=''
+if ((status == %EARLY%)); then
+  again='the time was nearly over'
+elif ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  again='another job takes the nodes'
+elif ((status)); then
+  gone=$(lost)
+  if [[ -n $gone ]]; then
+    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or was cut off" >&2
+    again='a node was lost'
+  fi
+fi
 """
-_REQUEUE = """if ((status == %EARLY%)); then
-  echo 'the time was nearly over: the run is saved and goes on in the same job'
+_REQUEUE = """if [[ -n $again ]]; then
+  echo "$again: the run goes on in the same job from its last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+_END = """if [[ -n $again ]]; then
+  echo "$again: the job ends, as REQUEUE=false says"
 fi
 """
 
@@ -110,9 +139,17 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     values = [f"{name}={shlex.quote(value)}" for name, value in names.items()]
     body = _BODY.replace("%SRUN%", shlex.join(_srun(conf)))
     body = body.replace("%FIRST%", str(_FIRST_PORT)).replace("%PORTS%", str(_PORTS))
-    if conf["REQUEUE"]:
-        body += _REQUEUE.replace("%EARLY%", str(EXIT_STOPPED_EARLY))
+    body = body.replace("%EARLY%", str(EXIT_STOPPED_EARLY)).replace("%HOSTS%", _hosts(conf))
+    body += _REQUEUE if conf["REQUEUE"] else _END
     return "\n".join([*head, "", *values]) + body + 'exit "$status"\n'
+
+
+def _hosts(conf: LaunchConf) -> str:
+    """Return the commands that print the nodes in the order of the ranks, a line each."""
+    names = ["SLURM_JOB_NODELIST"]
+    if len(conf.groups) > 1:
+        names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
+    return "; ".join(f'scontrol show hostnames "${name}"' for name in names)
 
 
 def _job_options(conf: LaunchConf, logs: Path) -> list[str]:

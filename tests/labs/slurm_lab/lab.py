@@ -152,7 +152,7 @@ class Lab:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host, by default the login host, and return what it printed."""
         return subprocess.run(
-            [*self._enter(on), *command],
+            [*self.enter(on, str(self.folder)), *command],
             env=self.variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -172,21 +172,47 @@ class Lab:
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
+    def poweroff(self, name: str) -> None:
+        """Cut a node's cable and end all its processes: others hear nothing of it."""
+        self.unplug(name)
+        self.crash(name)
+
     def unplug(self, name: str) -> None:
         """Cut a node's cable; its processes live on."""
         self._in_ctl("ip", "link", "set", name, "down")
 
+    def plug(self, name: str) -> None:
+        """Put the cable in again."""
+        self._in_ctl("ip", "link", "set", name, "up")
+
     def boot(self, name: str) -> None:
-        """Start a node that was not up."""
+        """Start a node, anew if it is up."""
+        if name in self._hosts:
+            self.crash(name)
         number = int(name[1:])
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
-        command = [*self._enter("ctl"), "unshare", *inside, f"10.66.0.{10 + number}"]
+        command = [
+            *self.enter("ctl", str(self.folder)),
+            "unshare",
+            *inside,
+            f"10.66.0.{10 + number}",
+        ]
         self._start(name, command)
         init = str(self._init(name))
+        # The old end goes with its node's namespace, which takes the kernel a moment.
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._in_ctl("ip", "link", "delete", name)
         self._in_ctl(
             *f"ip link add {name} type veth peer name eth0 netns {init}".split(),
         )
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
+
+    def enter(self, name: str, folder: str) -> list[str]:
+        """Return the words before a command that runs it on a host, in a folder."""
+        return [
+            *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
+            *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
+        ]
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return the processes of a node besides its first and Slurm's own."""
@@ -289,12 +315,6 @@ class Lab:
                     return line[0].pid
             time.sleep(0.05)
         raise LabError(f"{name} of the Slurm lab did not start")
-
-    def _enter(self, name: str) -> list[str]:
-        return [
-            *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
-            *(f"--wdns={self.folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
-        ]
 
     def _in_ctl(self, *command: str) -> None:
         """Run a command in the network of the login host, with process ids of this machine."""

@@ -1,0 +1,377 @@
+"""What launching costs, and how soon the monitor tells the truth, against their goals.
+
+    python benchmarks/launch.py [--quick] [--part PART ...] [--json FILE]
+
+Parts: ``start``, from sbatch to the first iteration on a Slurm of two nodes, less the start of the
+same job by torchrun alone; ``crash``, from a node's end to its name in the monitor, and what the
+job leaves behind; ``status``, the monitor on the logs of 64 nodes. The first two need root and what
+``bash prerequisite.sh --slurm`` installs. Exits with status 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.channels.machine import others_busy  # noqa: E402
+from benchmarks.channels.report import Result, Row, markdown, measured, missing  # noqa: E402
+from megatron.adaptive.launch.command import trainer_flags  # noqa: E402
+from megatron.adaptive.launch.conf import LaunchConf, load_conf  # noqa: E402
+from megatron.adaptive.launch.slurm import batch_script, settings_text  # noqa: E402
+from tests.labs import slurm_lab  # noqa: E402
+from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
+
+BUSY = 0.1
+LIMIT_S = 240.0
+LEFT_S = 20.0
+"""Processes that a job leaves are orphans if they live so long after it."""
+NODES = 64
+PORT = 29711
+WAYS = ("crash", "poweroff", "unplug")
+CONF = """
+MODEL=tiny
+DEVICE=cpu
+TRAIN_ITERS=100000
+GLOBAL_BATCH_SIZE=4
+PIPELINE_MP_SIZE=2
+NNODES=2
+NPROC_PER_NODE=1
+REQUEUE=false
+TRAINER_FLAGS='--vocab-size 255'
+export OMP_NUM_THREADS=1
+"""
+ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
+
+
+class LateError(Exception):
+    """Something did not come."""
+
+
+@contextlib.contextmanager
+def started_lab() -> Iterator[Lab]:
+    """A Slurm of two nodes, and a third for what comes after a crash."""
+    with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
+        os.chmod(folder, 0o755)
+        with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
+            yield lab
+
+
+def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
+    """Wait for something; returns the seconds that it took."""
+    begin_s = time.perf_counter()
+    while not what():
+        if time.perf_counter() - begin_s > limit_s:
+            raise LateError(f"no {name} within {limit_s:g} s")
+        time.sleep(0.05)
+    return time.perf_counter() - begin_s
+
+
+def has_iterated(folder: Path) -> bool:
+    """Whether a file of a job holds the line of an iteration."""
+    return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
+
+
+def conf_in(folder: Path) -> LaunchConf:
+    """Return the configuration of all jobs here, in a folder of its own."""
+    folder.mkdir(parents=True)
+    (folder / "conf.sh").write_text(CONF)
+    return load_conf(folder / "conf.sh")
+
+
+def submitted(lab: Lab, conf: LaunchConf) -> int:
+    """Give a job to sbatch, with the script that submit writes."""
+    settings = conf.folder / "settings.json"
+    settings.write_text(settings_text(conf))
+    script = conf.folder / "job.sbatch"
+    script.write_text(batch_script(conf, settings))
+    conf.path("LOG_DIR").mkdir(exist_ok=True)
+    return int(lab.output("sbatch", "--parsable", str(script)).partition(";")[0])
+
+
+def finished(lab: Lab, job: int) -> None:
+    """Wait until a job has left the queue and its nodes are free."""
+    until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
+
+
+def slurm_start(lab: Lab, folder: Path) -> float:
+    """Return the seconds from sbatch to the first iteration."""
+    conf = conf_in(folder)
+    begin_s = time.perf_counter()
+    job = submitted(lab, conf)
+    logs = conf.path("LOG_DIR") / str(job)
+    until(lambda: has_iterated(logs), "iteration")
+    took_s = time.perf_counter() - begin_s
+    lab.output("scancel", str(job))
+    finished(lab, job)
+    return took_s
+
+
+def torchrun_start(lab: Lab, folder: Path) -> float:
+    """Return the seconds from torchrun on both nodes to the first iteration."""
+    conf = conf_in(folder)
+    words = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
+    words += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
+    words += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
+    begin_s = time.perf_counter()
+    started = []
+    try:
+        for rank, name in enumerate(("n1", "n2")):
+            place = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
+            with (folder / f"{name}.out").open("wb") as out:
+                started.append(
+                    subprocess.Popen(
+                        [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)],
+                        env=lab.variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        until(lambda: has_iterated(folder), "iteration")
+        return time.perf_counter() - begin_s
+    finally:
+        for one in started:
+            with contextlib.suppress(psutil.Error):
+                for process in psutil.Process(one.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+            one.kill()
+            one.wait()
+
+
+def of_start(options: argparse.Namespace) -> Result:
+    """Part ``start``: both take turns."""
+    with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
+        alone, slurm = [], []
+        for turn in range(options.repetitions):
+            alone.append(torchrun_start(lab, Path(folder, f"alone{turn}")))
+            slurm.append(slurm_start(lab, Path(folder, f"slurm{turn}")))
+    more = [one - other for one, other in zip(slurm, alone, strict=True)]
+    rows = [
+        measured("start: torchrun alone to the first iteration", alone, unit="s"),
+        measured("start: sbatch to the first iteration", slurm, unit="s"),
+        Row(
+            what="start: sbatch takes longer by",
+            value=statistics.median(slurm) - statistics.median(alone),
+            unit="s",
+            goal=3,
+            samples=more,
+            note="difference of the medians",
+        ),
+    ]
+    return Result(rows=rows, facts={"start": {"alone_s": alone, "slurm_s": slurm}})
+
+
+def of_crash(_: argparse.Namespace) -> Result:
+    """Part ``crash``: a node ends in several ways."""
+    named: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    left: list[str] = []
+    with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            named[way], ended[way], orphans = lost_node(lab, Path(folder, way), way)
+            left += orphans
+    rows = [
+        Row(
+            what="crash: node lost to its name in the monitor, longest",
+            value=max(named.values()),
+            unit="s",
+            goal=30,
+            note=", ".join(f"{way} {value:.1f} s" for way, value in named.items()),
+        ),
+        Row(
+            what="crash: node lost to the end of the job, longest",
+            value=max(ended.values()),
+            unit="s",
+            note="Slurm's SlurmdTimeout is 15 s here",
+        ),
+        Row(what="crash: processes left", value=len(left), goal=0, note="; ".join(left)[:200]),
+    ]
+    return Result(rows=rows, facts={"crash": {"named_s": named, "ended_s": ended}})
+
+
+def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
+    """Lose the second node of a job; returns seconds to its name and to the end, and orphans."""
+    conf = conf_in(folder)
+    job = submitted(lab, conf)
+    logs = conf.path("LOG_DIR")
+    until(lambda: has_iterated(logs / str(job)), "iteration")
+    held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
+    node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
+    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "megatron.adaptive", "status"]
+    words += [str(job), "--json", "--log-dir", str(logs)]
+
+    def is_named() -> bool:
+        told = json.loads(lab.run(words).stdout)
+        errors = [line for one in told["nodes"] for line in one["errors"]]
+        return node in told["lost"] or any(f"node {node}" in line for line in errors)
+
+    begin_s = time.perf_counter()
+    getattr(lab, way)(node)
+    until(is_named, f"name of {node}")
+    named_s = time.perf_counter() - begin_s
+    finished(lab, job)
+    ended_s = time.perf_counter() - begin_s
+    if way == "unplug":
+        lab.plug(node)
+    else:
+        lab.boot(node)
+
+    def left() -> list[str]:
+        return [
+            f"{way}: {name} {one.name()}" for name, _ in lab.nodes for one in lab.processes(name)
+        ]
+
+    try:
+        until(lambda: not left(), "end of its processes", LEFT_S)
+    except LateError:
+        return named_s, ended_s, left()
+    until(
+        lambda: len(lab.output("sinfo", "-hN", "-p", "all", "-t", "idle").split("\n")) > 2, "node"
+    )
+    return named_s, ended_s, []
+
+
+def of_status(options: argparse.Namespace) -> Result:
+    """Part ``status``: made-up logs, half of each file as long as a run leaves it."""
+    with tempfile.TemporaryDirectory() as folder:
+        nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
+        words = [sys.executable, "-m", "megatron.adaptive", "status", "pods-1", "--json"]
+        took = []
+        for _ in range(5):
+            begin_s = time.perf_counter()
+            done = subprocess.run(
+                [*words, "--log-dir", folder],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            took.append(time.perf_counter() - begin_s)
+            told = json.loads(done.stdout)
+            if len(told["nodes"]) != NODES or told["iteration"] != 20_000:
+                raise LateError(f"the monitor did not see all: {done.stdout[:300]}")
+    note = f"{NODES} nodes, {nbytes / 1e9:.2f} GB"
+    rows = [measured("status: time of an answer", took, unit="s", goal=2, note=note)]
+    return Result(rows=rows, facts={"status": {"seconds": took, "bytes": nbytes}})
+
+
+def write_logs(folder: Path, nbytes: int) -> int:
+    """Write the logs of a job of many nodes; returns their size."""
+    folder.mkdir()
+    now_s = time.time()
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now_s - 2))
+    start = f"=== {stamp} node 0 starts\n"
+    line = (
+        f" [{stamp}] iteration {{:8d}}/   50000 | consumed samples: 8 | elapsed time per iteration "
+        "(ms): 812.5 | global batch size:    64 | lm loss: 5.0E+00 | tokens/s/rank: 250.0 |\n"
+    )
+    sample = {
+        "unix_s": now_s,
+        "gpus": [
+            {
+                "index": index,
+                "used_percent": 90,
+                "memory_used_bytes": 1 << 30,
+                "memory_total_bytes": 1 << 34,
+                "pids": [1],
+            }
+            for index in range(8)
+        ],
+        "processes": [{"pid": 1, "cpu_percent": 99.0, "memory_bytes": 1 << 30}] * 8,
+    }
+    each = nbytes // NODES
+    filler = "".join(line.format(number) for number in range(1, 20_001))
+    noise = "NCCL INFO: a line of a library that says much and means little, UserWarning or not\n"
+    for rank in range(NODES):
+        name = f"node{rank:02d}"
+        text = filler if rank == NODES - 1 else noise * 1000
+        body = text * max(1, each // 2 // len(text))
+        (folder / f"{name}.out").write_text(start + body)
+        (folder / f"{name}.err").write_text(start + noise * (each * 3 // 8 // len(noise)))
+        row = json.dumps(sample) + "\n"
+        (folder / f"{name}.gpu").write_text(row * max(1, each // 8 // len(row)))
+    record = {"conf": {"NNODES": str(NODES)}, "world_size": 512, "processes": [8] * NODES}
+    (folder / "run.json").write_text(json.dumps(record))
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    "start": of_start,
+    "crash": of_crash,
+    "status": of_status,
+}
+OF_LAB = ("start", "crash")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer turns, within ten minutes")
+    parser.add_argument("--json", type=Path, help="also write everything measured here")
+    parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--repetitions", type=int, help="of part start, at least 3")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of part status (1)")
+    options = parser.parse_args(arguments)
+    options.repetitions = max(3, options.repetitions or (3 if options.quick else 7))
+    return options
+
+
+def result_of(part: str, options: argparse.Namespace) -> Result:
+    """Measure a part; what cannot be measured here is a row that says why."""
+    reason = slurm_lab.why_not(accounting=True) if part in OF_LAB else None
+    if reason is not None:
+        return Result(rows=[missing(part, reason)])
+    try:
+        return PARTS[part](options)
+    except LateError as error:
+        return Result(rows=[Row(what=part, value=None, goal=0, note=str(error))])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; returns 1 where a goal is missed."""
+    options = parse(arguments)
+    busy = others_busy()
+    processors = len(os.sched_getaffinity(0))
+    print(
+        f"{platform.machine()}, {processors} processors, kernel {platform.release()}, "
+        f"busy with other programs: {busy:.0%}\n",
+        flush=True,
+    )
+    if busy > BUSY:
+        print(
+            f"warning: other programs use {busy:.0%} of the processors: do not trust the times",
+            file=sys.stderr,
+        )
+    total = Result()
+    for part in options.part:
+        begin_s = time.perf_counter()
+        found = result_of(part, options)
+        total.add(found)
+        took_s = time.perf_counter() - begin_s
+        print(f"### {part}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
+    if options.json is not None:
+        result = {"rows": [row.as_dict() for row in total.rows], **total.facts}
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row.met is False for row in total.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"use strict";
+const TOLD = JSON.parse(document.getElementById("told").textContent);
+const at = (id) => document.getElementById(id);
+const MANY_RANKS = 16, ROW_PX = 22, CONFIG = { responsive: true, displaylogo: false };
+
+function element(parent, name, text, kind) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (kind) made.className = kind;
+  parent.append(made);
+  return made;
+}
+
+function table(id, heads, rows, empty) {
+  if (!rows.length) return void at(id).replaceWith(element(document.body, "p", empty, "none"));
+  const head = element(at(id), "tr");
+  for (const text of heads) element(head, "th", text);
+  for (const [kind, ...cells] of rows) {
+    const row = element(at(id), "tr", undefined, kind);
+    cells.forEach((text, place) => element(row, "td", text, place < 2 ? "word" : ""));
+  }
+}
+
+function layout(x, y, more) {
+  return { height: 260, margin: { l: 64, r: 12, t: 30, b: 40 }, hovermode: "closest",
+    xaxis: { title: { text: x } }, yaxis: { title: { text: y }, rangemode: "tozero" },
+    showlegend: true, legend: { orientation: "h", y: 1.12 }, ...more };
+}
+
+function draw(id, traces, shape, empty) {
+  if (!traces.some((trace) => (trace.x || trace.z || []).some((value) => value !== null))) {
+    Plotly.purge(at(id));
+    at(id).replaceChildren();
+    return void element(at(id), "p", empty, "none");
+  }
+  at(id).querySelectorAll("p.none").forEach((line) => line.remove());
+  Plotly.react(at(id), traces, shape, CONFIG);
+}
+
+function line(name, x, y, more) {
+  return { type: "scatter", mode: x.length > 1 ? "lines" : "markers", name, x, y, ...more };
+}
+
+function curve(id, column, name, unit, more) {
+  const values = TOLD.curves[column], x = TOLD.curves.iteration;
+  const known = values.some((value) => value !== null);
+  const resumed = TOLD.starts.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper",
+    y0: 0, y1: 1, line: { color: "#a4262c", width: 1, dash: "dot" } }));
+  draw(id, known ? [line(name, x, values)] : [], layout("iteration", unit,
+    { showlegend: false, shapes: resumed, ...more }), "The logs say nothing of it.");
+}
+
+// The first iteration of a start takes long: it does not set the height at first.
+function usual(values) {
+  const known = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const high = known[Math.floor(0.97 * (known.length - 1))] * 1.3;
+  return known[known.length - 1] > 2 * high ? { range: [0, high] } : { rangemode: "tozero" };
+}
+
+function times() {
+  const traces = TOLD.traces, ms = { title: { text: "ms" }, ...usual(TOLD.curves.ms) };
+  if (!traces) return curve("times", "ms", "iteration", "ms", { yaxis: ms });
+  const x = traces.iterations;
+  if (traces.ranks.length <= MANY_RANKS) {
+    const drawn = traces.rank_ms.map((row, place) => line(traces.labels[place], x, row));
+    drawn.push(line("as logged, update included", TOLD.curves.iteration, TOLD.curves.ms,
+      { line: { color: "#9a9aa0", dash: "dot" } }));
+    return draw("times", drawn, layout("iteration", "ms", { yaxis: ms }), "");
+  }
+  draw("times", [{ type: "heatmap", x, y: traces.labels, z: traces.rank_ms, colorscale: "Viridis",
+    colorbar: { title: { text: "ms" } } }], layout("iteration", "", { height:
+    Math.min(900, 120 + 12 * traces.ranks.length), margin: { l: 220, r: 12, t: 8, b: 40 } }), "");
+}
+
+function use() {
+  const chosen = at("used").value ? [at("used").value] : Object.keys(TOLD.use);
+  const percent = [], memory = [];
+  for (const name of chosen) {
+    const node = TOLD.use[name], when = node.unix_ms.map((ms) => new Date(ms));
+    percent.push(line(`${name} processes`, when, node.cpu_percent));
+    memory.push(line(`${name} processes`, when, node.gib));
+    for (const [index, gpu] of Object.entries(node.gpus)) {
+      percent.push(line(`${name} GPU ${index}`, when, gpu.percent));
+      memory.push(line(`${name} GPU ${index}`, when, gpu.gib));
+    }
+  }
+  const none = "No node wrote samples of its use.";
+  draw("percent", percent, layout("", "% of one CPU or GPU"), none);
+  draw("memory", memory, layout("", "memory, GiB"), none);
+}
+
+function timeline() {
+  const traces = TOLD.traces, step = traces.steps[at("step").selectedIndex];
+  const node = TOLD.nodes[at("node").selectedIndex - 1];
+  const shown = (row) => !node ||
+    (traces.ranks[row] >= node.first && traces.ranks[row] < node.first + node.count);
+  const rows = traces.ranks.map((_, row) => row).filter(shown), bars = [];
+  for (const [number, columns] of Object.entries(step.bars)) {
+    const category = traces.categories[number], x = [], base = [], y = [], text = [];
+    columns.row.forEach((row, place) => {
+      if (!shown(row)) return;
+      x.push(columns.length[place]);
+      base.push(columns.start[place]);
+      y.push(row);
+      const microbatch = columns.microbatch[place];
+      text.push(category.name + (microbatch < 0 ? "" : `, microbatch ${microbatch}`));
+    });
+    bars.push({ type: "bar", orientation: "h", name: category.name, x, base, y, text, width: 0.8,
+      textposition: "none", marker: { color: category.color, line: { width: 0 } },
+      showlegend: category.in_legend, hovertemplate: "%{text}<br>%{base:.2f} ms, %{x:.3f} ms long" +
+      "<extra></extra>" });
+  }
+  draw("timeline", bars, layout("ms", "", { barmode: "overlay", hovermode: "closest",
+    height: 110 + ROW_PX * Math.max(3, rows.length), plot_bgcolor: "#fff",
+    margin: { l: 220, r: 12, t: 36, b: 40 }, yaxis: { tickmode: "array", tickvals: rows,
+      ticktext: rows.map((row) => traces.labels[row]), autorange: false,
+      range: [rows[rows.length - 1] + 0.6, rows[0] - 0.6] } }), "No rank of it wrote a trace.");
+}
+
+function choices(id, names, redraw) {
+  for (const [name, value] of names) element(at(id), "option", name).value = value;
+  at(id).addEventListener("change", redraw);
+}
+
+at("title").textContent = TOLD.title;
+for (const [name, value] of TOLD.facts) {
+  element(at("facts"), "dt", name);
+  element(at("facts"), "dd", value);
+}
+table("settings", ["variable", "requested", "effective", "meaning"], TOLD.settings.map((one) =>
+  [one.differs ? "differs" : "", one.name, one.requested,
+    one.effective + (one.differs ? " (differs)" : ""), one.meaning]), "run.json is missing.");
+{
+  const rows = TOLD.messages.map((one) => [one.kind, one.kind, one.node, one.text, one.count]);
+  if (rows.length) table("messages", ["", "node", "line", "times"], rows);
+  else at("messages").outerHTML = '<p class="none">none</p>';
+}
+curve("loss", "loss", "loss", "loss", { yaxis: { title: { text: "loss" } } });
+curve("throughput", "tokens_per_s", "tokens/s", "tokens/s of all ranks");
+times();
+choices("used", [["all", ""], ...Object.keys(TOLD.use).map((name) => [name, name])], use);
+use();
+if (TOLD.traces) {
+  choices("step", TOLD.traces.steps.map((step) => [step.iteration, step.iteration]), timeline);
+  choices("node", [["all nodes", ""], ...TOLD.nodes.map((node) => [node.name, node.name])],
+    timeline);
+  at("step").selectedIndex = TOLD.traces.typical;
+  timeline();
+} else at("pipeline").remove();
+for (const note of TOLD.notes) element(at("notes"), "p", note);
+document.body.dataset.ready = "yes";

@@ -1,0 +1,93 @@
+"""The manifest for Kubernetes: fields and values that JobSet has, and parts that fit each other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.launch.command import check_trainer
+from megatron.adaptive.launch.conf import load_conf
+
+from .schema import mistakes
+
+yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((Path(__file__).parent / "jobset.schema.json").read_text())
+
+
+@pytest.fixture
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "examples/kubernetes/jobset.yaml").read_text()))
+
+
+def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return found
+
+
+def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = job_of(jobset)["template"]["spec"]
+    return found
+
+
+def test_it_has_only_fields_and_values_that_there_are(manifests: list[dict[str, Any]]) -> None:
+    settings, jobset = manifests
+    assert (settings["apiVersion"], settings["kind"]) == ("v1", "ConfigMap")
+    assert list(mistakes(jobset, SCHEMA)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda one: one.update(kind="Jobset"), "$.kind"),
+        (lambda one: one["spec"].update(replicatedJob=[]), "no field replicatedJob"),
+        (lambda one: one["spec"].pop("replicatedJobs"), "replicatedJobs is missing"),
+        (lambda one: job_of(one).update(completions="2"), "'2' is no integer"),
+        (lambda one: job_of(one).update(completionMode="indexed"), "completionMode"),
+        (lambda one: pod_of(one).update(restartPolicy="Always"), "restartPolicy"),
+        (lambda one: pod_of(one)["containers"][0].pop("name"), "name is missing"),
+        (lambda one: pod_of(one)["containers"][0].update(command="bash"), "no array"),
+        (lambda one: pod_of(one)["volumes"][1]["emptyDir"].update(sizeLimit="16 G"), "sizeLimit"),
+        (lambda one: one["metadata"].update(name="GPT"), "$.metadata.name"),
+    ],
+)
+def test_the_schema_finds_mistakes(
+    change: Callable[[dict[str, Any]], Any], expected: str, manifests: list[dict[str, Any]]
+) -> None:
+    jobset = copy.deepcopy(manifests[1])
+    change(jobset)
+    (found,) = mistakes(jobset, SCHEMA)
+    assert expected in found
+
+
+def test_its_parts_fit_each_other(manifests: list[dict[str, Any]], tmp_path: Path) -> None:
+    settings, jobset = manifests
+    job, pod = job_of(jobset), pod_of(jobset)
+    (container,) = pod["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    path = tmp_path / "conf.sh"
+    path.write_text(settings["data"]["conf.sh"])
+    conf = load_conf(path, [f"NPROC_PER_NODE={gpus}"])
+    assert conf.nodes == job["completions"] == job["parallelism"]
+    assert job["completionMode"] == "Indexed"
+    check_trainer(conf, conf.world_size or 0, tmp_path)
+    assert all(conf[name].startswith("/shared/") for name in ("LOG_DIR", "CHECKPOINT_DIR"))
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert pod["volumes"][0]["configMap"]["name"] == settings["metadata"]["name"]
+    script = container["command"][-1]
+    job_name, name = jobset["spec"]["replicatedJobs"][0]["name"], jobset["metadata"]["name"]
+    assert f"--master-addr {name}-{job_name}-0-0.{name} " in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    options = re.findall(r" (--[a-z-]+)", script)
+    known = (ROOT / "megatron/adaptive/cli/node.py").read_text()
+    assert options
+    assert all(f'"{option}"' in known for option in options)
