@@ -14,7 +14,7 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmarks]
-                       [--print-python]
+                       [--examples] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
@@ -26,6 +26,7 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmar
   --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
                   not started (Debian 12)
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
+  --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
   --print-python  only print the Python that is or would be used; set nothing up
 TEXT
 }
@@ -45,6 +46,7 @@ views=0
 lab=0
 slurm=0
 benchmarks=0
+examples=0
 print_only=0
 for argument in "$@"; do
   case $argument in
@@ -54,6 +56,7 @@ for argument in "$@"; do
     --lab) lab=1 ;;
     --slurm) slurm=1 ;;
     --benchmarks) benchmarks=1 ;;
+    --examples) examples=1 ;;
     --print-python) print_only=1 ;;
     -h | --help)
       usage
@@ -114,6 +117,7 @@ look_at() {
   missing=() keep=() tool=() conflict=()
   if ((test)); then flags+=(--test); fi
   if ((benchmarks)); then flags+=(--benchmarks); fi
+  if ((examples)); then flags+=(--examples); fi
   # An environment of our own has our versions, not just versions that do.
   if [[ $1 == "$venv/"* ]] &&
     ! grep -qsi 'include-system-site-packages *= *true' "$venv/pyvenv.cfg"; then
@@ -172,7 +176,8 @@ fingerprint() {
       "${slurm_packages[*]}" "${benchmark_packages[*]}" \
       "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
     command -v c++ g++ || true
-    sha256sum requirements.txt requirements-test.txt requirements-benchmarks.txt
+    sha256sum requirements.txt requirements-gpu.txt requirements-test.txt \
+      requirements-benchmarks.txt requirements-examples.txt
     sha256sum pyproject.toml setup.py
     find csrc -type f \( -name '*.h' -o -name '*.cc' \) -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1

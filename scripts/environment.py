@@ -73,7 +73,9 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "torch", str(int(installed_version("torch") is not None))
 
 
-def packages(*, exact: bool, test: bool, benchmarks: bool = False) -> Iterator[tuple[str, str]]:
+def packages(
+    *, exact: bool, test: bool, benchmarks: bool = False, examples: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yields what is missing, in conflict and to be kept.
 
     Args:
@@ -81,16 +83,21 @@ def packages(*, exact: bool, test: bool, benchmarks: bool = False) -> Iterator[t
             otherwise whatever the project accepts may stay.
         test: include the tools that run the tests and checks.
         benchmarks: include the libraries that benchmarks compare with.
+        examples: include the libraries whose models the examples train; the tests do so too.
     """
     with (ROOT / "pyproject.toml").open("rb") as file:
         project: dict[str, Any] = tomllib.load(file)
     accepted = {name_of(r): r for r in map(Requirement, project["project"]["dependencies"])}
     tools = {name_of(r): r for r in map(Requirement, project["build-system"]["requires"])}
     wanted = list(pins(ROOT / "requirements.txt"))
+    if Path("/dev/nvidiactl").exists():
+        wanted += pins(ROOT / "requirements-gpu.txt")
     if test:
         wanted += pins(ROOT / "requirements-test.txt")
     if benchmarks:
         wanted += pins(ROOT / "requirements-benchmarks.txt")
+    if examples or test:
+        wanted += pins(ROOT / "requirements-examples.txt")
     for pin in wanted:
         name = name_of(pin)
         found = installed_version(name)
@@ -112,13 +119,17 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")
     parser.add_argument("--benchmarks", action="store_true", help="include what they compare with")
+    parser.add_argument("--examples", action="store_true", help="include models for examples")
     arguments = parser.parse_args()
     for key, value in environment():
         print(f"{key}={value}")
     if not HAS_PIP:
         return
     for key, value in packages(
-        exact=arguments.exact, test=arguments.test, benchmarks=arguments.benchmarks
+        exact=arguments.exact,
+        test=arguments.test,
+        benchmarks=arguments.benchmarks,
+        examples=arguments.examples,
     ):
         print(f"{key}={value}")
 

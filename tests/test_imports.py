@@ -16,6 +16,7 @@ WITHOUT_TORCH = [
     "megatron.adaptive.extension",
     "megatron.adaptive.config",
     "megatron.adaptive.launch",
+    "megatron.adaptive.planner",
     "megatron.adaptive.schedule",
     "megatron.adaptive.trace",
 ]

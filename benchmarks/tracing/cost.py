@@ -1,7 +1,9 @@
 """What tracing costs a real small GPT on four processes; by itself, one rank of it.
 
-One job trains in blocks of steps that are traced or not, in turns, so that whatever else the
-machine does hits both alike. A traced block ends when its spans are in the file.
+One job trains steps that are traced or not, in turns, so that whatever else the machine does hits
+both alike. A traced step ends when its spans are in the file. Both the time on the clock and the
+processor time of all ranks are taken: who waits for whom changes the former by some percent from
+step to step, the latter hardly, so that a fraction of a percent shows in it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
-BLOCK = 5
-"""Steps of a block."""
+ORDERS = ((True, False, False, True), (False, True, True, False))
+"""Whether each step of a round is traced: what drifts evenly hits both kinds alike."""
 
 WARMUPS = 4
 MODEL = (
@@ -38,11 +40,12 @@ def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
     """Take turns.
 
     Args:
-        rounds: pairs of blocks.
+        rounds: of two traced and two other steps each.
         limit_s: everything is killed after it.
 
     Returns:
-        ``traced_s`` and ``plain_s``, seconds per step of each pair, and ``spans`` per step.
+        ``traced_s`` and ``plain_s``, seconds per step of each round; ``traced_cpu_s`` and
+        ``plain_cpu_s``, the same of processor time over all ranks; and ``spans`` per step.
 
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
@@ -75,9 +78,9 @@ def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
         return result
 
 
-def ratios(result: dict[str, Any]) -> list[float]:
-    """Traced by plain, pair by pair."""
-    pairs = zip(result["traced_s"], result["plain_s"], strict=True)
+def ratios(result: dict[str, Any], unit: str = "s") -> list[float]:
+    """Traced by plain, round by round; ``unit`` is ``s`` or ``cpu_s``."""
+    pairs = zip(result[f"traced_{unit}"], result[f"plain_{unit}"], strict=True)
     return [traced / plain for traced, plain in pairs]
 
 
@@ -118,12 +121,23 @@ class Rank:
         """Take turns; returns seconds per step, of all ranks together."""
         for number in range(WARMUPS):
             self._train(is_traced=number % 2 == 0)
-        times: dict[bool, list[float]] = {True: [], False: []}
+        walls: dict[bool, list[float]] = {True: [], False: []}
+        processors: dict[bool, list[float]] = {True: [], False: []}
         for number in range(rounds):
-            # Who goes first takes turns as well.
-            for is_traced in (True, False) if number % 2 == 0 else (False, True):
-                times[is_traced].append(self._block(is_traced))
-        return {"traced_s": times[True], "plain_s": times[False]}
+            sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
+            for is_traced in ORDERS[number % 2]:
+                for at, seconds in enumerate(self._timed(is_traced=is_traced)):
+                    sums[is_traced][at] += seconds / 2
+            for is_traced, (wall, processor) in sums.items():
+                walls[is_traced].append(wall)
+                processors[is_traced].append(processor)
+        cpu = {is_traced: self._of_all_ranks(values) for is_traced, values in processors.items()}
+        return {
+            "traced_s": walls[True],
+            "plain_s": walls[False],
+            "traced_cpu_s": cpu[True],
+            "plain_cpu_s": cpu[False],
+        }
 
     @property
     def is_first(self) -> bool:
@@ -143,20 +157,29 @@ class Rank:
         dist.barrier(group=self._job.control_group)
         end_job()
 
-    def _block(self, is_traced: bool) -> float:
+    def _timed(self, *, is_traced: bool) -> tuple[float, float]:
+        """One step; returns its seconds of all ranks and the processor seconds of this one."""
         import torch.distributed as dist
 
         group = self._job.control_group
         recorder: Any = self._run.tracing.recorder
         dist.barrier(group=group)
-        start = time.perf_counter()
-        for _ in range(BLOCK):
-            self._train(is_traced=is_traced)
-        # What the writer has not written would be the next block's.
+        start, processor = time.perf_counter(), time.process_time()
+        self._train(is_traced=is_traced)
+        # What the writer has not written would be the next step's.
         while not recorder._queue.empty():
             time.sleep(0.0002)
+        processor = time.process_time() - processor
         dist.barrier(group=group)
-        return (time.perf_counter() - start) / BLOCK
+        return time.perf_counter() - start, processor
+
+    def _of_all_ranks(self, seconds: list[float]) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(total, group=self._job.control_group)
+        return [float(value) for value in total]
 
     def _train(self, *, is_traced: bool) -> None:
         self._iteration += 1
@@ -169,7 +192,7 @@ class Rank:
 def main() -> None:
     """Be one rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, required=True, help="pairs of blocks")
+    parser.add_argument("--rounds", type=int, required=True, help="of four steps each")
     parser.add_argument("--output", type=Path, required=True, help="where the result goes")
     parser.add_argument("--traces", type=Path, required=True, help="folder for traces")
     options = parser.parse_args()

@@ -2,7 +2,8 @@
 
 :func:`install` puts the pipeline engine of this package into a Megatron-LM that is used as it is,
 :func:`add_arguments` gives it flags; see ``docs/plugin.md``. Importing this module costs nothing:
-the two are loaded when they are first named.
+what it names is loaded when it is first used. :class:`Pipeline` trains any module in which
+:class:`CutPoint` marks where it may be cut; see ``docs/cutpoint.md``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.adaptive.cutpoint import CutPoint, Pipeline
     from megatron.adaptive.plugin import add_arguments, install, uninstall
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "add_arguments", "install", "uninstall"]
+__all__ = ["__version__", "CutPoint", "Pipeline", "add_arguments", "install", "uninstall"]
+
+_HOMES = {
+    **dict.fromkeys(("add_arguments", "install", "uninstall"), "plugin"),
+    **dict.fromkeys(("CutPoint", "Pipeline"), "cutpoint"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("megatron.adaptive.plugin"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,9 +14,13 @@ _SUBCOMMANDS = {
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": ("make_corpus", "make training data from Python's own sources"),
     "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
+    "plan": ("plan", "find the best ways to train a model on a cluster"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
+    "profile": ("profile", "measure layers and links for the planner"),
     "process-trace": ("process_trace", "aggregate a run's traces"),
+    "report": ("report", "write one page about a job after its run"),
+    "run": ("run", "a job that goes on in another shape when machines come and go"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
     "status": ("status", "tell how a job is; get_result.sh calls it"),
@@ -24,6 +28,7 @@ _SUBCOMMANDS = {
     "top": ("top", "show what a run does at this moment"),
     "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),
     "transport": ("transport", "check what can connect two nodes, and how fast"),
+    "validate": ("validate", "how well the planner predicts runs that were measured"),
     "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
 }
 

@@ -47,7 +47,7 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = ["write_page"]
+__all__ = ["plotly_js", "write_page"]
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -99,7 +99,7 @@ def write_page(
     """
     for iteration in iterations:
         run.require_iteration(iteration)
-    plotly = _plotly_js()
+    plotly = plotly_js()
     if figures is None:
         ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
         figures = run_figures(run, iterations, ranks=ranks)
@@ -124,7 +124,12 @@ def write_page(
     return notes
 
 
-def _plotly_js() -> str:
+def plotly_js() -> str:
+    """Return the code of plotly.js.
+
+    Raises:
+        SetupError: plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
