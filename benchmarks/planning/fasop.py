@@ -109,10 +109,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         folder: FASOP's data set.
     """
     data = Fasop(folder)
-    return [*_neutral(data), *_own(folder), *_front(data, folder)]
+    return [*neutral_rows(data), *_own(folder), *_front(data, folder)]
 
 
-def _neutral(data: Fasop) -> list[dict[str, Any]]:
+def neutral_rows(data: Fasop) -> list[dict[str, Any]]:
+    """Its six cases: both best plans by one simulation."""
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
         run = data.run(name)

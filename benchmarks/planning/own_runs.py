@@ -3,8 +3,8 @@
     python benchmarks/planning/own_runs.py [--quick] [--json FILE]
 
 Runs of at most as many processes as there are cores are traced and a profile is fitted to them;
-the plans are other runs. Other programs on the machine disturb all of them: only iterations count
-during which others took little of it.
+the plans are other runs, between them. Other programs on the machine disturb all of them: only
+iterations count during which others took little of it, and all is done in three rounds.
 """
 
 from __future__ import annotations
@@ -339,41 +339,62 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
 
 def measure(quick: bool = False) -> list[dict[str, Any]]:
     """Run everything; one record for each plan."""
-    iterations = 10 if quick else 18
+    iterations, rounds = (10, 1) if quick else (10, 3)
     plans = PLANS[::3] if quick else PLANS
     model = small_gpt()
-    with tempfile.TemporaryDirectory() as folder:
-        taught = []
-        for i, shape in enumerate(TEACHERS):
-            done = run(shape, Path(folder) / f"teacher{i}", iterations)
-            print(f"teacher {shape}: {done.step_s:.3f} s", flush=True)
-            taught.append(
+    seen: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in plans}
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            done = {
+                shape: run(shape, Path(folder) / f"{i}", iterations)
+                for i, shape in enumerate(in_turn(TEACHERS, plans))
+            }
+            taught = [
                 TracedRun(
-                    trace=done.trace, micro_batch=shape.micro_batch, iterations=done.iterations
+                    trace=done[shape].trace,
+                    micro_batch=shape.micro_batch,
+                    iterations=done[shape].iterations,
                 )
-            )
-        profile = calibrate(model, taught)
-        records = []
-        for i, shape in enumerate(plans):
-            done = run(shape, Path(folder) / f"plan{i}", iterations)
+                for shape in TEACHERS
+            ]
+            profile = calibrate(model, taught)
+        for shape in plans:
             predicted = predicted_s(shape, model, profile)
-            record = {"plan": str(shape), "measured_s": done.step_s, "predicted_s": predicted}
-            records.append({**record, "spread": done.spread, "quiet": len(done.iterations)})
+            seen[shape].append((done[shape].step_s, predicted))
             print(
-                f"{shape}: measured {done.step_s:.3f} s (+-{done.spread / 2:.0%}), predicted"
-                f" {predicted:.3f} s, {predicted / done.step_s - 1:+.1%}",
+                f"round {number + 1}, {shape}: measured {done[shape].step_s:.3f} s"
+                f" (+-{done[shape].spread / 2:.0%}), predicted {predicted:.3f} s,"
+                f" {predicted / done[shape].step_s - 1:+.1%}",
                 flush=True,
             )
-    return records
+    return [_record(shape, pairs) for shape, pairs in seen.items()]
+
+
+def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
+    """Teachers spread among the plans: the machine gets faster and slower by the minute."""
+    order: list[Shape] = []
+    for i, teacher in enumerate(teachers):
+        begin, end = (len(plans) * k // len(teachers) for k in (i, i + 1))
+        order += [teacher, *plans[begin:end]]
+    return order
+
+
+def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Medians over the rounds; the error is that of the rounds, for each has its own speed."""
+    return {
+        "plan": str(shape),
+        "measured_s": statistics.median(measured for measured, _ in pairs),
+        "predicted_s": statistics.median(predicted for _, predicted in pairs),
+        "error": statistics.median(predicted / measured - 1 for measured, predicted in pairs),
+    }
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures of the runs beside their goals."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
-    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     chosen = measured[predicted.index(min(predicted))] / min(measured) - 1
-    error = statistics.median(errors)
+    error = statistics.median(abs(record["error"]) for record in records)
     order = rank_correlation(predicted, measured)
     name = f"own CPU runs, {len(records)} plans"
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -42,16 +43,23 @@ def test_as_many_replicas_as_twice_the_cores_take_twice_as_long(
 
 def test_goals_are_judged() -> None:
     records = [
-        {"measured_s": 1.0, "predicted_s": 1.2},
-        {"measured_s": 1.1, "predicted_s": 1.1},
-        {"measured_s": 3.0, "predicted_s": 3.1},
+        {"measured_s": 1.0, "predicted_s": 1.2, "error": 0.2},
+        {"measured_s": 1.1, "predicted_s": 1.1, "error": 0.0},
+        {"measured_s": 3.0, "predicted_s": 3.1, "error": -0.07},
     ]
     error, chosen, order = own_runs.summary(records)
-    assert error["measured"] == pytest.approx(0.1 / 3)
+    assert error["measured"] == pytest.approx(0.07)
     assert error["met"]
     assert chosen["measured"] == pytest.approx(0.1)
     assert not chosen["met"]
     assert order["measured"] == pytest.approx(0.5)
+
+
+def test_teachers_run_between_the_plans() -> None:
+    order = own_runs.in_turn(own_runs.TEACHERS, own_runs.PLANS)
+    assert sorted(map(str, order)) == sorted(map(str, own_runs.TEACHERS + own_runs.PLANS))
+    places = [i for i, shape in enumerate(order) if shape in own_runs.TEACHERS]
+    assert all(2 <= b - a <= 4 for a, b in itertools.pairwise(places))
 
 
 def test_the_watch_tells_own_work_from_that_of_others() -> None:

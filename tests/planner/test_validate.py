@@ -104,7 +104,7 @@ def test_sets_are_found_below_a_folder(tmp_path: Path) -> None:
         (["--data", "empty"], "no data set"),
         (["--data", "amp", "--set", "sailor mit"], "has amp homogeneous"),
         (["--data", "damaged"], "cannot be read"),
-        (["--data", "single"], "comparing needs two"),
+        (["--data", "single"], "comparing needs 2"),
         ([], "--data"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,8 @@ def _run(argv: Sequence[str]) -> int:
         corpus = make_corpus(spec, progress=progress)
     how = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
     print(f"corpus {how}: {corpus.jsonl}")
-    print(
-        f"train with --data-path {corpus.data_prefix} --vocab-file {corpus.vocab_file} "
-        f"--merge-file {corpus.merge_file}"
-    )
+    files = ("--data-path", corpus.data_prefix, "--vocab-file", corpus.vocab_file)
+    print(f"train with {shlex.join(map(str, (*files, '--merge-file', corpus.merge_file)))}")
     return 0
 
 

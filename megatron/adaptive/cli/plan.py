@@ -12,22 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cli.plan_calibrate import add_calibrate_arguments, calibrated
+from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
 from megatron.adaptive.config.partition import parse_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.cluster_file import read_cluster
 from megatron.adaptive.planner.files import quantity
-from megatron.adaptive.planner.gpus import known_gpu
 from megatron.adaptive.planner.model import RECOMPUTE, Model
-from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.objective import Objective
 from megatron.adaptive.planner.plan_file import plan_document, write_conf, write_plan
 from megatron.adaptive.planner.presets import PRESETS
@@ -36,7 +30,6 @@ from megatron.adaptive.planner.propose import (
     SCHEDULES,
     Proposal,
     Request,
-    complete_profile,
     propose,
 )
 from megatron.adaptive.planner.report import explain, table
@@ -51,26 +44,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an input is wrong, or nothing fits.
     """
     options = _parser().parse_args(argv)
-    told = None
-    if options.profile:
-        parts = [(str(path), profile_file.load(path)) for path in options.profile]
-        told = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
-    memories = {} if told is None else profile_file.measured_memory(told)
-    cluster = read_cluster(options.cluster, memories)
-    model = _model(options, cluster, told)
-    measured = None
-    if told is not None:
-        profile_file.check_model(told, model, " ".join(map(str, options.profile)))
-        told, strange = profile_file.renamed(told, {one.name: one.gpu for one in cluster.types})
-        if strange:
-            print(
-                f"links measured between nodes of type {', '.join(strange)} are not used: the"
-                " cluster has no such type",
-                file=sys.stderr,
-            )
-        measured = profile_file.make_profile(told)
-    measured = calibrated(options, model, cluster, measured)
-    profile = complete_profile(measured, model, cluster)
+    given = read_inputs(options)
+    model, cluster, profile = given.model, given.cluster, given.profile
     request = _request(options, model)
     if options.pareto is not None:
         return _front(options, model, cluster, profile, request)
@@ -79,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(documents, indent=2))
     else:
-        _print(options, model, cluster, proposal, _guessed(profile, measured, cluster))
+        _print(options, model, cluster, proposal, _guessed(profile, given.measured, cluster))
     if options.output is not None:
         write_plan(documents[0], options.output)
     if options.conf is not None:
@@ -93,12 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Find the best ways to train a model on a cluster; see docs/planner.md.",
     )
     add = parser.add_argument
-    add("--model", required=True, help="name (gpt2-xl, llama2-70b, t5-3b, ...), arguments, file")
-    add("--cluster", type=Path, required=True, metavar="FILE", help="nodes and links")
-    add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
+    add_input_arguments(parser, required=True)
     add("--global-batch-size", type=int, required=True, metavar="N", help="samples of a step")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
-    add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
     group = parser.add_argument_group("what is best")
     add = group.add_argument
     add("--objective", choices=("time", "cost"), default="time", help="least of it (%(default)s)")
@@ -107,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=float, metavar="X", help="most for the run of --tokens")
     add("--tokens", type=float, default=0.0, metavar="N", help="of the whole run, as in 300e9")
     _add_choices(parser)
-    add_calibrate_arguments(parser)
     group = parser.add_argument_group("output")
     add = group.add_argument
     add("--top", type=int, default=3, metavar="N", help="plans to print (%(default)s)")
@@ -135,20 +105,6 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", action="store_true", help="the run uses it")
     add("--all-nodes", action="store_true", help="leave no node out")
     add("--unequal", action="store_true", help="stages of unequal widths, to look at only")
-
-
-def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
-    """Read the model, in the precision of the profile, or the best that all GPUs have."""
-    fused = {"fused": True, "unfused": False, None: None}[options.attention]
-    parts = [known_gpu(node.gpu) for node in cluster.types]
-    default = "bf16"
-    if any(part is not None and "bf16" not in part.flops for part in parts):
-        default = "fp16"
-    if told is not None:
-        arguments = told["model"].get("arguments", ())
-        half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
-        default = told["model"].get("precision", half)
-    return read_model(options.model, options.precision, default=default, fused=fused)
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:

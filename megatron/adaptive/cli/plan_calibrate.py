@@ -20,7 +20,7 @@ from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.trace.read import RunTrace, read_run
 
-__all__ = ["add_calibrate_arguments", "calibrated"]
+__all__ = ["add_calibrate_arguments", "calibrated", "traced_run", "types_of_hosts"]
 
 PROGRESS = "progress.jsonl"
 
@@ -65,8 +65,8 @@ def calibrated(
     """
     if not options.calibrate:
         return profile
-    hosts = _hosts(options.calibrate_host, cluster)
-    runs = [_run(folder, model, cluster, hosts) for folder in options.calibrate]
+    hosts = types_of_hosts(options, cluster)
+    runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
     found = calibrate(model, runs)
     base = profile or Profile(model=model.name)
     return replace(
@@ -83,7 +83,13 @@ def calibrated(
     )
 
 
-def _hosts(given: Sequence[str], cluster: Cluster) -> dict[str, str]:
+def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:
+    """Node type by host, as ``--calibrate-host`` says it.
+
+    Raises:
+        ConfigError: it is not HOST=TYPE, or the cluster has no such type.
+    """
+    given: Sequence[str] = options.calibrate_host
     names = [node.name for node in cluster.types]
     hosts = {}
     for text in given:
@@ -97,14 +103,26 @@ def _hosts(given: Sequence[str], cluster: Cluster) -> dict[str, str]:
     return hosts
 
 
-def _run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
+def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
+    """A run with all that its traces do not say.
+
+    Args:
+        folder: of its traces, with the trainer's progress beside them.
+        model: that it trained.
+        cluster: whose node types its hosts are of.
+        hosts: node type by host; a cluster of one type needs none.
+
+    Raises:
+        ConfigError: the type of a host is not told, or it was another model.
+        TraceError: a trace is damaged.
+    """
     trace = read_run(folder)
     types = {node.name: node for node in cluster.types}
     nodes = {}
     for host in sorted({rank.header.host for rank in trace.ranks.values()}):
         if host not in hosts and len(types) > 1:
             raise ConfigError(
-                f"--calibrate {folder}: the cluster has several node types: say of which host"
+                f"{folder}: the cluster has several node types: say of which host"
                 f" {host} is, with --calibrate-host {host}=TYPE"
             )
         nodes[host] = hosts.get(host, next(iter(types)))
@@ -125,7 +143,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     ]
     if not tokens:
         raise ConfigError(
-            f"--calibrate {folder}: {PROGRESS} beside the traces does not say how many tokens a"
+            f"{folder}: {PROGRESS} beside the traces does not say how many tokens a"
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
@@ -135,7 +153,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
-            f"--calibrate {folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
+            f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
             f" microbatches, which are no samples of {model.tokens_per_sample} tokens: give the"
             " model that was trained"
         )

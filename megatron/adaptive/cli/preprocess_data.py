@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -118,7 +119,7 @@ def _run(argv: Sequence[str]) -> int:
         f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s a worker)"
     )
     for prefix in summary.prefixes:
-        print(f"train with --data-path {prefix}")
+        print(f"train with --data-path {shlex.quote(str(prefix))}")
     return 0
 
 

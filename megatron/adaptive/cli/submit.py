@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,5 +48,6 @@ def main(argv: Sequence[str]) -> int:
     make_folder(settings.parent, "LOG_DIR")
     job = submit(conf, script, settings)
     print(f"job {job}: logs in {logs / str(job)}")
-    print(f"watch it: bash {ROOT / 'get_result.sh'} {job} --log-dir {logs}", flush=True)
+    watch = shlex.join(["bash", str(ROOT / "get_result.sh"), str(job), "--log-dir", str(logs)])
+    print(f"watch it: {watch}", flush=True)
     return 0

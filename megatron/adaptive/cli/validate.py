@@ -1,8 +1,10 @@
 """``validate``: how well the planner predicts runs that were measured.
 
     python -m megatron.adaptive validate --data DIR [--set NAME] [--rows] [--json]
+    python -m megatron.adaptive validate --data DIR --model M --cluster FILE [--profile FILE]
 
-``DIR`` is the folder of a published data set, or of several.
+``DIR`` is the folder of a published data set, or of several; or of traces of one's own runs of
+model ``M`` on the cluster.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.cli.plan_inputs import add_input_arguments
+from megatron.adaptive.cli.validate_runs import find_runs, read_own_runs
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.datasets.measured import Measured
+from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.validate import Comparison, Row, compare, read_sets
 
 __all__ = ["main"]
+
+OWN = "own runs"
+_FEWEST = {OWN: 1}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,13 +37,13 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an option is wrong, or no data set was found.
     """
     options = _parser().parse_args(argv)
-    sets = read_sets(options.data)
+    sets = _sets(options)
     if options.set:
         known = ", ".join(sets)
         if options.set not in sets:
             raise ConfigError(f"--set {options.set}: {options.data} has {known}")
         sets = {options.set: sets[options.set]}
-    found = [compare(name, runs) for name, runs in sets.items()]
+    found = [compare(name, runs, fewest=_FEWEST.get(name, 2)) for name, runs in sets.items()]
     if options.json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
         return 0
@@ -48,6 +57,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _sets(options: argparse.Namespace) -> dict[str, list[Measured]]:
+    """Published sets, and runs of one's own as one more."""
+    own = find_runs(options.data) if options.data.is_dir() else {}
+    if not own:
+        return read_sets(options.data)
+    return {OWN: read_own_runs(own, options), **read_sets(options.data, needed=False)}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive validate",
@@ -58,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--set", metavar="NAME", help="only this one")
     add("--rows", action="store_true", help="also every run")
     add("--json", action="store_true", help="for programs")
+    add_input_arguments(parser, required=False)
+    group = parser.add_argument_group("how one's own runs ran, beside what their traces tell")
+    add = group.add_argument
+    add("--recompute", choices=RECOMPUTE, default="none", help="as they ran (%(default)s)")
+    for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
+        add(f"--{name}", action="store_true", help="they ran with it")
     return parser
 
 

@@ -98,11 +98,16 @@ class Comparison:
         return tuple(error for error in found if error is not None)
 
 
-def compare(name: str, runs: Sequence[Measured]) -> Comparison:
+def compare(name: str, runs: Sequence[Measured], fewest: int = 2) -> Comparison:
     """Predict every run of a set.
 
+    Args:
+        name: of the set.
+        runs: what was measured.
+        fewest: runs that must have a time.
+
     Raises:
-        ConfigError: fewer than two runs have a time, or one cannot be predicted.
+        ConfigError: fewer runs have a time, or one cannot be predicted.
     """
     rows = tuple(
         Row(
@@ -112,8 +117,8 @@ def compare(name: str, runs: Sequence[Measured]) -> Comparison:
         for one in runs
     )
     found = Comparison(name=name, rows=rows)
-    if len(found.timed) < 2:
-        raise ConfigError(f"{name}: {len(found.timed)} runs have a time: comparing needs two")
+    if len(found.timed) < fewest:
+        raise ConfigError(f"{name}: {len(found.timed)} runs have a time: comparing needs {fewest}")
     return found
 
 
@@ -133,11 +138,12 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     return ranks
 
 
-def read_sets(folder: Path) -> dict[str, list[Measured]]:
+def read_sets(folder: Path, needed: bool = True) -> dict[str, list[Measured]]:
     """Every published set in a folder or in the folders right below it.
 
     Args:
         folder: of one set, or of several folders of sets.
+        needed: whether there must be one.
 
     Raises:
         ConfigError: none is there, or a file of one is damaged.
@@ -150,7 +156,7 @@ def read_sets(folder: Path) -> dict[str, list[Measured]]:
         for name, (file, read) in _SETS.items():
             if (place / file).is_file():
                 found[name] = read(place)
-    if not found:
+    if needed and not found:
         files = ", ".join(file for file, _ in _SETS.values())
         raise ConfigError(f"{folder}: no data set: it has none of {files}, nor a folder below it")
     return found
