@@ -1,0 +1,15 @@
+"""The example of a cluster is one that the planner reads."""
+
+from pathlib import Path
+
+from megatron.adaptive.planner.cluster_file import read_cluster
+
+CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "planner" / "cluster.yaml"
+
+
+def test_its_nodes_and_links_are_understood() -> None:
+    cluster = read_cluster(CLUSTER)
+    assert [(node.name, node.gpus) for node in cluster.types] == [("a100", 4), ("a10", 4)]
+    assert cluster.num_gpus == 32
+    assert cluster.link(0, 1).bytes_per_s == 25e9 / 8
+    assert cluster.link(1, 2).bytes_per_s == 40e9 / 8
