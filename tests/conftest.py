@@ -1,0 +1,9 @@
+"""What all tests rely on."""
+
+from __future__ import annotations
+
+import signal
+
+# A shell's background job ignores Ctrl-C, and so would all programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
