@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -87,7 +88,7 @@ class Checkpointer:
                 planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=mesh.control_group,
             )
-        except Exception as error:  # of all ranks in one
+        except (CheckpointException, Exception) as error:  # the former is no Exception
             raise CheckpointError(f"{folder}: saving failed: {_first_line(error)}") from error
         told = mesh.gather({"options": self._options(), "plain": plain, "kind": self._kind()})
         scaler = self._update.scaler
@@ -144,7 +145,7 @@ class Checkpointer:
                     planner=DefaultLoadPlanner(),
                     process_group=self._mesh.control_group,
                 )
-        except Exception as error:  # of all ranks in one
+        except (CheckpointException, Exception) as error:
             raise CheckpointError(f"{path}: loading failed: {_first_line(error)}") from error
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
@@ -317,6 +318,11 @@ def _like(saved: Any, present: Any) -> Any:
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:  # what each rank met
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"rank {rank}: "
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    said = text[0].split(". ")[0] if text else ""
+    return f"{where}{type(error).__name__}: {said}"[:300]

@@ -4,7 +4,8 @@
 
     <folder>/
       step_00000012/              a complete checkpoint
-        pipeline.json             step, seed, loss scale, options of the optimizer by parameter
+        pipeline.json             step, seed, loss scale, options of the optimizer by parameter,
+                                  size of each other file
         .metadata __0_0.distcp    tensors by name, in torch.distributed.checkpoint's form
       .step_00000013.partial/     being written, or left behind by a crash
       .step_00000012.replaced/    the former one while another takes its place
@@ -68,8 +69,9 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], keep: int | Non
         OSError: writing failed; the partial checkpoint is still there.
     """
     partial, complete = folder / f".{_name(step)}.partial", folder / _name(step)
+    files = {one.name: one.stat().st_size for one in partial.iterdir()}
     with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **manifest}, file, indent=1)
+        json.dump({"format": FORMAT, **manifest, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for one in partial.iterdir():
@@ -128,7 +130,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read what lies beside the tensors.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another format.
+        CheckpointError: it cannot be read, is of another format, or a file beside it has
+            another size than when it was written.
     """
     try:
         told = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
@@ -140,4 +143,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: its format is {given}, this version reads {FORMAT}: load it with the "
             "version that wrote it"
         )
+    for name, size in told["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            has = f"has {file.stat().st_size}" if file.is_file() else "is gone"
+            raise CheckpointError(
+                f"{file}: it was written with {size} bytes and {has}: load another checkpoint"
+            )
     return dict(told)

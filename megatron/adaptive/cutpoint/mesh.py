@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,10 @@ class Job:
         accelerator: its device.
         control_group: gloo group of all ranks.
         places: where every rank runs.
-        owns_job: process groups were made here and end with :meth:`close`.
+        owns_job: the job was begun here and ends with :meth:`close`.
         timeout: limit of waits for other ranks.
+        before: process groups that were there before.
+        made: those that end with :meth:`close`; ``None`` for all that came since.
     """
 
     environment: Environment
@@ -39,6 +41,8 @@ class Job:
     places: list[dict[str, Any]]
     owns_job: bool
     timeout: datetime.timedelta
+    before: Sequence[Any] = ()
+    made: Sequence[Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -57,10 +61,21 @@ class Job:
         dist.broadcast_object_list(told, src=0, group=self.control_group)
         return told[0]
 
+    def settle(self) -> None:
+        """Say that all groups are made: those that come later are the user's."""
+        self.made = [group for group in _groups() if group not in self.before]
+
     def close(self) -> None:
-        """End what :func:`join_job` began. Collective over all ranks."""
+        """End what :func:`join_job` began, and groups made since. Collective over all ranks."""
         if self.owns_job:
             dist.destroy_process_group()
+            return
+        if self.made is None:
+            self.settle()
+        # Each has threads. In the order they were made in, which is that of all members of each.
+        for group in self.made or ():
+            if group in _groups():
+                dist.destroy_process_group(group)
 
 
 @dataclass(kw_only=True)
@@ -107,6 +122,10 @@ class Mesh(Job):
         super().close()
 
 
+def _groups() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def join_job(timeout_s: float) -> Job:
     """Connect this process with the others. Collective over all ranks.
 
@@ -117,6 +136,7 @@ def join_job(timeout_s: float) -> Job:
     accelerator = detect(environment.local_rank)
     timeout = datetime.timedelta(seconds=timeout_s)
     owns_job = not dist.is_initialized()
+    before = [] if owns_job else _groups()
     if owns_job and environment.is_launched:
         dist.init_process_group(accelerator.backend, timeout=timeout)
     elif owns_job:
@@ -131,6 +151,7 @@ def join_job(timeout_s: float) -> Job:
         places=[],
         owns_job=owns_job,
         timeout=timeout,
+        before=before,
     )
     job.places = job.gather(here(0))
     return job
@@ -177,6 +198,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
         places=gather_places(),
         owns_job=job.owns_job,
         timeout=job.timeout,
+        before=job.before,
         pipeline_size=size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_size=world_size // size,

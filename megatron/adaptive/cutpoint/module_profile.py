@@ -91,7 +91,7 @@ class ModuleProfile:
         sizes = ", ".join(map(str, self.micro_batch_sizes))
         return (
             f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of {sizes} "
-            f"samples measured in {self.seconds:.1f} s"
+            f"sample{'' if sizes == '1' else 's'} measured in {self.seconds:.1f} s"
         )
 
     def weights(self, micro_batch: int) -> tuple[float, ...]:

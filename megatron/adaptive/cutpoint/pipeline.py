@@ -163,6 +163,7 @@ class Pipeline:
         self._stores = [WeightGradientStore() for _ in self._programs] if split else None
         self._update.start(is_fp16=mixed_precision == "fp16")
         self._checkpointer = Checkpointer(self._mesh, model, self._held, self._update)
+        self._mesh.settle()
 
     def _place(
         self,
