@@ -72,6 +72,7 @@ class Job:
             return
         if self.made is None:
             self.settle()
+        dist.barrier()  # nobody waits in one of them any more
         # Each has threads. In the order they were made in, which is that of all members of each.
         for group in self.made or ():
             if group in _groups():
