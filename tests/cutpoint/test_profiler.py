@@ -122,6 +122,11 @@ def test_backwards_of_one_piece_are_told_as_they_run() -> None:
     assert [row["backward_input_s"] for row in whole] == [one.backward_s for one in both.samples]
 
 
+def empty() -> nn.Module:
+    with torch.device("meta"):
+        return Tower()
+
+
 class Failing(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise IndexError("no such row")
@@ -135,6 +140,7 @@ class Failing(Tower):
         (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes -1.0"]),
         (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         (knotty, {}, ["words.weight", "shared_weights"]),
+        (empty, {}, ["layers.0.weight", "meta", "before"]),
         (Failing, {}, ["rank 0", "IndexError", "no such row"]),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -156,13 +157,21 @@ def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
     assert best.partition[0] < best.partition[1]
 
 
+def test_a_lower_cap_of_a_rule_needs_less() -> None:
+    running = job(schedule="adaptive", parameters=0.0, cores=2)
+    sizes: dict[str, Any] = {"pipeline_sizes": (4,), "micro_batches": (1,)}
+    free = choose_option(running, **sizes)[0]
+    capped = choose_option(replace(running, cap=2.0), **sizes)[0]
+    assert capped.needed_bytes < free.needed_bytes / 2
+
+
 def test_slow_nodes_get_less() -> None:
     running = job(gpus=(2, 2), slow={"type1": 3.0})
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(1,))[0]
     assert best.partition[0] > best.partition[1]
-    turned = choose_option(
-        Running(**{**vars(running), "order": (1, 0)}), pipeline_sizes=(2,), micro_batches=(1,)
-    )[0]
+    turned = choose_option(replace(running, order=(1, 0)), pipeline_sizes=(2,), micro_batches=(1,))[
+        0
+    ]
     assert turned.partition[0] < turned.partition[1]
 
 

@@ -32,7 +32,7 @@ class Wanted:
             them to the planner.
         micro_batch_size: samples of a microbatch; ``None`` leaves them to the planner.
         batch_size: samples of a step over all replicas.
-        schedule, chunks, split: see :class:`~megatron.adaptive.cutpoint.pipeline.Pipeline`.
+        schedule, chunks, cap, split: see :class:`~megatron.adaptive.cutpoint.pipeline.Pipeline`.
     """
 
     pipeline_size: int | Literal["auto"] | None
@@ -40,6 +40,7 @@ class Wanted:
     batch_size: int
     schedule: str
     chunks: int | None
+    cap: float | None
     split: bool | None
 
     @property
@@ -162,6 +163,7 @@ def _plan(profile: ModuleProfile, wanted: Wanted, cut: Cut, chunks: int, *, spli
             chunks=chunks,
             whole=profile.times(split=False),
             split=profile.times(split=True) if splits else None,
+            cap=wanted.cap,
         ),
         pipeline_sizes=sizes,
         micro_batches=() if wanted.micro_batch_size is None else (wanted.micro_batch_size,),

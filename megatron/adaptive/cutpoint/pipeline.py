@@ -20,7 +20,6 @@ from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
 from megatron.adaptive.cutpoint.assembly import Cut, assemble  # noqa: E402
 from megatron.adaptive.cutpoint.automatic import Chosen, Wanted, choose_shape  # noqa: E402
 from megatron.adaptive.cutpoint.batch import BatchShape, samples_in, stretched  # noqa: E402
-from megatron.adaptive.cutpoint.checkpoint import Checkpointer  # noqa: E402
 from megatron.adaptive.cutpoint.forwards import PRECISIONS, Forward, Slicing  # noqa: E402
 from megatron.adaptive.cutpoint.holding import check_groups  # noqa: E402
 from megatron.adaptive.cutpoint.mesh import join_job, make_mesh  # noqa: E402
@@ -143,10 +142,11 @@ class Pipeline:
             batch_size=samples if batch_size is None else batch_size,
             schedule=schedule,
             chunks=chunks,
+            cap=activation_cap,
             split=split_backward,
         )
         self._place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
-        self._order(forward, stretched(sample_batch, self.micro_batch_size), activation_cap)
+        self._order(forward, stretched(sample_batch, self.micro_batch_size))
         self._tracing = start_trace(
             trace_dir,
             self._mesh,
@@ -162,7 +162,6 @@ class Pipeline:
         split = self._orders.weight_pieces > 0
         self._stores = [WeightGradientStore() for _ in self._programs] if split else None
         self._update.start(is_fp16=mixed_precision == "fp16")
-        self._checkpointer = Checkpointer(self._mesh, model, self._held, self._update)
         self._mesh.settle()
 
     def _place(
@@ -194,9 +193,7 @@ class Pipeline:
             raise
         self._cut, self._wanted = cut, wanted
 
-    def _order(
-        self, forward: Forward, sample: Mapping[str, torch.Tensor], activation_cap: float | None
-    ) -> None:
+    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> None:
         """Find the order of work, and what this process has of the model."""
         wanted, mesh = self._wanted, self._mesh
         self._shape = BatchShape(sample, self.micro_batch_size)
@@ -205,7 +202,7 @@ class Pipeline:
                 schedule=wanted.schedule,
                 placement=choose_placement(wanted.schedule, mesh.pipeline_size, wanted.chunks),
                 pp_rank=mesh.pp_rank,
-                cap=activation_cap,
+                cap=wanted.cap,
                 split=wanted.split,
             )
             _ = self._orders.weight_pieces  # says what is wrong with them
@@ -371,9 +368,10 @@ class Pipeline:
             CheckpointError: the folder cannot be written, or is not shared.
             ConfigError: ``extra`` or ``keep`` is wrong.
         """
-        return self._checkpointer.save(
+        path: Path = self._checkpointer().save(
             folder, step=self._step, seed=self._random.seed, extra=extra, keep=keep
         )
+        return path
 
     def load(
         self, folder: str | Path, *, step: int | None = None, optimizer: bool = True
@@ -392,10 +390,16 @@ class Pipeline:
             CheckpointError: there is none, it is broken, or of another model or optimizer.
             ConfigError: it has the state of an optimizer, and none is set.
         """
-        told = self._checkpointer.load(folder, step=step, optimizer=optimizer)
+        told = self._checkpointer().load(folder, step=step, optimizer=optimizer)
         self._step, self._random.seed = told["step"], told["seed"]
         extra: dict[str, Any] = told["extra"]
         return extra
+
+    def _checkpointer(self) -> Any:
+        # It imports much that most runs do without.
+        from megatron.adaptive.cutpoint.checkpoint import Checkpointer
+
+        return Checkpointer(self._mesh, self.model, self._held, self._update)
 
     def close(self) -> None:
         """End the pipeline: channels, traces and the process groups that it made. Collective."""

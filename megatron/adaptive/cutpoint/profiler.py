@@ -153,6 +153,12 @@ class Profiler:
             )
         BatchShape(sample_batch, 1)
         check_groups(model, shared_weights)
+        gone = next((name for name, one in model.named_parameters() if one.is_meta), None)
+        if gone is not None:
+            raise ConfigError(
+                f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
+                "stages: profile the model before, or build another"
+            )
         autocast = None if mixed_precision is None else PRECISIONS[mixed_precision]
         self._timeout_s = timeout_s
         self._request = ProfileRequest(

@@ -54,6 +54,8 @@ class Running:
         chunks: stages of each process, where the schedule leaves the choice.
         whole: durations with whole backwards.
         split: those with split ones, where several ranks split them.
+        cap: most activations that a process keeps under a rule, in microbatches; the rule's own
+            where ``None``.
     """
 
     model: Model
@@ -64,6 +66,7 @@ class Running:
     chunks: int
     whole: Profile
     split: Profile | None = None
+    cap: float | None = None
 
     def placement(self, pipeline_size: int) -> Placement:
         """Where stages live."""
@@ -188,6 +191,8 @@ class _Shape:
             micro_batch=micro_batch,
         )  # fmt: skip
         self._held = in_flight(running.schedule, size, self.placement.num_chunks, self._count)
+        if running.cap is not None and registry.is_rule(running.schedule):
+            self._held = (min(running.cap, float(self._count)),) * size
         self._ranks = [self._rank(rank) for rank in range(size)]
 
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
