@@ -43,7 +43,7 @@ _TOGETHER = 0.25
 _LOOK_S = 0.2
 _PROBE_S = 0.004
 _OURS = re.compile(
-    r'File ".*/megatron/adaptive/(elastic|cli)/|never retrieved|Exception in callback'
+    r'File ".*/(elastic/(?!nursery)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
 _REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
 _KILLED = 128 + signal.SIGKILL
@@ -79,7 +79,7 @@ class Result:
 
 
 class Patience:
-    """A deadline in seconds of a machine for this program alone: those shared with others count less.
+    """A deadline on a machine that others use too, in seconds of one for this program alone.
 
     Args:
         limit_s: of it; at most ten times as long on the clock.
