@@ -190,7 +190,7 @@ class Soak:
     def _boot(self, node: Node) -> None:
         command = [sys.executable, "-m", "megatron.adaptive", "run"]
         command += ["--checkpoint", str(self._checkpoints), "--name", node.name]
-        command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "90"]
+        command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "300"]
         command += ["--join-within", "60", str(TRAINER), *self._flags, "--save-interval", "10"]
         command += ["--async-save", "--keep-checkpoints", "12"]
         self._told.discard(node.name)

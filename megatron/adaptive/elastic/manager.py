@@ -354,7 +354,8 @@ class Manager:
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
         if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
-            running.fault, running.deadline_s = running.fault or reason, 0.0
+            running.fault = running.fault or "another manager has the job"
+            running.deadline_s = 0.0
         if running.stopping or running.fault:
             return
         running.stopping = reason
