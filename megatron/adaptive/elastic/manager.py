@@ -54,7 +54,7 @@ _SETTLE_S = 0.5
 _GRACE_S = 8.0
 _KILL_S = 15.0
 _PORT_S = 15.0
-_RETURN_S = 20.0
+_RETURN_S = 15.0
 _COMPLETE = "all iterations are done"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -199,8 +199,8 @@ class Manager:
             await self._next(until_s)
         return None
 
-    def _fitting(self) -> Shape | None:
-        nodes = self._members.usable()
+    def _fitting(self, *, ready: bool = False) -> Shape | None:
+        nodes = [node for node in self._members.usable() if node.is_ready or not ready]
         if not nodes:
             return None
         return self._choose(self._spec.arguments, [node.slots for node in nodes])
@@ -345,7 +345,7 @@ class Manager:
         if leaving:
             self._ask_to_save(running, self._members.nodes[leaving[0]].why)
             return
-        shape = self._fitting()
+        shape = self._fitting(ready=True)
         if shape is not None and shape.world_size > running.shape.world_size:
             came = [
                 node.name for node in self._members.usable() if node.name not in running.epoch.nodes

@@ -138,16 +138,13 @@ class Membership:
     def usable(self) -> list[Node]:
         """Nodes that can run ranks, in the order of the file or as they came."""
         order = {machine.name: at for at, machine in enumerate(self._read)}
-        found = [one for one in self.nodes.values() if one.status == "present" and one.is_ready]
+        found = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(found, key=lambda node: order.get(node.name, len(order)))
 
     @property
     def are_starting(self) -> bool:
-        """Whether an agent has not answered yet, or its node is not ready."""
-        return any(
-            node.status == "starting" or (node.status == "present" and not node.is_ready)
-            for node in self.nodes.values()
-        )
+        """Whether an agent has not answered yet."""
+        return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
         """At which the other nodes reach a node."""
