@@ -1,11 +1,14 @@
 """What changing the shape of a job costs, and whether its losses notice, against their goals.
 
     python benchmarks/elastic.py [--quick] [--part PART ...] [--json FILE]
+    python benchmarks/elastic.py --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
 Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
 node that is killed; ``start``, what process start, import and load take under torchrun, which a
-morph is measured by; ``checkpoint``, how long training waits for a checkpoint every ten steps that
-is written behind it. Exits with status 1 where a goal is missed.
+morph is measured by; ``checkpoint``, what a checkpoint every ten steps that is written behind
+training costs; ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and
+filled up at random, after each of which the job must go on or end with the reason. Exits with
+status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -27,25 +30,32 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.elasticity import saving  # noqa: E402
+from benchmarks.elasticity.nodes import why_not  # noqa: E402
+from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
 from tests.elastic.jobs import FLAGS, ElasticJob, environment  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint")
+PARTS = ("morphs", "start", "checkpoint", "soak")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
-GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_WAIT = 1.5, 10.0, 1e-5, 0.03
+GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
 TRAINER = str(ROOT / "pretrain_gpt.py")
 ENDLESS = ["--train-iters", "9999"]
 PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step", "whole")
-# Steps long enough for a checkpoint to be written between two of them, as in real training.
-LARGER = "--num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128".split()
+SOAK_FLAGS = ["--lr", "1e-4", "--distributed-timeout-minutes", "1"]
+EVENTS, QUICK_EVENTS = 100, 4
 
 
 def main() -> int:
     """Measure as the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two morphs, fewer steps")
+    parser.add_argument("--quick", action="store_true", help="two morphs, fewer steps and events")
     parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
+    parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
+    parser.add_argument("--minutes", type=float, help="after which no event comes (55; quick 1.5)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
     options = parser.parse_args()
     parts = options.part or PARTS
     figures: dict[str, Any] = {}
@@ -66,9 +76,16 @@ def main() -> int:
             print(f"a morph takes {figures['ratio']:.2f} of it")
             goals.append((f"at most {GOAL_RATIO:g} of it", figures["ratio"] <= GOAL_RATIO))
         if "checkpoint" in parts:
-            figures |= checkpoint(Path(folder) / "checkpoint", quick=options.quick)
-            told = f"waiting at most {GOAL_WAIT:.0%} for checkpoints"
-            goals.append((told, figures["waiting"] <= GOAL_WAIT))
+            figures |= checkpoint(quick=options.quick)
+            told = f"a checkpoint every ten steps costs at most {GOAL_SAVING:.0%}"
+            goals.append((told, figures["saving"] <= GOAL_SAVING))
+        if "soak" in parts and (reason := why_not()) is not None:
+            print(f"soak: skipped: {reason}")
+        elif "soak" in parts:
+            found = soak(Path(folder) if options.keep is None else options.keep, options)
+            figures["soak"] = {**vars(found)}
+            told = f"{sum(found.counts.values())} events: it goes on or ends with the reason"
+            goals.append((told, not found.failures))
     for text, met in goals:
         print(f"{'met   ' if met else 'MISSED'}  {text}")
     if options.json is not None:
@@ -145,30 +162,56 @@ def start(folder: Path) -> float:
     return float(next(line["unix_ns"] for line in lines if "loaded_s" in line) - begin_ns) / 1e9
 
 
-def checkpoint(folder: Path, *, quick: bool) -> dict[str, float]:
-    """How long training waits for checkpoints behind it, and how much longer its steps take."""
-    steps = 41 if quick else 101
-    found: dict[str, list[float]] = {"plain": [], "behind": []}
-    waited: list[float] = []
-    for turn in range(1 if quick else 3):
-        for kind in found:
-            words = [*LARGER, *ENDLESS, "--exit-interval", str(steps)]
-            if kind == "behind":
-                words += ["--save", str(folder / f"saved-{turn}"), "--save-interval", "10"]
-                words += ["--async-save", "--keep-checkpoints", "2"]
-            lines = train(2, words, folder / f"{kind}-{turn}")
-            found[kind] += [line["step_ms"] for line in lines if "iteration" in line][5:]
-            # The last one is written when training is over.
-            waited += [line["seconds"] for line in lines if "saved" in line][:-1]
-    step_ms = statistics.median(found["plain"])
-    waiting = statistics.median(waited) * 1e3 / (10 * step_ms)
-    slower = statistics.fmean(found["behind"]) / statistics.fmean(found["plain"]) - 1
+def checkpoint(*, quick: bool) -> dict[str, float]:
+    """What checkpoints behind training cost, in time on the clock and of processors."""
+    result = saving.measure(6 if quick else 24)
+    cost, processors = (statistics.median(saving.costs(result, unit)) for unit in ("s", "cpu_s"))
+    waited = statistics.median(result["waited_s"])
     print(
-        f"steps of {step_ms:.0f} ms: training waits {statistics.median(waited) * 1e3:.1f} ms for a"
-        f" checkpoint, {waiting:.2%} of ten steps; steps beside the writing are {slower:.1%} longer"
-        f" on {os.cpu_count()} cores for 2 processes"
+        f"steps of {result['step_s'] * 1e3:.0f} ms, a checkpoint of"
+        f" {result['size_bytes'] / 1e6:.1f} MB every {saving.WINDOW}: steps are {cost:.1%} longer,"
+        f" of which training waits {waited / saving.WINDOW / result['step_s']:.1%}; they take"
+        f" {processors:.1%} more processor time"
     )
-    return {"step_ms": step_ms, "waiting": waiting, "slower_steps": slower}
+    return {
+        "step_s": result["step_s"],
+        "saving": cost,
+        "saving_cpu": processors,
+        "waited_s": waited,
+    }
+
+
+def soak(folder: Path, options: argparse.Namespace) -> Result:
+    """Let nodes fail at random; prints what happens as it does."""
+    events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
+    minutes = options.minutes or (1.5 if options.quick else 55.0)
+    signal.signal(signal.SIGTERM, _end)
+    folder = folder / "soak"
+    folder.mkdir(parents=True)
+    with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], environment(), say) as job:
+        found = job.run(events, minutes * 60)
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(found.counts.items()) if count)
+    told = ", ".join(f"{value} {name}" for name, value in found.figures.items())
+    print(f"seed {found.seed}: {sum(found.counts.values())} events: {counts}")
+    print(
+        f"went on {found.went_on} times, the slowest in {max(found.recoveries_s, default=0):.0f} s"
+    )
+    for line in found.ended:
+        print(f"ended with the reason: {line}")
+    print(told)
+    for text in found.failures:
+        print(f"FAILED (seed {found.seed}): {text}")
+    return found
+
+
+def _end(number: int, frame: object) -> None:
+    """Let what is open be closed: namespaces and mounts outlive this program."""
+    raise SystemExit(128 + number)
+
+
+def say(text: str) -> None:
+    """Print at once: a soak takes long."""
+    print(text, flush=True)
 
 
 def train(processes: int, words: Sequence[str], folder: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -81,3 +82,23 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="cannot write .*file.*--checkpoint"):
         Lease(tmp_path / "file" / "elastic").claim({})
+
+
+def test_a_full_disk_does_not_look_like_a_manager_that_is_gone(tmp_path: Path) -> None:
+    """The counter was cut to nothing first, and stayed so."""
+    lease = Lease(tmp_path)
+    lease.claim({})
+    assert lease.beat()
+    before = (tmp_path / "beat-1").read_text()
+    said: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        assert lease.is_held(said.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "beat-1").read_text() == before
+    assert said == [f"warning: cannot write {tmp_path}: File too large"]
+    (tmp_path / "claim-2.json").write_text("{}")
+    assert not lease.is_held(said.append)
+    assert said[1:] == ["warning: another manager took the job over while this one stood still"]

@@ -109,7 +109,7 @@ def test_the_state_tells_parts_of_a_morph(
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
         "epochs": [epoch.told()],
     }
-    write_state(tmp_path / "elastic", told)
+    write_state(tmp_path / "elastic", told, print)
     assert main(["--status", str(tmp_path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert {**read, **told} == read

@@ -17,6 +17,7 @@ import torch
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.training.checkpoint import Progress
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
+from megatron.adaptive.training.progress import mark_over
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "multiprocess" / "checkpoint_worker.py"
@@ -178,6 +179,25 @@ def test_a_failure_behind_training_is_told_at_the_next_checkpoint(
     with pytest.raises(CheckpointError, match="iteration 1 was not written to .*Not a directory"):
         run.checkpoints.save_behind(worker.progress(2))
     run.checkpoints.finish()
+
+
+def test_ranks_that_the_job_went_on_without_save_nothing(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    """A machine that stood still wrote over what the others had done since."""
+    saved, progress = tmp_path / "saved", tmp_path / "progress"
+    progress.mkdir()
+    run = make(save=saved, progress_dir=progress)
+    run.checkpoints.save(worker.progress(1))
+    mark_over(progress)
+    others = CheckpointFolder(saved).begin(2)
+    with pytest.raises(CheckpointError, match="the job has gone on without these ranks"):
+        run.checkpoints.save(worker.progress(2))
+    run.checkpoints.save_behind(worker.progress(2))
+    with pytest.raises(CheckpointError, match="the job has gone on without these ranks"):
+        run.checkpoints.finish()
+    assert others.is_dir()
+    assert CheckpointFolder(saved).latest() == 1
 
 
 def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> None:

@@ -240,3 +240,17 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
         TRACKER,
     ]
     folder.open(20)
+
+
+def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10)
+
+    def refuse() -> None:
+        raise CheckpointError("another process goes on with the folder")
+
+    partial = folder.begin(20)
+    (partial / "metadata.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="another process"):
+        folder.commit(20, MANIFEST, refuse)
+    assert folder.latest() == 10
+    assert not folder.complete_path(20).exists()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.training import progress
-from megatron.adaptive.training.progress import PROGRESS_NAME, ProgressFile
+from megatron.adaptive.training.progress import PROGRESS_NAME, ProgressFile, is_over, mark_over
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -72,3 +75,40 @@ def test_a_file_that_cannot_be_written_is_told_once(
         f"warning: cannot write {tmp_path / PROGRESS_NAME}: Is a directory; training goes on, who "
         "looks on does not see how far it is\n"
     )
+
+
+@contextmanager
+def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
+    """A disk that is full, as far as this process can tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ProgressFile(str(tmp_path))
+    file.iteration(1, {}, is_logged=True)
+    size = (tmp_path / PROGRESS_NAME).stat().st_size
+    with no_file_grows_beyond(size + 9):
+        for iteration in (2, 3, 4):  # the first is cut short
+            file.iteration(iteration, {}, is_logged=True)
+    file.iteration(5, {}, is_logged=True)
+    file.close()
+    first, torn, last = (tmp_path / PROGRESS_NAME).read_text().splitlines()
+    assert json.loads(first)["iteration"] == 1
+    assert torn == '{"iterati'
+    assert json.loads(last)["iteration"] == 5
+    assert capsys.readouterr().err.count("cannot write") == 1
+
+
+def test_a_folder_is_over_once_its_job_went_on_without_it(tmp_path: Path) -> None:
+    assert not is_over(None)
+    assert not is_over(str(tmp_path))
+    mark_over(tmp_path)
+    assert is_over(str(tmp_path))
+    mark_over(tmp_path / "none")  # nobody can write there anyway

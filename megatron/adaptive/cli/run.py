@@ -178,6 +178,7 @@ def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
             time.sleep(_AGAIN_S)
             continue
         if agent.status is not None:
+            print(f"[elastic] node {name} leaves: {agent.why}", flush=True)
             return agent.status
         print("[elastic] the manager of the job is lost: looking for another", flush=True)
         until_s = time.monotonic() + spec.join_s

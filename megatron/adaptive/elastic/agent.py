@@ -63,6 +63,7 @@ class Agent:
         self._spec = spec
         self._watch_input = watch_input
         self._status: int | None = None
+        self.why = ""  # the manager let it go, where it said so
         self._link: Link | None = None
         self._orders: asyncio.StreamWriter | None = None
 
@@ -156,7 +157,8 @@ class Agent:
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
-                self._status = int(message["status"])
+                # Without a status the manager gave the node up, which may join again.
+                self._status, self.why = message.get("status"), message.get("why", "")
                 return
 
     def _order(self, **order: Any) -> None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.training.progress import PROGRESS_NAME
+from megatron.adaptive.training.progress import PROGRESS_NAME, mark_over
 
 __all__ = [
     "Epoch",
     "EpochProgress",
+    "end_epochs",
+    "epoch_folder",
     "job_folder",
     "phases",
     "present_nodes",
@@ -32,12 +35,30 @@ __all__ = [
 
 _STATE = "state.json"
 _FOLDER = "elastic"
+_EPOCH = "epoch"
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def job_folder(checkpoints: Path) -> Path:
     """Where a job keeps its state, beside its checkpoints."""
     return checkpoints / _FOLDER
+
+
+def epoch_folder(job: Path, number: int, secret: str) -> Path:
+    """Where the ranks of a shape tell how far they are.
+
+    Args:
+        job: folder of the job.
+        number: of the epoch.
+        secret: of its manager; another one counts from 1 again.
+    """
+    return job / f"{_EPOCH}-{number}-{secret[:8]}"
+
+
+def end_epochs(job: Path) -> None:
+    """Keep all ranks that were ever started, and may live on unseen, from saving checkpoints."""
+    for folder in job.glob(f"{_EPOCH}-*"):
+        mark_over(folder)
 
 
 @dataclass(kw_only=True)
@@ -165,15 +186,22 @@ def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
     return {name: round(max(0.0, value), 3) for name, value in found.items()}
 
 
-def write_state(folder: Path, told: Mapping[str, Any]) -> None:
-    """Replace the state of a job.
+def write_state(folder: Path, told: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Replace the state of a job that this process manages.
 
-    Raises:
-        OSError: the folder cannot be written.
+    Args:
+        folder: of the job.
+        told: what is known of it.
+        say: told, in a line, if the folder cannot be written; the state then stays as it was.
     """
+    manager = {"host": socket.gethostname(), "pid": os.getpid()}
+    own = {"manager": manager, "unix_ns": time.time_ns()}
     draft = folder / f".{_STATE}.{os.getpid()}"
-    draft.write_text(json.dumps({**told, "unix_ns": time.time_ns()}, indent=1) + "\n")
-    draft.replace(folder / _STATE)
+    try:
+        draft.write_text(json.dumps({**own, **told}, indent=1) + "\n")
+        draft.replace(folder / _STATE)
+    except OSError as error:
+        say(f"warning: cannot write the state of the job in {folder}: {error.strerror}")
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Lease:
             try:
                 os.link(draft, self._claim(self._number))
             except FileExistsError:
-                raise self._taken(self._number) from None
+                raise self.taken() from None
             finally:
                 draft.unlink()
             self.beat()
@@ -107,8 +107,29 @@ class Lease:
         if self._claim(self._number + 1).exists():
             return False
         self._count += 1
-        self._beat(self._number).write_text(str(self._count))
+        # In place: on a full disk a file that was cut to nothing would stay so, and be taken for
+        # that of a manager which is gone.
+        file = os.open(self._beat(self._number), os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.write(file, str(self._count).encode())
+        finally:
+            os.close(file)
         return True
+
+    def is_held(self, say: Callable[[str], None]) -> bool:
+        """Count up; whether the right is still held, as far as can be known.
+
+        Args:
+            say: told, in a line, why it is not, or that the folder cannot be written.
+        """
+        try:
+            if self.beat():
+                return True
+        except OSError as error:
+            say(f"warning: cannot write {self.folder}: {error.strerror}")
+            return True
+        say("warning: another manager took the job over while this one stood still")
+        return False
 
     def end(self) -> None:
         """Give the right back; others need not wait then."""
@@ -130,7 +151,7 @@ class Lease:
                 self._claim(old).unlink(missing_ok=True)
                 self._beat(old).unlink(missing_ok=True)
             return number + 1
-        raise self._taken(number)
+        raise self.taken()
 
     def _is_alive(self, number: int) -> bool:
         first = _read(self._beat(number))
@@ -149,8 +170,9 @@ class Lease:
                 return True
         return False
 
-    def _taken(self, number: int) -> LeaseTakenError:
-        owner = self._told(number)
+    def taken(self) -> LeaseTakenError:
+        """What to raise where another one manages the job."""
+        owner = self._told(self._last())
         return LeaseTakenError(
             f"the job of {self.folder} is managed by process {owner.get('pid', '?')} on"
             f" {owner.get('host', 'another machine')}: a job has one manager; see"

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.adaptive.elastic.job import (
     Epoch,
     EpochProgress,
+    end_epochs,
+    epoch_folder,
     job_folder,
     phases,
     present_nodes,
@@ -83,6 +82,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = self._total = 0
         self._stop: signal.Signals | None = None
+        self._is_deposed = self._has_worked = False
         self._failures = 0
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
@@ -103,7 +103,6 @@ class Manager:
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
-        # Refuses before anything listens; the port is told once it is known.
         await asyncio.to_thread(self._lease.claim, {})
         self._before_us = present_nodes(self._spec.checkpoints)
         for number in _SIGNALS:
@@ -122,10 +121,10 @@ class Manager:
                 }
             )
             status = await self._run()
+            if self._is_deposed:
+                raise self._lease.taken()
             self._status = "complete" if status == 0 else f"ended with status {status}"
-            if self._stop is not None and self._own is not None:
-                status = EXIT_LEFT
-            return status
+            return EXIT_LEFT if self._stop is not None and self._own is not None else status
         except AdaptiveError as error:
             self._status = f"ended: {error}"
             raise
@@ -140,7 +139,8 @@ class Manager:
             await self._members.close(
                 status, hands_over=self._own is not None and self._stop is not None
             )
-            self._write_state()
+            if not self._is_deposed:
+                self._write_state()
             with contextlib.suppress(OSError):
                 self._lease.end()
 
@@ -199,8 +199,8 @@ class Manager:
             await self._next(until_s)
         return None
 
-    def _fitting(self) -> Shape | None:
-        nodes = self._members.usable()
+    def _fitting(self, *, ready: bool = False) -> Shape | None:
+        nodes = [node for node in self._members.usable() if node.is_ready or not ready]
         if not nodes:
             return None
         return self._choose(self._spec.arguments, [node.slots for node in nodes])
@@ -211,11 +211,12 @@ class Manager:
         places = assign(self._members.usable(), shape)
         first = places[0].node
         port = await self._port_of(first)
-        if port is None:
+        if port is None or not self._holds():
             return None
+        end_epochs(self._folder)
         epoch = self._next_epoch(shape, places, reason)
         epoch.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
-        folder = self._epoch_folder(epoch.number)
+        folder = epoch_folder(self._folder, epoch.number, self._secret)
         arguments = rank_arguments(
             self._spec.arguments,
             shape,
@@ -283,10 +284,12 @@ class Manager:
             event = await self._next(_earliest(running.deadline_s, self._reconsider_s))
             if event is not None and event.kind == "ended" and event.told["key"] in running.where:
                 self._rank_ended(running, event)
+            left = event.node if event is not None and event.kind == "lost" else None
             for key in running.alive:
-                if self._members.nodes[running.where[key]].status in ("lost", "gone"):
+                name = running.where[key]  # may have come back since
+                if name == left or self._members.nodes[name].status in ("lost", "gone"):
                     running.statuses[key] = -signal.SIGKILL
-                    self._at_fault(running, f"node {running.where[key]} was lost", 0.0)
+                    self._at_fault(running, f"node {name} was lost", 0.0)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             now_s = time.monotonic()
@@ -313,8 +316,7 @@ class Manager:
 
     def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
         """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
-        if not running.fault:
-            running.fault = fault
+        running.fault = running.fault or fault
         until_s = time.monotonic() + grace_s
         if not running.killed:
             running.deadline_s = _earliest(running.deadline_s, until_s)
@@ -328,10 +330,9 @@ class Manager:
                 if node.link is not None:
                     node.link.send("leave")
             return
-        if not running.fault:
-            running.fault = (
-                f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
-            )
+        running.fault = running.fault or (
+            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+        )
         running.killed = True
         running.deadline_s = time.monotonic() + _KILL_S
         self._signal(running, signal.SIGKILL)
@@ -344,7 +345,7 @@ class Manager:
         if leaving:
             self._ask_to_save(running, self._members.nodes[leaving[0]].why)
             return
-        shape = self._fitting()
+        shape = self._fitting(ready=True)
         if shape is not None and shape.world_size > running.shape.world_size:
             came = [
                 node.name for node in self._members.usable() if node.name not in running.epoch.nodes
@@ -352,6 +353,9 @@ class Manager:
             self._ask_to_save(running, f"{', '.join(came)} came")
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
+        if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
+            running.fault = running.fault or "another manager has the job"
+            running.deadline_s = 0.0
         if running.stopping or running.fault:
             return
         running.stopping = reason
@@ -372,6 +376,7 @@ class Manager:
             if node.status == "leaving":
                 self._members.release(node, node.why, EXIT_LEFT)
         before = self._before
+        self._has_worked |= before.first_ns is not None
         if not running.fault:
             self._failures = 0
             if self._stop is not None:
@@ -386,11 +391,11 @@ class Manager:
             return 128 + int(self._stop), ""
         saved = before.saved_ns is not None
         self._failures = 1 if saved else self._failures + 1
-        lost = running.fault.startswith("node ")
-        code = next((one for one in running.statuses.values() if one > 0), 1)
-        own = not lost and not any(one < 0 for one in running.statuses.values())
-        if own and before.first_ns is None:
-            return code, ""  # it never worked in this shape: its message is above
+        lost, statuses = running.fault.startswith("node "), running.statuses.values()
+        code = next((one for one in statuses if one > 0), 1)
+        own = not lost and not any(one < 0 for one in statuses)
+        if own and not self._has_worked:
+            return code, ""  # it never worked: its message is above
         if self._failures > self._spec.max_restarts and not lost:
             _say(
                 f"error: {self._failures} failures without a checkpoint between them: giving up;"
@@ -410,8 +415,8 @@ class Manager:
         if node is None:
             return event
         now_s = time.monotonic()
-        if event.kind == "joined":
-            self._notice_ns = self._notice_ns or event.told["unix_ns"]
+        if event.kind == "ready":  # training need not wait for what a new node imports
+            self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "port":
             self._ports[node.name] = event.told["port"]
@@ -433,23 +438,25 @@ class Manager:
         return event
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
-        if self._stop is None:
-            self._stop = number
+        self._stop = self._stop or number
         self._members.events.put_nowait(Event("stop", "", {}))
 
     async def _tick(self) -> None:
         """Keep the right to manage the job and its state, and look at the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
-            try:
-                if not self._lease.beat():
-                    _say("error: another manager took the job over; this one ends")
-                    self._asked_to_stop(signal.SIGTERM)
-                    return
-            except OSError as error:
-                _say(f"warning: cannot write {self._folder}: {error.strerror}")
+            if not self._holds():
+                return
             self._members.look_at_file()
-            self._write_state()
+            with contextlib.suppress(AdaptiveError, OSError):  # the next morph would say so
+                self._write_state()
+
+    def _holds(self) -> bool:
+        """Keep up the right to manage the job; whether it is still held."""
+        self._is_deposed = self._is_deposed or not self._lease.is_held(_say)
+        if self._is_deposed:
+            self._asked_to_stop(signal.SIGTERM)
+        return not self._is_deposed
 
     def _check_latest(self) -> None:
         """Refuse a folder of checkpoints that ranks could not go on from."""
@@ -464,19 +471,15 @@ class Manager:
         if not self._epochs:
             return
         epoch = self._epochs[-1]
-        now = EpochProgress.read(self._epoch_folder(epoch.number))
+        now = EpochProgress.read(epoch_folder(self._folder, epoch.number, self._secret))
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
         epoch.phases_s = phases(epoch, now)
-
-    def _epoch_folder(self, number: int) -> Path:
-        return self._folder / f"epoch-{number}-{self._secret[:8]}"
 
     def _write_state(self) -> None:
         self._note_progress()
         told = {
             "status": self._status,
-            "manager": {"host": socket.gethostname(), "pid": os.getpid()},
             "iteration": self._iteration,
             "total_iterations": self._total,
             "checkpoint_iteration": self._latest(),
@@ -484,10 +487,7 @@ class Manager:
             "machines": [node.told() for node in self._members.nodes.values()],
             "epochs": [epoch.told() for epoch in self._epochs],
         }
-        try:
-            write_state(self._folder, told)
-        except OSError as error:
-            _say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
+        write_state(self._folder, told, _say)
 
 
 def _earliest(*moments: float | None) -> float | None:

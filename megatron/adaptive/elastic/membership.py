@@ -28,6 +28,7 @@ __all__ = ["Event", "Membership", "Node"]
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _END_S = 20.0
+_AGAIN_S = 1.0
 
 Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"]
 
@@ -36,8 +37,8 @@ class Event(NamedTuple):
     """Something that happened.
 
     Attributes:
-        kind: ``joined``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``, ``port``,
-            ``stop`` or ``tick``.
+        kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
+            ``port``, ``stop`` or ``tick``.
         node: where, the empty text for the manager itself.
         told: what the agent said.
     """
@@ -59,6 +60,7 @@ class Node:
         host: its own name.
         pid: of its agent.
         slots: processes that it may run.
+        is_ready: whether a rank would start at once there: what it needs is imported.
         link: connection with its agent.
     """
 
@@ -69,6 +71,7 @@ class Node:
     host: str = ""
     pid: int = 0
     slots: int = 0
+    is_ready: bool = False
     link: Link | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
@@ -105,6 +108,7 @@ class Membership:
         self._own = own
         self._stamp = self._file_stamp()
         self._server: asyncio.Server | None = None
+        self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.nodes: dict[str, Node] = {}
         self.events: asyncio.Queue[Event] = asyncio.Queue()
@@ -125,11 +129,9 @@ class Membership:
         Raises:
             OSError: no port can be had.
         """
-        local = self.address == "127.0.0.1"
-        self._server = await asyncio.start_server(
-            self._connected, "127.0.0.1" if local else None, 0, limit=1 << 22
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        listening = _listen(is_local=self.address == "127.0.0.1")
+        self.port = listening.getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, sock=listening, limit=1 << 22)
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -187,7 +189,7 @@ class Membership:
         """
         node.status, node.why = "gone", why
         if node.link is not None:
-            node.link.send("leave", status=status)
+            node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
         """Let all nodes go and wait for the agents that were started here.
@@ -196,6 +198,7 @@ class Membership:
             status: that they end with.
             hands_over: whether nodes that came by themselves look for another manager instead.
         """
+        self._is_closing = True
         if self._server is not None:
             self._server.close()
         for node in self.nodes.values():
@@ -269,8 +272,14 @@ class Membership:
                 if node.status != "starting":
                     print(said, file=sys.stderr, flush=True)
         status = await process.wait()
-        if node.status == "starting":
+        is_own = machine is self._own
+        if node.status == "starting" and not (is_own and status < 0):
             self._failed(node, said or f"its agent ended with status {status}")
+        elif is_own:
+            # The manager's node is there as long as the manager is; what was lost is known by then.
+            await asyncio.sleep(_AGAIN_S)
+            if node.status in ("starting", "lost") and not self._is_closing:
+                self._start_agent(machine)
 
     def _failed(self, node: Node, why: str) -> None:
         node.status, node.why = "unreachable", why
@@ -290,15 +299,25 @@ class Membership:
             return
         node.link, node.host, node.pid = link, told["host"], told["pid"]
         node.slots, node.status, node.why = told["slots"], "present", ""
+        node.is_ready = False
         link.send("welcome")
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
         while (message := await link.receive()) is not None:
+            node.is_ready = node.is_ready or message["what"] == "ready"
             self.events.put_nowait(Event(message["what"], node.name, message))
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
+
+
+def _listen(*, is_local: bool) -> socket.socket:
+    """Listen on a port of this machine's own choice: one for both versions of IP."""
+    if not is_local and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # where it was turned off since
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("127.0.0.1" if is_local else "", 0))
 
 
 def _own_address() -> str:

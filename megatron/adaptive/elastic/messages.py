@@ -47,8 +47,8 @@ class Link:
 
     @property
     def peer(self) -> str:
-        """Address of the other side."""
-        return str(self._writer.get_extra_info("peername", ("",))[0])
+        """Address of the other side; as IPv4 where it came so to a socket for both."""
+        return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     def send(self, what: str, **values: Any) -> None:
         """Send a message; one to a side that is gone is dropped, which :meth:`receive` tells."""

@@ -36,6 +36,7 @@ from megatron.adaptive.training.checkpoint_exchange import Exchange, InProcessSa
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.initialize import Job
+from megatron.adaptive.training.progress import is_over
 
 __all__ = ["Checkpoints", "Progress"]
 
@@ -212,6 +213,7 @@ class Checkpoints:
         partial = folder.partial_path(iteration)
 
         def begin() -> None:
+            self._require_current()
             folder.begin(iteration)
             # megatron-core's `save` does the same, but a failure of rank 0 in its own part would
             # leave the others waiting in a collective.
@@ -219,7 +221,7 @@ class Checkpoints:
 
         def complete() -> Path:
             save_config(CheckpointingConfig(saver.backend, saver.version), str(partial))
-            path = folder.commit(iteration, manifest)
+            path = folder.commit(iteration, manifest, self._require_current)
             if self._settings.keep_checkpoints is not None:
                 folder.keep(self._settings.keep_checkpoints)
             return path
@@ -229,7 +231,8 @@ class Checkpoints:
             ranks.together(lambda: saver.write(parts, partial))
             return ranks.on_first(complete)
         except BaseException as error:
-            if self._job.is_first:
+            # Of a job that went on without us, what is there now is not ours.
+            if self._job.is_first and not is_over(self._config.progress_dir):
                 folder.abandon(iteration)
             if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
                 dist.barrier(group=ranks.group)
@@ -239,6 +242,11 @@ class Checkpoints:
                     "or name another folder with --save"
                 ) from error
             raise
+
+    def _require_current(self) -> None:
+        """Keep ranks that stood still from writing over what the job did without them."""
+        if is_over(self._config.progress_dir):
+            raise CheckpointError("the job has gone on without these ranks, which end now")
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)

@@ -25,7 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,15 @@ class CheckpointFolder:
         partial.mkdir()
         return partial
 
-    def commit(self, iteration: int, manifest: Manifest) -> Path:
+    def commit(
+        self, iteration: int, manifest: Manifest, check: Callable[[], None] | None = None
+    ) -> Path:
         """Turn the partial checkpoint of ``iteration`` into a complete one, the latest.
 
         Args:
             iteration: the iteration given to :meth:`begin`.
             manifest: what it holds; ``files`` is filled in.
+            check: called when all is written, before anything takes its place; raises what it will.
 
         Returns:
             The folder of the complete checkpoint.
@@ -123,6 +126,8 @@ class CheckpointFolder:
         for name in files:
             _sync(partial / name)
         _sync(partial)
+        if check is not None:
+            check()
         former = self._replaced_path(iteration)
         if complete.exists():
             complete.rename(former)

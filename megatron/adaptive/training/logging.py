@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["IterationReport", "TrainingLog", "startup_line"]
 
 _MAIN_LOSS = "lm loss"
-_TOLD = ("learning_rate", "grad_norm", "memory_bytes", "peak_memory_bytes")  # of a report
+_TOLD = (  # of a report
+    "consumed_samples",
+    "learning_rate",
+    "grad_norm",
+    "memory_bytes",
+    "peak_memory_bytes",
+)
 _DEFAULT_COLUMNS = 100
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 

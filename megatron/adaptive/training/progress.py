@@ -9,11 +9,14 @@ log tells of::
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
-A number that is not finite is ``null``.
+A number that is not finite is ``null``. While the disk is full lines are missing, and one may be
+cut short; the next whole one begins a line of its own. A manager that goes on with other processes
+puts ``over`` beside it: those that wrote here save no checkpoint any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,16 +25,28 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["PROGRESS_NAME", "ProgressFile"]
+__all__ = ["PROGRESS_NAME", "ProgressFile", "is_over", "mark_over"]
 
 PROGRESS_NAME = "progress.jsonl"
 PERIOD_S = 0.5
+_OVER = "over"
 
 Value = float | int | str | None
 
 
+def mark_over(folder: Path) -> None:
+    """Let the processes that write here save nothing more, as far as the file system lets us."""
+    with contextlib.suppress(OSError):
+        (folder / _OVER).touch()
+
+
+def is_over(folder: str | None) -> bool:
+    """Whether the job goes on without the processes that write to a folder of progress."""
+    return folder is not None and (Path(folder) / _OVER).exists()
+
+
 class ProgressFile:
-    """Appends to the file of a run; a failure is told once and ends that, not the job.
+    """Appends to the file of a run; a failure is told once and costs lines, not the job.
 
     Args:
         folder: of the traces; made if it is missing. ``None`` to write nothing.
@@ -42,6 +57,7 @@ class ProgressFile:
         self._due_s = 0.0
         self._untold: Mapping[str, Value] | None = None
         self._file: int | None = None
+        self._is_failing = self._is_torn = False
         if folder is None:
             return
         try:
@@ -49,7 +65,7 @@ class ProgressFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = os.open(self._path, flags, 0o644)
         except OSError as error:
-            self._give_up(error)
+            self._warn(error)
 
     def begins(self, start_iteration: int, total_iterations: int) -> None:
         """Tell how many iterations were done before, and how many the whole training has."""
@@ -100,15 +116,19 @@ class ProgressFile:
         }
         try:
             line = json.dumps({**sound, "unix_ns": time.time_ns()}) + "\n"
-            os.write(self._file, line.encode())
+            data = ("\n" if self._is_torn else "").encode() + line.encode()
+            written = os.write(self._file, data)
+            self._is_torn = 0 < written < len(data) or (self._is_torn and not written)
+            self._is_failing = False
         except OSError as error:
-            self._give_up(error)
+            if not self._is_failing:
+                self._warn(error)
+            self._is_failing = True
 
-    def _give_up(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         print(
             f"warning: cannot write {self._path}: {error.strerror or error}; training goes on, "
             "who looks on does not see how far it is",
             file=sys.stderr,
             flush=True,
         )
-        self.close()

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/elastic.py``: nodes that fail at random, and what checkpoints cost."""

@@ -1,0 +1,276 @@
+"""Nodes of one job on one machine: namespaces with a switch between them, and a folder they share.
+
+::
+
+    switch ──┬── node 0   init ── run ── agent ── nursery ── ranks
+             ├── node 1   init ── run ── nursery ── ranks
+             └── node 2   ...
+
+Each has its own processes, name and network. The first process of a node stays when the job's own
+process has ended, so that what that left behind is seen; it ends with this program, and all of the
+node with it. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+_ENTER = """
+mount --bind "$1/hosts" /etc/hosts
+mount --bind "$1/resolv.conf" /etc/resolv.conf
+hostname "$2"
+status=$3
+shift 3
+"$@" < /dev/null &
+wait "$!"
+echo "$?" > "$status.new"
+mv "$status.new" "$status"
+read -r _
+"""
+"""The first process of a node; its standard input is held open by this program."""
+_PROGRAMS = ("ip", "unshare", "mount", "umount")
+_NURSERY = "megatron.adaptive.elastic.nursery"
+_LIMIT_S = 20.0
+
+
+def why_not() -> str | None:
+    """Why there can be no nodes on this machine, ``None`` if there can."""
+    if os.geteuid() != 0:
+        return "nodes on one machine need root"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"nodes on one machine need {', '.join(missing)} (iproute2, util-linux, mount)"
+    probe = f"probe{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if done.returncode:
+        return f"no network namespaces here: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+class Node:
+    """One node; at first it is off.
+
+    Args:
+        number: from 0 on.
+        slots: processes that it may run.
+        folder: for its log and its status.
+        switch: namespace of the switch.
+    """
+
+    def __init__(self, number: int, slots: int, folder: Path, switch: str) -> None:
+        self.name = f"node{number}"
+        self.slots = slots
+        self.address = f"10.57.0.{number + 2}"
+        self.log = folder / f"{self.name}.txt"
+        self.space = f"{switch}n{number}"
+        self.is_cut = False
+        self.begun_at = 0  # where the log of this start begins
+        self._folder = folder
+        self._status = folder / f"{self.name}.status"
+        self._switch = switch
+        self._port = f"port{number}"
+        self._init: subprocess.Popen[bytes] | None = None
+
+    def plug(self) -> None:
+        """Make the network of the node; once."""
+        name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("link", "add", self._port, *ends, "netns", name)
+        _ip("-n", name, "address", "add", f"{self.address}/24", "dev", "net0")
+        _ip("-n", name, "link", "set", "net0", "up")
+        _ip("-n", name, "route", "add", "default", "via", "10.57.0.1")
+        self.mend()
+
+    def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
+        """Start the node with its part of the job, anew if it is on."""
+        self.off()
+        self.mend()
+        self._status.unlink(missing_ok=True)
+        self.begun_at = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self._init = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", self.space, "unshare", "--uts"),
+                    *("--pid", "--fork", "--kill-child", "--mount-proc"),
+                    *("bash", "-uc", _ENTER, "enter", str(self._folder), self.name),
+                    *(str(self._status), *command),
+                ],
+                env=variables,
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def off(self) -> None:
+        """Kill everything on the node at once."""
+        init, self._init = self._init, None
+        if init is None:
+            return
+        init.kill()  # the kernel kills all below it
+        init.wait(_LIMIT_S)
+        assert init.stdin is not None
+        init.stdin.close()
+
+    def cut(self, *, silently: bool) -> None:
+        """Cut the node off: without a sign, or so that its interface says the link is down."""
+        self.is_cut = True
+        state = ("nomaster",) if silently else ("down",)
+        _ip("-n", self._switch, "link", "set", self._port, *state)
+
+    def mend(self) -> None:
+        """Connect the node again. Idempotent."""
+        self.is_cut = False
+        _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the node has power."""
+        return self._init is not None and self._init.poll() is None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the node's part of the job goes on."""
+        return self.is_on and self.status is None
+
+    @property
+    def status(self) -> int | None:
+        """Status that the node's part of the job ended with."""
+        return int(self._status.read_text()) if self._status.exists() else None
+
+    @property
+    def said(self) -> str:
+        """What the node has printed since its last start."""
+        with self.log.open("rb") as log:
+            log.seek(self.begun_at)
+            return log.read().decode(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything on the node but its first process; what is dead already left out."""
+        if self._init is None:
+            return []
+        found = []
+        with contextlib.suppress(psutil.Error):
+            for init in psutil.Process(self._init.pid).children():
+                for one in init.children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if one.status() != psutil.STATUS_ZOMBIE:
+                            found.append(one)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, as they were forked."""
+        return [one for one in self.processes() if _is_nursery(one) and _is_nursery(one.parent())]
+
+    def helpers(self) -> list[psutil.Process]:
+        """What manages, starts and ends ranks."""
+        ranks = {one.pid for one in self.ranks()}
+        return [one for one in self.processes() if one.pid not in ranks and _is_ours(one)]
+
+    def close(self) -> None:
+        """Take the node away."""
+        self.off()
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", self.space)
+
+
+class Nodes:
+    """All nodes, off at first, and a folder of limited size that they share.
+
+    Args:
+        folder: for logs and the shared folder.
+        slots: processes of each node.
+        shared_bytes: size of the shared folder.
+    """
+
+    def __init__(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
+        self.shared = folder / "shared"
+        self._switch = f"soak{os.getpid()}"
+        self._filler = self.shared / "filler"
+        self.all: list[Node] = []
+        self._closing = contextlib.ExitStack()
+        try:
+            self._make(folder, slots, shared_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
+        self.shared.mkdir()
+        size = f"size={shared_bytes}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "soak", self.shared], check=True)
+        self._closing.callback(subprocess.run, ["umount", "-l", self.shared], check=False)
+        _ip("netns", "add", self._switch)
+        self._closing.callback(_ip, "netns", "del", self._switch)
+        _ip("-n", self._switch, "link", "add", "net0", "type", "bridge", "forward_delay", "0")
+        _ip("-n", self._switch, "address", "add", "10.57.0.1/24", "dev", "net0")
+        _ip("-n", self._switch, "link", "set", "net0", "up")
+        hosts = ["127.0.0.1 localhost\n"]
+        for number, count in enumerate(slots):
+            node = Node(number, count, folder, self._switch)
+            self._closing.callback(node.close)
+            node.plug()
+            self.all.append(node)
+            hosts.append(f"{node.address} {node.name}\n")
+        (folder / "hosts").write_text("".join(hosts))
+        (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
+
+    def fill(self) -> None:
+        """Leave no byte in the shared folder."""
+        file = os.open(self._filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            for size in (1 << 20, 1 << 12):
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.write(file, bytes(size))
+        finally:
+            os.close(file)
+
+    def free(self) -> None:
+        """Give the room back."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Take everything away. Idempotent."""
+        self._closing.close()
+
+
+def stop(processes: Sequence[psutil.Process]) -> None:
+    """Stop processes, as a debugger or a frozen machine does."""
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            one.send_signal(signal.SIGSTOP)
+
+
+def go_on(processes: Sequence[psutil.Process]) -> None:
+    """Let them go on, those that are still there."""
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            one.send_signal(signal.SIGCONT)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _is_nursery(process: psutil.Process | None) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process is not None and _NURSERY in process.cmdline()
+    return False
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(word.startswith("megatron.adaptive") for word in process.cmdline())
+    return False

@@ -1,0 +1,208 @@
+"""What a job has said of its steps, and whether it is what an undisturbed one would have said."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_STEP = re.compile(
+    r" iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \|.*? lm loss: ([-+.\dEenaif]+) \|"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step as its epoch told.
+
+    Attributes:
+        iteration: its number.
+        samples: of the whole training, its own included.
+        loss: of it.
+        unix_ns: when it was done; 0 where only the log tells of it.
+    """
+
+    iteration: int
+    samples: int
+    loss: float
+    unix_ns: int = 0
+
+
+@dataclass(kw_only=True)
+class Epoch:
+    """What the ranks of one shape wrote.
+
+    Attributes:
+        name: of its folder.
+        start: the iteration that it went on from, ``None`` while it has not begun.
+        begun_ns: when.
+        steps: in their order.
+        saved: iterations of complete checkpoints, and when each was.
+    """
+
+    name: str
+    start: int | None = None
+    begun_ns: int = 0
+    steps: list[Step]
+    saved: list[tuple[int, int]]
+
+    @property
+    def last_ns(self) -> int:
+        """When its last step was done."""
+        return self.steps[-1].unix_ns if self.steps else self.begun_ns
+
+
+class Record:
+    """Reads what all epochs of a job write while they do.
+
+    Args:
+        folder: of the job's state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._epochs: dict[str, Epoch] = {}
+        self._read: dict[str, int] = {}
+        self.torn = 0
+
+    @property
+    def epochs(self) -> list[Epoch]:
+        """Those that have begun, in the order of time."""
+        begun = [one for one in self._epochs.values() if one.start is not None]
+        return sorted(begun, key=lambda one: one.begun_ns)
+
+    def refresh(self) -> None:
+        """Read what was written since."""
+        for path in self._folder.glob("epoch-*/progress.jsonl"):
+            name = path.parent.name
+            epoch = self._epochs.setdefault(name, Epoch(name=name, steps=[], saved=[]))
+            with path.open("rb") as file:
+                file.seek(self._read.get(name, 0))
+                new = file.read()
+            whole = new.rfind(b"\n") + 1
+            self._read[name] = self._read.get(name, 0) + whole
+            for line in new[:whole].splitlines():
+                try:
+                    _take(epoch, json.loads(line))
+                except ValueError:
+                    self.torn += 1  # the disk was full
+
+    def steps_since(self, unix_ns: int) -> list[Step]:
+        """Steps that were done after a moment."""
+        return [
+            step
+            for one in self._epochs.values()
+            for step in one.steps[-9:]
+            if step.unix_ns > unix_ns
+        ]
+
+    @property
+    def last(self) -> int:
+        """The greatest iteration that was done."""
+        return max(
+            (one.steps[-1].iteration for one in self._epochs.values() if one.steps), default=0
+        )
+
+
+def _take(epoch: Epoch, told: Mapping[str, Any]) -> None:
+    at = told["unix_ns"]
+    if "start_iteration" in told:
+        epoch.start, epoch.begun_ns = told["start_iteration"], at
+    elif "iteration" in told:
+        epoch.steps.append(
+            Step(
+                iteration=told["iteration"],
+                samples=told["consumed_samples"],
+                loss=told["loss"],
+                unix_ns=at,
+            )
+        )
+    elif "saved" in told:
+        epoch.saved.append((told["saved"], at))
+
+
+def steps_of_logs(texts: Iterable[str]) -> list[Step]:
+    """Steps that the trainers printed; a line that another one cut in two is left out."""
+    return [
+        Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
+        for text in texts
+        for match in _STEP.finditer(text)
+    ]
+
+
+def faults(
+    epochs: Sequence[Epoch],
+    printed: Sequence[Step],
+    expected: Mapping[int, float],
+    *,
+    first: int,
+    batch: int,
+    tolerance: float,
+) -> tuple[list[str], float]:
+    """Say in what a job differs from one that nothing happened to.
+
+    Args:
+        epochs: of the job, in the order of time.
+        printed: steps that its logs tell of.
+        expected: loss of each iteration of the undisturbed run.
+        first: the first iteration that the job did.
+        batch: samples of a step.
+        tolerance: of losses, relative.
+
+    Returns:
+        What is wrong, a line each, and the largest difference of a loss.
+    """
+    found: list[str] = []
+    told = [step for one in epochs for step in one.steps]
+    everything = [*told, *printed]
+    if not everything:
+        return ["no step was done"], 0.0
+    worst = 0.0
+    for step in everything:
+        if step.samples != step.iteration * batch:
+            found.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
+        off = abs(step.loss / expected[step.iteration] - 1)
+        if not off <= tolerance:
+            found.append(
+                f"iteration {step.iteration}: loss {step.loss!r} and undisturbed"
+                f" {expected[step.iteration]!r} differ by {off:.1e}"
+            )
+        worst = max(worst, off)
+    done = {step.iteration for step in everything}
+    missing = sorted(set(range(first, max(done) + 1)) - done)
+    if missing:
+        found.append(f"{len(missing)} iterations were never done: {missing[:10]}")
+    return found + _order(epochs, done), worst
+
+
+def _order(epochs: Sequence[Epoch], done: set[int]) -> list[str]:
+    """What is wrong with the order of steps: within epochs, and from one to the next."""
+    found: list[str] = []
+    for one in epochs:
+        at = one.start
+        assert at is not None
+        for step in one.steps:
+            # What the full disk did not take, the log has.
+            if step.iteration <= at or not done.issuperset(range(at + 1, step.iteration)):
+                found.append(f"{one.name}: iteration {step.iteration} came after {at}")
+            at = step.iteration
+    for before, after in itertools.pairwise(epochs):
+        if before.last_ns > after.begun_ns:
+            found.append(f"{before.name} was not over when {after.name} began")
+    saved: list[tuple[int, int, str]] = sorted(
+        (at, iteration, one.name) for one in epochs for iteration, at in one.saved
+    )
+    for one in epochs:
+        known = [
+            entry for entry in saved if entry[0] < one.begun_ns - 10**9 and entry[2] != one.name
+        ]
+        assert one.start is not None
+        if known and one.start < max(iteration for _, iteration, _ in known[-1:]):
+            found.append(
+                f"{one.name} went on from {one.start}, and {known[-1][1]} was saved before"
+            )
+    return found
