@@ -59,6 +59,7 @@ class Node:
         host: its own name.
         pid: of its agent.
         slots: processes that it may run.
+        copies_port: at which it takes copies of other nodes' state.
         link: connection with its agent.
     """
 
@@ -69,6 +70,7 @@ class Node:
     host: str = ""
     pid: int = 0
     slots: int = 0
+    copies_port: int = 0
     link: Link | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
@@ -290,6 +292,7 @@ class Membership:
             return
         node.link, node.host, node.pid = link, told["host"], told["pid"]
         node.slots, node.status, node.why = told["slots"], "present", ""
+        node.copies_port = told.get("copies_port", 0)
         link.send("welcome")
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
