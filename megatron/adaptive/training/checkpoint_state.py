@@ -185,7 +185,8 @@ def lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any)
     own: list[Any] = [value for state in inner.state.values() for value in state.values()]
     own += [parameter for group in inner.param_groups for parameter in group["params"]]
     for chunk in chunks:
-        own += [*chunk.parameters(), *chunk.buffers()]
+        model = unwrapped(chunk)
+        own += [*model.parameters(), *model.buffers()]
     places = {one.untyped_storage().data_ptr() for one in own if isinstance(one, torch.Tensor)}
     return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
 
