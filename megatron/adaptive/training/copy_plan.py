@@ -133,7 +133,8 @@ def why_not(plan: CopyPlan, told: Sequence[RankParts], limit_bytes: int | None) 
     machines = {one.node: one.machine for one in told}
     for node, taken in _takes(plan, told):
         by_node[node] = by_node.get(node, 0) + taken
-        by_machine[machines[node]] = by_machine.get(machines[node], 0) + taken
+        machine = machines.get(node, node)
+        by_machine[machine] = by_machine.get(machine, 0) + taken
     for node, taken in by_node.items():
         if limit_bytes is not None and taken > limit_bytes:
             return (
