@@ -165,6 +165,13 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (epoch,) = state["epochs"]
         assert epoch["nodes"] == [left]
         assert epoch["resumed_iteration"] >= 10
+        # The one that is left kept copies for the manager's node, and its own.
+        done = [
+            max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
+            for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
+            if '"start_iteration": 0,' in (text := path.read_text().splitlines())[0]
+        ]
+        assert epoch["resumed_iteration"] >= done[0] - 1
         nodes[left].send_signal(signal.SIGUSR1)  # its time is over: it saves, and may come back
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
