@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         add(name, type=_seconds, default=default, metavar="SECONDS", help=f"{text} ({default:g})")
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (1)"
-    add("--replicate-every", type=_count_or_none, default=1, metavar="N", help=text)
+    add("--replicate-every", type=_count_or_none, metavar="N", help=text)
     add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
     add("--agent", action="store_true", help=argparse.SUPPRESS)
     add("script", nargs="?", type=Path, help=f"{_TRAINER}, then its arguments")
@@ -153,9 +153,13 @@ def _run(options: argparse.Namespace) -> int:
         stop_s=options.stop_within,
         max_restarts=options.max_restarts,
         address=options.address,
-        copies=CopySpec(every=options.replicate_every, limit_bytes=options.replicate_memory)
-        if options.replicate_every
-        else None,
+        copies=None
+        if options.replicate_every == 0
+        else CopySpec(
+            every=options.replicate_every or 1,
+            limit_bytes=options.replicate_memory,
+            is_asked=options.replicate_every is not None,
+        ),
     )
     if spec.machines is not None:
         return asyncio.run(Manager(spec, choose_shape).run())

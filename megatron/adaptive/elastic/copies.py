@@ -25,6 +25,7 @@ __all__ = ["Copies", "CopySpec", "Held", "Source", "buddies", "newest"]
 
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
+_HERE = ("present", "leaving")
 
 Next = Callable[[float | None], Awaitable[Event | None]]
 
@@ -36,10 +37,12 @@ class CopySpec:
     Attributes:
         every: steps from one to the next.
         limit_bytes: that they may take on a node, ``None`` for what is there.
+        is_asked: also where that takes gathering the state at each.
     """
 
     every: int = 1
     limit_bytes: int | None = None
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +195,7 @@ class Copies:
                 "settings": {
                     "node": name,
                     "domain": name if alone else node.host,
-                    "every": spec.every,
-                    "limit_bytes": spec.limit_bytes,
+                    **asdict(spec),
                 },
             }
         return found
@@ -259,7 +261,7 @@ class Copies:
 
     async def _ask(self, following: Next) -> Source:
         """Ask all nodes what they keep."""
-        nodes = [node for node in self._members.nodes.values() if node.status == "present"]
+        nodes = [node for node in self._members.nodes.values() if node.status in _HERE]
         for node in nodes:
             assert node.link is not None
             node.link.send("inventory", within_s=_SETTLE_S)
@@ -282,7 +284,7 @@ class Copies:
             if event is not None and event.kind == "inventory" and event.node in waiting:
                 note(event.node, event.told["held"])
                 waiting.discard(event.node)
-            waiting = {name for name in waiting if self._members.nodes[name].status == "present"}
+            waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
         return newest(held, needs)
 
     async def _write(self, source: Source, following: Next, until_s: float) -> str:
@@ -338,6 +340,6 @@ class Copies:
                 if event.told["status"]:
                     return f"{name} ended with status {event.told['status']}"
             for name in keys.values():
-                if self._members.nodes[name].status != "present":
+                if self._members.nodes[name].status not in _HERE:
                     return f"{name} was lost as well"
         return ""

@@ -274,7 +274,9 @@ class Keeper:
             if store.run != self._run:
                 store.file.close()
                 return False
-            self._stores = [one for one in self._stores if not _same(one, store)]
+            for one in [one for one in self._stores if _same(one, store)]:
+                self._stores.remove(one)
+                one.file.close()
             self._stores.append(store)
             return True
 

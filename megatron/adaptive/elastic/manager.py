@@ -163,11 +163,11 @@ class Manager:
             if running is None:
                 continue
             await self._watch(running)
+            if running.fault:  # while all nodes that are left are here
+                await self._copies.recover(self._next, self._spec.stop_s)
             status, reason = self._judge(running)
             if status is not None:
                 return status
-            if running.fault:
-                await self._copies.recover(self._next, self._spec.stop_s)
 
     async def _first_nodes(self) -> None:
         """Wait until the machines of the file have answered, or enough came by themselves."""
