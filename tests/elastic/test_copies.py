@@ -147,6 +147,9 @@ def test_strangers_and_others_runs_are_refused(keeper: Keeper) -> None:
         stranger.sendall(b"GET / HTTP/1.1\n")
         assert stranger.recv(1) == b""
     assert steps_of(keeper) == []
+    keeper.prepare("", "", None)  # as before a job begins
+    assert not Sender(keeper, run="", secret="").send(1, 0)
+    keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
     keeper.prepare("the next run", SECRET, None)  # what was kept for the last one is forgotten
     assert keeper.inventory(0.0) == []

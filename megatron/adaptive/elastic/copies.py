@@ -26,6 +26,7 @@ __all__ = ["Copies", "CopySpec", "Held", "Source", "buddies", "newest"]
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
 _HERE = ("present", "leaving")
+_NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
 
 Next = Callable[[float | None], Awaitable[Event | None]]
 
@@ -178,6 +179,10 @@ class Copies:
         spec, members = self._spec, self._members
         if spec is None:
             return {}
+        for name, node in members.nodes.items():
+            if node.link is not None and node.status in _HERE and name not in names:
+                # What it kept is of steps that the others do not go on from.
+                node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
         found: dict[str, Any] = {}

@@ -228,7 +228,8 @@ class Keeper:
         told = _read_line(connection)
         with self._changed:
             ready = self._changed.wait_for(lambda: self._run == told["run"], _RUN_S)
-            if not ready or not secrets.compare_digest(told["secret"], self._secret):
+            shown, expected = str(told["secret"]).encode(), self._secret.encode()
+            if not (ready and expected and secrets.compare_digest(shown, expected)):
                 return
         head = bytearray(told["head_bytes"])
         _receive(connection, memoryview(head))
