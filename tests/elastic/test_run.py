@@ -33,6 +33,8 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["none.py"], "none.py: no such file"),
         ([TRAINER, *SAVING], "add --checkpoint DIR or --save"),
         (["--wait", "never", TRAINER], "'never' is not a number of seconds above 0"),
+        (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
+        (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB above 0"),
         (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 on"),
         (["--status"], "name the folder of checkpoints"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
@@ -165,6 +167,14 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (epoch,) = state["epochs"]
         assert epoch["nodes"] == [left]
         assert epoch["resumed_iteration"] >= 10
+        # The one that is left kept copies for the manager's node, and its own.
+        done = [
+            max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
+            for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
+            if '"start_iteration": 0,' in (text := path.read_text().splitlines())[0]
+        ]
+        assert epoch["resumed_iteration"] >= done[0] - 1
+        assert epoch["source"] == "copies in memory" or epoch["resumed_iteration"] % 5 == 0
         nodes[left].send_signal(signal.SIGUSR1)  # its time is over: it saves, and may come back
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2

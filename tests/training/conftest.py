@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from megatron.adaptive.training.tokenizer import GPT2BPETokenizer
 # megatron-core is imported in this process by what is tested.
 accelerator.install()
 
+WORKER = Path(__file__).parents[1] / "multiprocess" / "checkpoint_worker.py"
 VOCAB_SIZE = 400
 NUM_SOURCES = 60
 
@@ -68,3 +72,34 @@ def write_tokens(tmp_path: Path) -> Callable[..., str]:
         return prefix
 
     return write
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    """The worker's module, whose model is built here on a single rank."""
+    spec = spec_from_file_location("checkpoint_worker", WORKER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["checkpoint_worker"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["checkpoint_worker"]
+
+
+@pytest.fixture(scope="module")
+def make(worker: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that builds a training on this process; takes flags as keywords."""
+    jobs = worker.Jobs()
+
+    def build(**flags: object) -> Any:
+        given = {
+            f"--{name.replace('_', '-')}": None if value is None else str(value)
+            for name, value in flags.items()
+        }
+        if "--save" in given:
+            given["--save-interval"] = "1"
+        return worker.Training(jobs, given)
+
+    yield build
+    jobs.leave()

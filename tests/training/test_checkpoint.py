@@ -6,8 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +39,6 @@ def ranks(count: int, scenario: str, folder: Path) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
     )
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Any]:
-    """The worker's module, whose model is built here on a single rank."""
-    spec = spec_from_file_location("checkpoint_worker", WORKER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["checkpoint_worker"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["checkpoint_worker"]
-
-
-@pytest.fixture(scope="module")
-def make(worker: Any) -> Iterator[Make]:
-    """Return a function that builds a training on this process; takes flags as keywords."""
-    jobs = worker.Jobs()
-
-    def build(**flags: object) -> Any:
-        given = {
-            f"--{name.replace('_', '-')}": None if value is None else str(value)
-            for name, value in flags.items()
-        }
-        if "--save" in given:
-            given["--save-interval"] = "1"
-        return worker.Training(jobs, given)
-
-    yield build
-    jobs.leave()
 
 
 @pytest.fixture

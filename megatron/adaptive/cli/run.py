@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(name, type=_seconds, default=default, metavar="SECONDS", help=f"{text} ({default:g})")
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
+    text = "steps between copies of the state in memory, 0 for none (1)"
+    add("--replicate-every", type=_count_or_none, metavar="N", help=text)
+    add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
     add("--agent", action="store_true", help=argparse.SUPPRESS)
     add("script", nargs="?", type=Path, help=f"{_TRAINER}, then its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -85,6 +88,16 @@ def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
     return int(word)
+
+
+def _count_or_none(word: str) -> int:
+    return 0 if word == "0" else _count(word)
+
+
+def _gib(word: str) -> int:
+    if _DURATION.fullmatch(word) is None or not float(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of GiB above 0")
+    return int(float(word) * 1024**3)
 
 
 def _seconds(word: str) -> float:
@@ -113,6 +126,7 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from megatron.adaptive.elastic.copies import CopySpec
     from megatron.adaptive.elastic.launching import JobSpec
     from megatron.adaptive.elastic.manager import Manager
     from megatron.adaptive.elastic.shapes import choose_shape
@@ -139,6 +153,13 @@ def _run(options: argparse.Namespace) -> int:
         stop_s=options.stop_within,
         max_restarts=options.max_restarts,
         address=options.address,
+        copies=None
+        if options.replicate_every == 0
+        else CopySpec(
+            every=options.replicate_every or 1,
+            limit_bytes=options.replicate_memory,
+            is_asked=options.replicate_every is not None,
+        ),
     )
     if spec.machines is not None:
         return asyncio.run(Manager(spec, choose_shape).run())
@@ -148,6 +169,7 @@ def _run(options: argparse.Namespace) -> int:
 def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
     """Manage the job if nobody does, else join it, and again where its manager is lost."""
     from megatron.adaptive.elastic.agent import Agent, AgentSpec
+    from megatron.adaptive.elastic.keeper import Keeper
     from megatron.adaptive.elastic.lease import LeaseTakenError
     from megatron.adaptive.elastic.machines import Machine
     from megatron.adaptive.elastic.manager import Manager
@@ -155,10 +177,12 @@ def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
 
     name = options.name or socket.gethostname()
     own = Machine(name=name, host="localhost", slots=options.slots)
+    # Copies outlive the manager that they were made under.
+    keeper = Keeper("127.0.0.1" if options.address == "127.0.0.1" else "")
     until_s = time.monotonic() + spec.join_s
     while True:
         try:
-            return asyncio.run(Manager(spec, choose_shape, own).run())
+            return asyncio.run(Manager(spec, choose_shape, own, keeper).run())
         except LeaseTakenError as error:
             owner = error.owner
         agent = Agent(
@@ -168,7 +192,8 @@ def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
                 port=owner.get("port", 0),
                 secret=owner.get("secret", ""),
                 slots=options.slots,
-            )
+            ),
+            keeper=keeper,
         )
         try:
             asyncio.run(agent.run())

@@ -38,6 +38,8 @@ class Environment:
             ``None`` if not set.
         has_agent_store: the launcher serves the store that ranks meet in
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
+        copies: how copies of the state are to be kept in memory, as ``run`` tells its ranks
+            (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
     """
 
     rank: int = 0
@@ -54,6 +56,7 @@ class Environment:
     is_launched: bool = False
     socket_interface: str | None = None
     has_agent_store: bool = False
+    copies: str | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -92,6 +95,7 @@ class Environment:
             # gloo takes a list for several rails; messages between stages have one.
             socket_interface=given.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None,
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+            copies=given.get("MEGATRON_ADAPTIVE_COPIES", "").strip() or None,
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.elastic.keeper import Buddy, Keeper
 from megatron.adaptive.elastic.messages import Link
 from megatron.adaptive.errors import SetupError
 
@@ -57,15 +58,21 @@ class Agent:
         spec: where to join.
         watch_input: end when the standard input does, as it does where the manager started the
             agent and is gone.
+        keeper: of copies of the state, ``None`` for one that ends with the agent.
     """
 
-    def __init__(self, spec: AgentSpec, *, watch_input: bool = False) -> None:
+    def __init__(
+        self, spec: AgentSpec, *, watch_input: bool = False, keeper: Keeper | None = None
+    ) -> None:
         self._spec = spec
+        self._owns_keeper = keeper is None
+        self._keeper = keeper or Keeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
         self._watch_input = watch_input
         self._status: int | None = None
         self.why = ""  # the manager let it go, where it said so
         self._link: Link | None = None
         self._orders: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def status(self) -> int | None:
@@ -78,7 +85,13 @@ class Agent:
         Raises:
             SetupError: the manager cannot be reached or refuses.
         """
-        spec = self._spec
+        try:
+            await self._run(self._spec)
+        finally:
+            if self._owns_keeper:
+                self._keeper.close()
+
+    async def _run(self, spec: AgentSpec) -> None:
         self._link = link = await self._join(spec)
         nursery = await self._start_nursery()
         loop = asyncio.get_running_loop()
@@ -117,6 +130,7 @@ class Agent:
             host=socket.gethostname(),
             pid=os.getpid(),
             slots=spec.slots or _gpus() or 1,
+            copies_port=self._keeper.port,
             unix_ns=time.time_ns(),
         )
         answer = await link.receive()
@@ -152,14 +166,38 @@ class Agent:
             if what == "port":
                 link.send("port", port=_free_port())
             elif what == "start":
+                added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
+                    rank["variables"] |= added
                     self._order(start=rank)
+            elif what == "inventory":
+                telling = asyncio.get_running_loop().create_task(self._tell_held(link, message))
+                self._tasks.add(telling)
+                telling.add_done_callback(self._tasks.discard)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
                 # Without a status the manager gave the node up, which may join again.
                 self._status, self.why = message.get("status"), message.get("why", "")
                 return
+
+    def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
+        """Get ready for copies of the ranks that are about to start; what these are told of it."""
+        if copies is None:
+            return {}
+        buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
+        self._keeper.prepare(copies["run"], copies["secret"], buddy)
+        told = {
+            **copies["settings"],
+            "address": self._keeper.address,
+            "run": copies["run"],
+            "buddy": None if buddy is None else buddy.name,
+        }
+        return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(told)}
+
+    async def _tell_held(self, link: Link, asked: Mapping[str, Any]) -> None:
+        held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
+        link.send("inventory", held=held)
 
     def _order(self, **order: Any) -> None:
         assert self._orders is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ __all__ = [
     "present_nodes",
     "read_state",
     "render_state",
+    "say",
     "write_state",
 ]
 
@@ -37,6 +39,12 @@ _STATE = "state.json"
 _FOLDER = "elastic"
 _EPOCH = "epoch"
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
+
+
+def say(text: str) -> None:
+    """Print a line for the user of the job."""
+    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
+    print(f"[elastic] {text}", file=stream, flush=True)
 
 
 def job_folder(checkpoints: Path) -> Path:
@@ -73,6 +81,8 @@ class Epoch:
         reason: why the one before ended, or ``start``.
         resumed: the iteration that it went on from.
         lost_steps: that were done before and are done again.
+        source: what it went on from: ``start``, ``checkpoint`` or ``copies in memory``, and why not
+            from the last where that could not be.
         marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
             ``begun``.
         phases_s: seconds of each part of the morph to this shape.
@@ -86,6 +96,7 @@ class Epoch:
     reason: str
     resumed: int = 0
     lost_steps: int = 0
+    source: str = ""
     marks_ns: dict[str, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     before: EpochProgress | None = None
@@ -100,6 +111,7 @@ class Epoch:
             "reason": self.reason,
             "resumed_iteration": self.resumed,
             "lost_steps": self.lost_steps,
+            "source": self.source,
             "phases_s": self.phases_s,
         }
 
@@ -117,6 +129,7 @@ class EpochProgress:
         first_ns: when the first step was done.
         saved_ns: when the last checkpoint was complete.
         saving_s: how long training waited for it.
+        copies: of the state in memory, in words; the empty text before they are known.
     """
 
     total: int = 0
@@ -127,6 +140,7 @@ class EpochProgress:
     first_ns: int | None = None
     saved_ns: int | None = None
     saving_s: float = 0.0
+    copies: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> EpochProgress:
@@ -151,6 +165,8 @@ class EpochProgress:
                 found["iteration"] = told["iteration"]
             elif "saved" in told:
                 found |= {"saved_ns": at, "saving_s": told["seconds"]}
+            elif "copies" in told:
+                found["copies"] = told["copies"]
             elif "ended" in told:
                 found["ended"] = told["ended"]
         return cls(**found)
@@ -248,11 +264,14 @@ def render_state(told: Mapping[str, Any]) -> str:
     for node in told["machines"]:
         why = f" ({node['why']})" if node["why"] else ""
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
+    if told.get("copies"):
+        lines.append(f"copies of the state in memory: {told['copies']}")
     lines.append("epochs:")
     for epoch in told["epochs"]:
         lines.append(
             f"  {epoch['epoch']:3} {epoch['shape']} on {', '.join(epoch['nodes'])}; from iteration"
             f" {epoch['resumed_iteration']}; {epoch['reason']}; lost {epoch['lost_steps']}"
+            + (f", from {epoch['source']}" if epoch.get("source", "") not in ("", "start") else "")
         )
         parts = [f"{n} {epoch['phases_s'][n]:.2f} s" for n in _PHASES if n in epoch["phases_s"]]
         if parts:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.elastic.copies import CopySpec
 from megatron.adaptive.elastic.job import Epoch
 from megatron.adaptive.elastic.membership import Node
 from megatron.adaptive.elastic.shapes import Shape
 
-__all__ = ["EXIT_LEFT", "JobSpec", "Place", "Running", "assign", "rank_arguments", "rank_orders"]
+__all__ = [
+    "EXIT_LEFT",
+    "JobSpec",
+    "Place",
+    "Running",
+    "assign",
+    "earliest",
+    "how_ended",
+    "rank_arguments",
+    "rank_orders",
+]
 
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
@@ -37,6 +49,7 @@ class JobSpec:
         stop_s: how long ranks have to come to the end of a step and to save.
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
+        copies: of the state in memory, ``None`` for none.
     """
 
     script: Path
@@ -49,6 +62,7 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
+    copies: CopySpec | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,6 +122,18 @@ class Place:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.node_rank),
         }
+
+
+def earliest(*moments: float | None) -> float | None:
+    """The first of some moments, ``None`` for never."""
+    return min((one for one in moments if one is not None), default=None)
+
+
+def how_ended(status: int) -> str:
+    """Say how a process ended."""
+    if status < 0:
+        return f"was killed by signal {signal.Signals(-status).name}"
+    return f"ended with status {status}"
 
 
 def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:

@@ -17,10 +17,10 @@ import asyncio
 import contextlib
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
+from megatron.adaptive.elastic.copies import Copies
 from megatron.adaptive.elastic.job import (
     Epoch,
     EpochProgress,
@@ -29,14 +29,18 @@ from megatron.adaptive.elastic.job import (
     job_folder,
     phases,
     present_nodes,
+    say,
     write_state,
 )
+from megatron.adaptive.elastic.keeper import Keeper
 from megatron.adaptive.elastic.launching import (
     EXIT_LEFT,
     JobSpec,
     Place,
     Running,
     assign,
+    earliest,
+    how_ended,
     rank_arguments,
     rank_orders,
 )
@@ -67,17 +71,23 @@ class Manager:
         choose: returns the best shape for the arguments and the processes of each node.
         own: this node, where nodes come by themselves; a signal then takes this node alone, and
             another one manages the job.
+        kept: keeper of copies that this node kept for the manager before.
     """
 
-    def __init__(self, spec: JobSpec, choose: Chooser, own: Machine | None = None) -> None:
+    def __init__(
+        self, spec: JobSpec, choose: Chooser, own: Machine | None = None, kept: Keeper | None = None
+    ) -> None:
         self._spec = spec
         self._choose = choose
         self._folder = job_folder(spec.checkpoints)
         self._checkpoints = CheckpointFolder(spec.checkpoints)
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret, _say)
+        self._members = Membership(spec.machines, own, spec.address, self._secret, say)
         self._own = own
+        had = None if own is None or kept is None else (own.name, kept)
+        self._copies = Copies(spec.copies, self._members, self._checkpoints, self._secret, had)
+        self._copies_told = ""
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
         self._iteration = self._total = 0
@@ -113,13 +123,8 @@ class Manager:
         try:
             self._check_latest()
             await self._members.start()
-            self._lease.tell(
-                {
-                    "address": self._members.address,
-                    "port": self._members.port,
-                    "secret": self._secret,
-                }
-            )
+            told = {"address": self._members.address, "port": self._members.port}
+            self._lease.tell({**told, "secret": self._secret})
             status = await self._run()
             if self._is_deposed:
                 raise self._lease.taken()
@@ -146,6 +151,8 @@ class Manager:
 
     async def _run(self) -> int:
         await self._first_nodes()
+        if self._lease.is_taken_over:
+            await self._copies.recover(self._next, self._spec.stop_s)
         reason = "start"
         while True:
             shape = await self._shape()
@@ -156,6 +163,8 @@ class Manager:
             if running is None:
                 continue
             await self._watch(running)
+            if running.fault:  # while all nodes that are left are here
+                await self._copies.recover(self._next, self._spec.stop_s)
             status, reason = self._judge(running)
             if status is not None:
                 return status
@@ -189,7 +198,7 @@ class Manager:
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
                 said = True
-                _say(f"no shape fits {slots} processes: waiting for machines; {safe}")
+                say(f"no shape fits {slots} processes: waiting for machines; {safe}")
                 self._write_state()
             if time.monotonic() >= until_s:
                 raise SetupError(
@@ -237,14 +246,15 @@ class Manager:
                 "TORCHELASTIC_RESTART_COUNT": str(epoch.number - 1),
             },
         )
+        copies = self._copies.orders(epoch.number, list(orders))
         for name, ranks in orders.items():
             link = self._members.nodes[name].link
             assert link is not None
-            link.send("start", ranks=ranks)
+            link.send("start", ranks=ranks, copies=copies.get(name))
         where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
         self._epochs.append(epoch)
         self._status = "training"
-        _say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}")
+        say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}")
         self._reconsider_s = time.monotonic()
         return Running(epoch=epoch, shape=shape, folder=folder, where=where)
 
@@ -258,9 +268,9 @@ class Manager:
             reason=reason,
             resumed=resumed,
         )
+        epoch.source, epoch.lost_steps = self._copies.begun(resumed, self._before)
         if self._before is not None:
             epoch.before = self._before
-            epoch.lost_steps = max(0, (self._before.iteration or 0) - resumed)
             epoch.marks_ns["ended"] = self._ended_ns
             if self._notice_ns is not None:
                 epoch.marks_ns["notice"] = self._notice_ns
@@ -281,7 +291,7 @@ class Manager:
     async def _watch(self, running: Running) -> None:
         """Wait until every rank has ended or its node is lost."""
         while running.alive:
-            event = await self._next(_earliest(running.deadline_s, self._reconsider_s))
+            event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             if event is not None and event.kind == "ended" and event.told["key"] in running.where:
                 self._rank_ended(running, event)
             left = event.node if event is not None and event.kind == "lost" else None
@@ -307,19 +317,14 @@ class Manager:
         running.statuses[event.told["key"]] = status
         if status:
             rank = event.told["key"].partition("/")[2]
-            how = (
-                f"was killed by signal {signal.Signals(-status).name}"
-                if status < 0
-                else f"ended with status {status}"
-            )
-            self._at_fault(running, f"rank {rank} on {event.node} {how}", _GRACE_S)
+            self._at_fault(running, f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
 
     def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
         """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
         running.fault = running.fault or fault
         until_s = time.monotonic() + grace_s
         if not running.killed:
-            running.deadline_s = _earliest(running.deadline_s, until_s)
+            running.deadline_s = earliest(running.deadline_s, until_s)
 
     def _overdue(self, running: Running) -> None:
         """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
@@ -361,7 +366,7 @@ class Manager:
         running.stopping = reason
         running.deadline_s = time.monotonic() + self._spec.stop_s
         self._notice_ns = self._notice_ns or time.time_ns()
-        _say(f"{reason}: saving at the end of this step")
+        say(f"{reason}: saving at the end of this step")
         self._signal(running, signal.SIGUSR1)
 
     def _signal(self, running: Running, number: signal.Signals) -> None:
@@ -380,13 +385,13 @@ class Manager:
         if not running.fault:
             self._failures = 0
             if self._stop is not None:
-                _say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
                 return 128 + int(self._stop), ""
             if not running.stopping or before.ended == _COMPLETE:
                 return 0, ""  # the trainer's own reason; it has said which
             return None, running.stopping
         self._notice_ns = None
-        _say(f"error: {running.fault}")
+        say(f"error: {running.fault}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
         saved = before.saved_ns is not None
@@ -397,7 +402,7 @@ class Manager:
         if own and not self._has_worked:
             return code, ""  # it never worked: its message is above
         if self._failures > self._spec.max_restarts and not lost:
-            _say(
+            say(
                 f"error: {self._failures} failures without a checkpoint between them: giving up;"
                 f" the last complete one is of iteration {self._latest()}"
             )
@@ -421,9 +426,9 @@ class Manager:
         elif event.kind == "port":
             self._ports[node.name] = event.told["port"]
         elif event.kind == "failed":
-            _say(f"warning: machine {node.name} is left out: {node.why}")
+            say(f"warning: machine {node.name} is left out: {node.why}")
         elif event.kind == "lost":
-            _say(f"warning: node {node.name} is lost: {node.why}")
+            say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
             node.why = (
@@ -453,7 +458,7 @@ class Manager:
 
     def _holds(self) -> bool:
         """Keep up the right to manage the job; whether it is still held."""
-        self._is_deposed = self._is_deposed or not self._lease.is_held(_say)
+        self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
@@ -474,6 +479,7 @@ class Manager:
         now = EpochProgress.read(epoch_folder(self._folder, epoch.number, self._secret))
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
+        self._copies_told = now.copies
         epoch.phases_s = phases(epoch, now)
 
     def _write_state(self) -> None:
@@ -484,16 +490,8 @@ class Manager:
             "total_iterations": self._total,
             "checkpoint_iteration": self._latest(),
             "lost_steps": sum(epoch.lost_steps for epoch in self._epochs),
+            "copies": self._copies_told,
             "machines": [node.told() for node in self._members.nodes.values()],
             "epochs": [epoch.told() for epoch in self._epochs],
         }
-        write_state(self._folder, told, _say)
-
-
-def _earliest(*moments: float | None) -> float | None:
-    return min((one for one in moments if one is not None), default=None)
-
-
-def _say(text: str) -> None:
-    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
-    print(f"[elastic] {text}", file=stream, flush=True)
+        write_state(self._folder, told, say)

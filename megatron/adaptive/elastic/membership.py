@@ -61,6 +61,7 @@ class Node:
         pid: of its agent.
         slots: processes that it may run.
         is_ready: whether a rank would start at once there: what it needs is imported.
+        copies_port: at which it takes copies of other nodes' state.
         link: connection with its agent.
     """
 
@@ -72,6 +73,7 @@ class Node:
     pid: int = 0
     slots: int = 0
     is_ready: bool = False
+    copies_port: int = 0
     link: Link | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
@@ -300,6 +302,7 @@ class Membership:
         node.link, node.host, node.pid = link, told["host"], told["pid"]
         node.slots, node.status, node.why = told["slots"], "present", ""
         node.is_ready = False
+        node.copies_port = told.get("copies_port", 0)
         link.send("welcome")
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))

@@ -32,7 +32,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.training import checkpoint_state as state
-from megatron.adaptive.training.checkpoint_exchange import Exchange, InProcessSaver, common_bytes
+from megatron.adaptive.training.checkpoint_exchange import (
+    Exchange,
+    InProcessSaver,
+    by_name,
+    common_bytes,
+)
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.initialize import Job
@@ -145,6 +150,30 @@ class Checkpoints:
             self._pending = None
             raise pending.failure
 
+    def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
+
+        Args:
+            progress: how far the run has come.
+
+        Returns:
+            megatron-core's sharded tensors and objects by their names in a checkpoint, also those
+            that another rank would write; and what is the same on all ranks.
+        """
+        sharded, common = save_preprocess(
+            self._state_to_save(progress), validate_access_integrity=False
+        )
+        return by_name(sharded), common
+
+    def refresh(self, common: dict[str, Any], progress: Progress) -> None:
+        """Bring the second part of :meth:`pieces` to now, in place; not of sharded optimizers."""
+        common |= {
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+        }
+        state.refresh_optimizer(common["optimizer"], self._optimizer)
+
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
 
@@ -197,7 +226,7 @@ class Checkpoints:
             self._strategy.apply_saving_parallelization(sharded)
         saver = InProcessSaver(ranks.group)
         parts = saver.parts(sharded, copy=copy)
-        content, manifest = common_bytes(common), self._manifest(progress)
+        content, manifest = common_bytes(common), self.manifest(progress)
         return lambda: self._write(folder, manifest, content, parts, saver, ranks)
 
     def _write(
@@ -266,7 +295,8 @@ class Checkpoints:
             whole["rng_state"] = state.sharded_rng()
         return state.without_local_copies(whole)
 
-    def _manifest(self, progress: Progress) -> Manifest:
+    def manifest(self, progress: Progress) -> Manifest:
+        """What a checkpoint of now says of itself."""
         return Manifest(
             progress=dataclasses.asdict(progress),
             config=self._config.to_dict(),

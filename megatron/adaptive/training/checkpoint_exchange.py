@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
-__all__ = ["Exchange", "InProcessSaver", "common_bytes"]
+__all__ = ["Exchange", "InProcessSaver", "by_name", "common_bytes"]
 
 # What a full disk, a damaged file or a missing permission looks like. torch raises the last one as
 # a BaseException. Anything else is a mistake of ours and keeps its traceback.
@@ -122,6 +122,12 @@ def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
         ranks = [str(rank) for rank in sorted(failures) if failures[rank] == text]
         parts.append(f"rank {', '.join(ranks)}: {text}")
     return "; ".join(parts)
+
+
+def by_name(sharded_state_dict: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return megatron-core's shards by their names in a checkpoint, other replicas' too."""
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+    return dict(flat)
 
 
 class InProcessSaver(SaveShardedStrategy):  # type: ignore[misc]

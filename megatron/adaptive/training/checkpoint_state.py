@@ -8,7 +8,7 @@ Knows nothing of folders.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,15 @@ from megatron.adaptive.errors import CheckpointError
 __all__ = [
     "METADATA",
     "count_groups",
+    "has_parameters",
+    "lives_in_place",
     "load_model",
     "load_optimizer",
     "load_rng",
     "load_scheduler",
     "mesh_shape",
     "padded_vocab_size",
+    "refresh_optimizer",
     "reload_main_params",
     "saved_groups",
     "sharded_model",
@@ -171,6 +174,46 @@ def sharded_optimizer(
         )
     _move_step_to_groups(state)
     return state
+
+
+def lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
+    """Whether all tensors are memory of the weights and of the optimizer's state themselves.
+
+    Such tensors hold the state of every later step as well; others were made for one.
+    """
+    inner = _leaf(optimizer).optimizer
+    own: list[Any] = [value for state in inner.state.values() for value in state.values()]
+    own += [parameter for group in inner.param_groups for parameter in group["params"]]
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        own += [*model.parameters(), *model.buffers()]
+    places = {one.untyped_storage().data_ptr() for one in own if isinstance(one, torch.Tensor)}
+    return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
+
+
+def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
+    """Bring what :func:`sharded_optimizer` told besides tensors to now, in place.
+
+    Args:
+        common: the part of it that all ranks have in common, of the same optimizer.
+        optimizer: megatron-core's optimizer, not a distributed one.
+    """
+    leaf = _leaf(optimizer)
+    inner = leaf.optimizer
+    groups = common.get("optimizer", common)["param_groups"]
+    for group, now in zip(groups, inner.param_groups, strict=True):
+        group.update({name: now[name] for name in group if name in now})
+    if "grad_scaler" in common:
+        common["grad_scaler"] = leaf.grad_scaler.state_dict()
+    if _is_torch_adam(leaf):
+        step = next((float(state["step"]) for state in inner.state.values()), 0.0)
+        for group in groups:
+            group["step"] = int(step)
+
+
+def has_parameters(optimizer: Any) -> bool:
+    """Whether the optimizer updates anything on this rank; not on that of an empty stage."""
+    return any(group["params"] for group in _leaf(optimizer).optimizer.param_groups)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from megatron.adaptive.training import relocate
 from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
+from megatron.adaptive.training.copies import make_copies
 from megatron.adaptive.training.diagnosis import RunningDiagnosis
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
@@ -73,8 +74,8 @@ class Trainer:
         config = run.job.config
         self._tell_position = tell_position
         self._connect = connect
-        self._adopt(run)
         self._log = log
+        self._adopt(run)
         self._profiler = profiler
         self._stop = stop
         self._counters = _Counters()
@@ -107,6 +108,7 @@ class Trainer:
         self._config = run.job.config
         self._checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
         self._step = Step(run)
+        self._copies = make_copies(run, self._log)
 
     def train(self) -> str:
         """Train until the iterations, the samples or the patience end.
@@ -127,6 +129,7 @@ class Trainer:
                 self._iteration()
                 if config.run.eval_iters and counters.iteration % config.run.eval_interval == 0:
                     self._validate(f"iteration {counters.iteration}")
+                self._copies.take(counters.progress())
                 self._save_if_due()
                 early = self._early_end()
                 if early is not None:
@@ -134,6 +137,7 @@ class Trainer:
                     break
                 if self._decision is not None and not self._is_finished():
                     self._move(self._decision)
+            self._copies.close()
         finally:
             self._close_loader()
             if self._diagnosis is not None:
@@ -198,9 +202,11 @@ class Trainer:
         failed = True
         try:
             self._close_loader()
+            self._copies.close()
             self._connect(None)
             relocate.take_down(self._run)
-            del self._run, self._step, self._checkpoints  # so that their memory is free
+            # So that their memory is free.
+            del self._run, self._step, self._checkpoints, self._copies
             self._adopt(relocate.unpack(job, kind, folder))
             failed = False
         finally:
@@ -224,7 +230,9 @@ class Trainer:
         traced = self._config.schedule.traces(self._iterations_here)
         run.tracing.begin_iteration(iteration, num_microbatches, is_traced=traced)
         microbatches = None if self._loader is None else self._loader.step(num_microbatches)
-        result = self._step.train(microbatches, num_microbatches, iteration)
+        result = self._step.train(
+            microbatches, num_microbatches, iteration, self._copies.before_update
+        )
         if result.updated:
             run.scheduler.step(increment=batch)
         else:
@@ -239,6 +247,7 @@ class Trainer:
         counters.iteration = iteration
         counters.consumed_train_samples += batch
         self._iterations_here += 1
+        self._copies.settle(iteration)
         self._log.iteration(
             IterationReport(
                 iteration=iteration,

@@ -56,13 +56,20 @@ class Step:
         self._eval_steps = 0
         self.times: StepTimes | None = None  # of the last training step, on our executor
 
-    def train(self, microbatches: Any, num_microbatches: int, iteration: int) -> StepResult:
+    def train(
+        self,
+        microbatches: Any,
+        num_microbatches: int,
+        iteration: int,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Run forward and backward passes and update the parameters.
 
         Args:
             microbatches: this rank's microbatches, ``None`` on a rank that needs no data.
             num_microbatches: their number.
             iteration: number of the step, part of the key of its random numbers.
+            before_update: called when the state is about to change.
 
         Raises:
             AdaptiveError: a gradient is not a finite number.
@@ -79,6 +86,7 @@ class Step:
             reduced = self._forward_backward(
                 microbatches, num_microbatches, step=iteration, forward_only=False
             )
+            before_update()
             with run.tracing.span("optimizer"):
                 updated, grad_norm, num_zeros = run.optimizer.step()
         except (torch.OutOfMemoryError, MemoryError) as error:
