@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.adaptive.elastic.job import Epoch
 from megatron.adaptive.elastic.membership import Node
 from megatron.adaptive.elastic.shapes import Shape
 
-__all__ = ["EXIT_LEFT", "JobSpec", "Place", "Running", "assign", "rank_arguments", "rank_orders"]
+__all__ = [
+    "EXIT_LEFT",
+    "JobSpec",
+    "Place",
+    "Policy",
+    "Running",
+    "assign",
+    "earliest",
+    "how_it_ended",
+    "rank_arguments",
+    "rank_orders",
+]
 
+Policy = Literal["ignore", "replan", "exclude"]
+"""What is done about a node that stays slow."""
+
+NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
+"""Tells a rank the name of its node in the job."""
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
 
@@ -37,6 +55,7 @@ class JobSpec:
         stop_s: how long ranks have to come to the end of a step and to save.
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
+        on_straggler: what is done about a node that stays slow.
     """
 
     script: Path
@@ -49,6 +68,7 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
+    on_straggler: Policy = "ignore"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +102,24 @@ class Running:
         """Ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
+    def fail(self, fault: str, grace_s: float) -> None:
+        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
+        self.fault = self.fault or fault
+        if not self.killed:
+            self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
+
+
+def earliest(*moments: float | None) -> float | None:
+    """The first of some moments, ``None`` where there is none."""
+    return min((one for one in moments if one is not None), default=None)
+
+
+def how_it_ended(status: int) -> str:
+    """What the exit status of a rank says, negative for a signal."""
+    if status < 0:
+        return f"was killed by signal {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -114,16 +152,21 @@ def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
     """Lay the ranks of a shape on nodes, one after the other; tensor-parallel groups stay whole.
 
     Args:
-        nodes: with slots enough, in the order of the ranks.
+        nodes: with slots enough, in the order of the ranks where the shape has no other.
         shape: what is to run.
 
     Returns:
-        The place of each rank.
+        The place of each rank; of fewer ranks where nodes are missing.
     """
     places: list[Place] = []
     left = shape.world_size
-    for node in nodes:
-        count = min(left, node.slots // shape.tensor * shape.tensor)
+    by_name = {node.name: node for node in nodes}
+    wanted = shape.places or [(node.name, node.slots) for node in nodes]
+    for name, most in wanted:
+        node = by_name.get(name)
+        if node is None:
+            continue
+        count = min(left, most // shape.tensor * shape.tensor)
         if not count:
             continue
         node_rank = places[-1].node_rank + 1 if places else 0
@@ -196,7 +239,11 @@ def rank_orders(
     for rank, place in enumerate(places):
         order = {
             "key": f"{epoch}/{rank}",
-            "variables": {**place.variables(rank, len(places)), **variables},
+            "variables": {
+                **place.variables(rank, len(places)),
+                NODE_VARIABLE: place.node.name,
+                **variables,
+            },
             "script": str(script),
             "arguments": list(arguments),
             "folder": os.getcwd(),

@@ -38,13 +38,16 @@ from megatron.adaptive.elastic.launching import (
     Place,
     Running,
     assign,
+    earliest,
+    how_it_ended,
     rank_arguments,
     rank_orders,
 )
 from megatron.adaptive.elastic.lease import Lease
 from megatron.adaptive.elastic.machines import Machine
 from megatron.adaptive.elastic.membership import Event, Membership, Node
-from megatron.adaptive.elastic.shapes import Chooser, Shape
+from megatron.adaptive.elastic.shapes import Chooser, Shape, is_better
+from megatron.adaptive.elastic.straggler import Stragglers
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 
@@ -65,14 +68,14 @@ class Manager:
 
     Args:
         spec: what is to be run.
-        choose: returns the best shape for the arguments and the processes of each node.
+        chooser: of the best shape for the arguments and the nodes that are there.
         own: this node, where nodes come by themselves; a signal then takes this node alone, and
             another one manages the job.
     """
 
-    def __init__(self, spec: JobSpec, choose: Chooser, own: Machine | None = None) -> None:
+    def __init__(self, spec: JobSpec, chooser: Chooser, own: Machine | None = None) -> None:
         self._spec = spec
-        self._choose = choose
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, _say)
         self._folder = job_folder(spec.checkpoints)
         self._checkpoints = CheckpointFolder(spec.checkpoints)
         self._lease = Lease(self._folder)
@@ -87,6 +90,7 @@ class Manager:
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: EpochProgress | None = None
+        self._now = EpochProgress()
         self._ended_ns = 0
         self._ports: dict[str, int] = {}
 
@@ -182,33 +186,34 @@ class Manager:
         until_s = time.monotonic() + self._spec.wait_s
         said = False
         while self._stop is None:
-            shape = self._fitting()
+            shape = await self._fitting()
             if shape is not None:
                 return shape
+            why = f" ({self._stragglers.why})" if self._stragglers.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
                 said = True
-                _say(f"no shape fits {slots} processes: waiting for machines; {safe}")
+                _say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
             if time.monotonic() >= until_s:
                 raise SetupError(
-                    f"no shape of the model fits {slots} processes, and no machine came within"
-                    f" {self._spec.wait_s:g} s: add machines and start again; {safe}"
+                    f"no shape of the model fits {slots} processes{why}, and no machine came"
+                    f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
             await self._next(until_s)
         return None
 
-    def _fitting(self) -> Shape | None:
+    async def _fitting(self) -> Shape | None:
         nodes = self._members.usable()
-        if not nodes:
-            return None
-        return self._choose(self._spec.arguments, [node.slots for node in nodes])
+        return await self._stragglers.choose(nodes) if nodes else None
 
     async def _start(self, shape: Shape, reason: str) -> Running | None:
-        """Start the ranks of a shape; ``None`` if its first node goes before it can."""
+        """Start the ranks of a shape; ``None`` if a node of it goes before it can."""
         planned_ns = time.time_ns()
         places = assign(self._members.usable(), shape)
+        if len(places) < shape.world_size:
+            return None
         first = places[0].node
         port = await self._port_of(first)
         if port is None:
@@ -243,7 +248,8 @@ class Manager:
         where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
         self._epochs.append(epoch)
         self._status = "training"
-        _say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}")
+        planned = "" if shape.step_s is None else f"; a step of {shape.step_s:.4g} s planned"
+        _say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}{planned}")
         self._reconsider_s = time.monotonic()
         return Running(epoch=epoch, shape=shape, folder=folder, where=where)
 
@@ -256,6 +262,7 @@ class Manager:
             nodes=tuple(dict.fromkeys(place.node.name for place in places)),
             reason=reason,
             resumed=resumed,
+            predicted_s=shape.step_s,
         )
         if self._before is not None:
             epoch.before = self._before
@@ -280,19 +287,21 @@ class Manager:
     async def _watch(self, running: Running) -> None:
         """Wait until every rank has ended or its node is lost."""
         while running.alive:
-            event = await self._next(_earliest(running.deadline_s, self._reconsider_s))
+            event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             if event is not None and event.kind == "ended" and event.told["key"] in running.where:
                 self._rank_ended(running, event)
             for key in running.alive:
                 if self._members.nodes[running.where[key]].status in ("lost", "gone"):
                     running.statuses[key] = -signal.SIGKILL
-                    self._at_fault(running, f"node {running.where[key]} was lost", 0.0)
+                    running.fail(f"node {running.where[key]} was lost", 0.0)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
+            if event is not None and event.kind == "tick" and not running.stopping:
+                await self._heed_slow(running)
             now_s = time.monotonic()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
-                self._reconsider(running)
+                await self._reconsider(running)
             if running.deadline_s is not None and now_s >= running.deadline_s:
                 self._overdue(running)
         self._ended_ns = time.time_ns()
@@ -304,20 +313,7 @@ class Manager:
         running.statuses[event.told["key"]] = status
         if status:
             rank = event.told["key"].partition("/")[2]
-            how = (
-                f"was killed by signal {signal.Signals(-status).name}"
-                if status < 0
-                else f"ended with status {status}"
-            )
-            self._at_fault(running, f"rank {rank} on {event.node} {how}", _GRACE_S)
-
-    def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
-        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
-        if not running.fault:
-            running.fault = fault
-        until_s = time.monotonic() + grace_s
-        if not running.killed:
-            running.deadline_s = _earliest(running.deadline_s, until_s)
+            running.fail(f"rank {rank} on {event.node} {how_it_ended(status)}", _GRACE_S)
 
     def _overdue(self, running: Running) -> None:
         """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
@@ -336,7 +332,13 @@ class Manager:
         running.deadline_s = time.monotonic() + _KILL_S
         self._signal(running, signal.SIGKILL)
 
-    def _reconsider(self, running: Running) -> None:
+    async def _heed_slow(self, running: Running) -> None:
+        """Ask the ranks to save and end if another shape is better for a node that stays slow."""
+        told, nodes = self._now.slow, self._members.usable()
+        if reason := await self._stragglers.heed(told, running, nodes):
+            self._ask_to_save(running, reason)
+
+    async def _reconsider(self, running: Running) -> None:
         """Ask the ranks to save and end if another shape is better for the nodes that are left."""
         leaving = [
             name for name in running.epoch.nodes if self._members.nodes[name].status == "leaving"
@@ -344,12 +346,11 @@ class Manager:
         if leaving:
             self._ask_to_save(running, self._members.nodes[leaving[0]].why)
             return
-        shape = self._fitting()
-        if shape is not None and shape.world_size > running.shape.world_size:
-            came = [
-                node.name for node in self._members.usable() if node.name not in running.epoch.nodes
-            ]
-            self._ask_to_save(running, f"{', '.join(came)} came")
+        shape = await self._fitting()
+        if shape is not None and is_better(shape, running.shape):
+            nodes = self._stragglers.wanted(self._members.usable())
+            came = [node.name for node in nodes if node.name not in running.epoch.nodes]
+            self._ask_to_save(running, f"{', '.join(came)} came" if came else "another plan")
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
         if running.stopping or running.fault:
@@ -411,6 +412,7 @@ class Manager:
             return event
         now_s = time.monotonic()
         if event.kind == "joined":
+            self._stragglers.joined(node.name)
             self._notice_ns = self._notice_ns or event.told["unix_ns"]
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "port":
@@ -450,6 +452,8 @@ class Manager:
                 _say(f"warning: cannot write {self._folder}: {error.strerror}")
             self._members.look_at_file()
             self._write_state()
+            if self._now.slow:
+                self._members.events.put_nowait(Event("tick", "", {}))
 
     def _check_latest(self) -> None:
         """Refuse a folder of checkpoints that ranks could not go on from."""
@@ -464,10 +468,10 @@ class Manager:
         if not self._epochs:
             return
         epoch = self._epochs[-1]
-        now = EpochProgress.read(self._epoch_folder(epoch.number))
+        self._now = now = EpochProgress.read(self._epoch_folder(epoch.number))
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
-        epoch.phases_s = phases(epoch, now)
+        epoch.phases_s, epoch.step_s = phases(epoch, now), now.step_s
 
     def _epoch_folder(self, number: int) -> Path:
         return self._folder / f"epoch-{number}-{self._secret[:8]}"
@@ -481,17 +485,13 @@ class Manager:
             "total_iterations": self._total,
             "checkpoint_iteration": self._latest(),
             "lost_steps": sum(epoch.lost_steps for epoch in self._epochs),
-            "machines": [node.told() for node in self._members.nodes.values()],
+            "machines": [self._stragglers.told(node) for node in self._members.nodes.values()],
             "epochs": [epoch.told() for epoch in self._epochs],
         }
         try:
             write_state(self._folder, told)
         except OSError as error:
             _say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
-
-
-def _earliest(*moments: float | None) -> float | None:
-    return min((one for one in moments if one is not None), default=None)
 
 
 def _say(text: str) -> None:
