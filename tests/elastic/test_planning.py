@@ -148,6 +148,10 @@ def test_a_plan_that_takes_too_long_is_done_without(tmp_path: Path) -> None:
         assert shape.step_s is not None
         assert asyncio.run(patient.choose(MODEL, nodes("x"))) is None
         assert patient.why.startswith("x: no such node is in")
+        shape = asyncio.run(patient.choose(MODEL, nodes("xa")))
+        assert shape is not None
+        assert [name for name, _ in shape.places] == ["a"]
+        assert said[-1] == "warning: left out: x: in no file of --plan-with"
         process._process.kill()
         assert asyncio.run(patient.choose(MODEL, nodes("b"))) is not None
         assert "warning: no plan: the planner ended with status -9" in said[-1]

@@ -6,7 +6,7 @@ an answer that comes after its time limit is passed over::
 
     {"paths": [...], "arguments": [...]}                        the first line
     {"number": 2, "offers": [{"name": "a", "slots": 1, ...}], "within_s": 10}
-    {"number": 2, "shape": {...}}    {"number": 2, "none": "why nothing fits"}
+    {"number": 2, "shape": {...}, "unknown": ["x"]}    {"number": 2, "none": "why nothing fits"}
     {"number": 1, "wrong": "a message for the user"}            to ``check``
     {"number": 2, "failed": "a bug of the planner"}
 """
@@ -90,7 +90,7 @@ class PlanProcess:
         """Have the nodes planned for that are there. Blocks up to the limit; threads take turns.
 
         Returns:
-            The shape, or ``None`` and why none fits.
+            The shape and what is to be said of it, or ``None`` and why none fits.
 
         Raises:
             SetupError: no answer within the limit, or the process has ended.
@@ -99,7 +99,8 @@ class PlanProcess:
         answer = self._ask(question, within_s)
         if "shape" not in answer:
             return None, str(answer.get("none", answer.get("wrong")))
-        return _shape_of(answer["shape"]), ""
+        strange = ", ".join(answer["unknown"])
+        return _shape_of(answer["shape"]), strange and f"{strange}: in no file of --plan-with"
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -176,7 +177,10 @@ class ByPlan:
                 slots = [one.slots for one in offers]
                 return choose_shape(arguments, slots, [one.slowness for one in offers])
             self._known[nodes] = found
-        shape, self.why = self._known[nodes]
+            if found[0] is not None and found[1]:
+                self._say(f"warning: left out: {found[1]}")
+        shape, text = self._known[nodes]
+        self.why = "" if shape is not None else text
         return shape
 
 
@@ -231,7 +235,7 @@ def _answer(planning: Any, question: dict[str, Any]) -> dict[str, Any]:
             return {}
         offers = [Offer(**{**one, "hosts": tuple(one["hosts"])}) for one in question["offers"]]
         shape = planning.plan(offers, question["within_s"] * _SEARCH)
-        return {"shape": asdict(shape)}
+        return {"shape": asdict(shape), "unknown": planning.unknown(offers)}
     except (ConfigError, SetupError) as error:
         return {"wrong" if question.get("check") else "none": str(error)}
 

@@ -79,6 +79,12 @@ class Shape:
     pace: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What two shapes differ in, however they were chosen."""
+        nodes = [name for name, _ in self.places]
+        return self.tensor, self.pipeline, self.partition, self.micro_batch, self.data, nodes
+
+    @property
     def world_size(self) -> int:
         """Processes that it takes."""
         return self.tensor * self.pipeline * self.data
@@ -172,6 +178,8 @@ def is_better(shape: Shape, running: Shape) -> bool:
     """
     if shape.step_s is not None and running.step_s is not None:
         return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
+    if shape.step_s is not None:  # the planner had no answer in time before
+        return shape.layout != running.layout
     return shape.world_size > running.world_size
 
 
