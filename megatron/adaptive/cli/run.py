@@ -15,7 +15,6 @@ import contextlib
 import json
 import re
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,6 +189,7 @@ def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """What chooses shapes; a planner is started, checked, and closed with the stack."""
+    from megatron.adaptive.elastic.job import say
     from megatron.adaptive.elastic.plan_process import ByPlan, PlanProcess
     from megatron.adaptive.elastic.shapes import ByRule
 
@@ -203,12 +203,8 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         contextlib.closing(PlanProcess(options.plan_with, spec.arguments))
     )
     if late := process.check(spec.machines):
-        _say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return ByPlan(process, options.plan_within, _say)
-
-
-def _say(text: str) -> None:
-    print(f"[elastic] {text}", file=sys.stderr, flush=True)
+        say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
+    return ByPlan(process, options.plan_within, say)
 
 
 def _take_part(spec: JobSpec, options: argparse.Namespace, chooser: Chooser) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,7 @@ __all__ = [
     "present_nodes",
     "read_state",
     "render_state",
+    "say",
     "write_state",
 ]
 
@@ -236,6 +238,12 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
     return told
+
+
+def say(text: str) -> None:
+    """Print a line about a job for its user; errors and warnings go where those belong."""
+    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
+    print(f"[elastic] {text}", file=stream, flush=True)
 
 
 def present_nodes(checkpoints: Path) -> int:

@@ -19,7 +19,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from megatron.adaptive.elastic.job import (
     present_nodes,
     write_state,
 )
+from megatron.adaptive.elastic.job import say as _say
 from megatron.adaptive.elastic.launching import (
     EXIT_LEFT,
     JobSpec,
@@ -90,7 +90,7 @@ class Manager:
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: EpochProgress | None = None
-        self._now = EpochProgress()
+        self._has_slow = False
         self._ended_ns = 0
         self._ports: dict[str, int] = {}
 
@@ -334,7 +334,8 @@ class Manager:
 
     async def _heed_slow(self, running: Running) -> None:
         """Ask the ranks to save and end if another shape is better for a node that stays slow."""
-        told, nodes = self._now.slow, self._members.usable()
+        # Of this epoch: the event may be of the one before.
+        told, nodes = EpochProgress.read(running.folder).slow, self._members.usable()
         if reason := await self._stragglers.heed(told, running, nodes):
             self._ask_to_save(running, reason)
 
@@ -452,7 +453,7 @@ class Manager:
                 _say(f"warning: cannot write {self._folder}: {error.strerror}")
             self._members.look_at_file()
             self._write_state()
-            if self._now.slow:
+            if self._has_slow:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _check_latest(self) -> None:
@@ -468,10 +469,11 @@ class Manager:
         if not self._epochs:
             return
         epoch = self._epochs[-1]
-        self._now = now = EpochProgress.read(self._epoch_folder(epoch.number))
+        now = EpochProgress.read(self._epoch_folder(epoch.number))
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
         epoch.phases_s, epoch.step_s = phases(epoch, now), now.step_s
+        self._has_slow = bool(now.slow)
 
     def _epoch_folder(self, number: int) -> Path:
         return self._folder / f"epoch-{number}-{self._secret[:8]}"
@@ -492,8 +494,3 @@ class Manager:
             write_state(self._folder, told)
         except OSError as error:
             _say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
-
-
-def _say(text: str) -> None:
-    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
-    print(f"[elastic] {text}", file=stream, flush=True)

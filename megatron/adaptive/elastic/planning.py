@@ -14,34 +14,38 @@ otherwise. Searches only; ``plan_process`` keeps them out of the manager's way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.elastic.machines import Machine
+from megatron.adaptive.elastic.plan_inputs import (
+    PLAN_WITH,
+    NodeKind,
+    cluster_of,
+    equal_nodes,
+    profile_of,
+    read_inputs,
+)
 from megatron.adaptive.elastic.shapes import Offer, Shape, as_asked
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
-from megatron.adaptive.planner.cluster_file import make_cluster
-from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import Cluster, NodeType
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.plan_file import plan_document
 from megatron.adaptive.planner.presets import arguments_model
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.report import Row
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
-__all__ = ["PLAN_WITH", "Planning"]
+__all__ = ["Planning"]
 
-PLAN_WITH = "--plan-with"
 _PLANS = 6
 """Plans to look at: the trainer may refuse one for what the planner does not know."""
 _CHOSEN = (
@@ -53,36 +57,6 @@ _CHOSEN = (
 )
 _TENSOR = "--tensor-model-parallel-size"
 _RECOMPUTE = ("--recompute", "--checkpoint-activations")
-_ANY_NUMBER = 1 << 20
-# Without a cluster file, for links that the profile does not hold.
-_WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
-_BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Nodes that a plan takes for equal: of one type, as many processes, equally slow."""
-
-    base: NodeType
-    gpus: int
-    slowness: float
-
-    @property
-    def is_base(self) -> bool:
-        return self.slowness == 1.0 and self.gpus == self.base.gpus
-
-    @property
-    def node(self) -> NodeType:
-        if self.is_base:
-            return self.base
-        name = f"{self.base.name} x {self.gpus}"
-        name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
-        return replace(self.base, name=name, gpu=self.gpu, gpus=self.gpus)
-
-    @property
-    def gpu(self) -> str:
-        gpu = self.base.gpu
-        return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
 
 
 class Planning:
@@ -107,18 +81,15 @@ class Planning:
                 f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
         self._model = arguments_model(arguments, "model")
-        cluster, told = _read(paths)
+        cluster, told = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
+        self._has_cluster = cluster is not None
+        if cluster is None:
+            assert told is not None  # there is at least one file
+            cluster = equal_nodes(told, self._where)
+        measured = None
         if told is not None:
             profile_file.check_model(told, self._model, self._where)
-        measured = None
-        if cluster is None:
-            assert told is not None
-            cluster = _equal_nodes(told, self._where)
-            self._has_cluster = False
-        else:
-            self._has_cluster = True
-        if told is not None:
             gpus = {one.name: one.gpu for one in cluster.types}
             measured = profile_file.make_profile(profile_file.renamed(told, gpus)[0])
         self._cluster = cluster
@@ -207,11 +178,11 @@ class Planning:
 
     def _on(self, offers: Sequence[Offer]) -> tuple[list[str], Cluster, Profile]:
         """Names of the nodes by number in a cluster of them alone; it; what is known of it."""
-        found: dict[_Kind, list[str]] = {}
+        found: dict[NodeKind, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
             if base is not None:
-                kind = _Kind(base, min(offer.slots, base.gpus), offer.slowness)
+                kind = NodeKind(base, min(offer.slots, base.gpus), offer.slowness)
                 found.setdefault(kind, []).append(offer.name)
         if not found:
             raise ConfigError(
@@ -220,10 +191,8 @@ class Planning:
         order = {node.name: at for at, node in enumerate(self._cluster.types)}
         kinds = sorted(found, key=lambda kind: (order[kind.base.name], -kind.gpus, kind.slowness))
         names = [name for kind in kinds for name in found[kind]]
-        groups = tuple(NodeGroup(type=kind.node, count=len(found[kind])) for kind in kinds)
-        pairs = self._cluster.links
-        cluster = replace(self._cluster, groups=groups, links=_for_pairs(pairs, kinds))
-        return names, cluster, _slowed(self._profile, kinds)
+        cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
+        return names, cluster, profile_of(self._profile, kinds)
 
     def _schedules(self) -> tuple[str, ...]:
         given = self._config.schedule.pipeline_schedule
@@ -330,127 +299,3 @@ def _refuse_chosen(arguments: Sequence[str]) -> None:
                 f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of them"
                 " out"
             )
-
-
-def _read(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
-    """Read a cluster file, profiles, or both."""
-    clusters: list[tuple[str, Any]] = []
-    profiles: list[tuple[str, dict[str, Any]]] = []
-    for path in paths:
-        told = read_file(path, "cluster or profile")
-        if isinstance(told, dict) and "layers" in told:
-            profiles.append((str(path), profile_file.load(path)))
-        elif isinstance(told, dict) and isinstance(told.get("nodes"), list):
-            clusters.append((str(path), told))
-        else:
-            raise ConfigError(
-                f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
-                " which lists layers; see docs/planner.md"
-            )
-    if len(clusters) > 1:
-        raise ConfigError(
-            f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
-            " one cluster; leave one out"
-        )
-    profile = None
-    if profiles:
-        profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
-    if not clusters:
-        return None, profile
-    memories = {} if profile is None else profile_file.measured_memory(profile)
-    where, told = clusters[0]
-    return make_cluster(told, where, memories), profile
-
-
-def _equal_nodes(told: Mapping[str, Any], where: str) -> Cluster:
-    """A cluster of equal nodes, of as many processes as each may have, of what was measured."""
-    gpus = list(dict.fromkeys(row["gpu"] for row in told["layers"]))
-    if len(gpus) > 1:
-        raise ConfigError(
-            f"{where}: it holds measurements of {', '.join(gpus)}: name a cluster file too, which"
-            " says which node has which"
-        )
-    part = known_gpu(gpus[0])
-    gpu = gpus[0] if part is None else part.name
-    memory = profile_file.measured_memory(told).get(gpu)
-    if memory is None and part is None:
-        raise ConfigError(
-            f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
-        )
-    named = [name for name, facts in told.get("nodes", {}).items() if facts.get("gpu") == gpus[0]]
-    node = NodeType(
-        name=named[0] if named else gpu,
-        gpu=gpu,
-        gpus=_ANY_NUMBER,
-        memory_bytes=memory if memory is not None else part.memory_bytes if part else 0.0,
-        intra=_WITHIN,
-    )
-    return Cluster(groups=(NodeGroup(type=node, count=1),), network=_BETWEEN)
-
-
-def _for_pairs(links: Mapping[Any, LinkSpeed], kinds: Sequence[_Kind]) -> dict[Any, LinkSpeed]:
-    """Links between types by the names of the kinds of node that stand for these."""
-    found = {}
-    for one in kinds:
-        for other in kinds:
-            for pair in ((one, other), (other, one)):
-                link = links.get((pair[0].base.name, pair[1].base.name))
-                if link is not None:
-                    found[one.node.name, other.node.name] = link
-                    break
-    return found
-
-
-def _slowed(profile: Profile, kinds: Sequence[_Kind]) -> Profile:
-    """What is known of durations, for slow nodes and for nodes with fewer processes as well."""
-    layers = dict(profile.layers)
-    tables = [dict(profile.optimizer_s_per_parameter), dict(profile.launch_s), dict(profile.step_s)]
-    slow: dict[str, tuple[str, float]] = {}
-    for kind in kinds:
-        if kind.slowness == 1.0 or kind.gpu in slow:
-            continue
-        slow[kind.gpu] = kind.base.gpu, kind.slowness
-        for (name, gpu, tp, size), takes in profile.layers.items():
-            if gpu == kind.base.gpu:
-                layers[name, kind.gpu, tp, size] = _times(takes, kind.slowness)
-        for table in tables:
-            if kind.base.gpu in table:
-                table[kind.gpu] = table[kind.base.gpu] * kind.slowness
-    estimator = profile.estimator
-
-    def estimate(name: str, gpu: str, tp: int, size: int) -> LayerTimes:
-        assert estimator is not None
-        base, slowness = slow.get(gpu, (gpu, 1.0))
-        return _times(estimator(name, base, tp, size), slowness)
-
-    names = {kind.node.name: kind.base.name for kind in kinds}
-    return replace(
-        profile,
-        layers=layers,
-        links=_for_pairs(profile.links, kinds),
-        intra_links={
-            new: profile.intra_links[old]
-            for new, old in names.items()
-            if old in profile.intra_links
-        },
-        all_reduce={
-            (new, ranks): link
-            for new, old in names.items()
-            for (name, ranks), link in profile.all_reduce.items()
-            if name == old
-        },
-        optimizer_s_per_parameter=tables[0],
-        launch_s=tables[1],
-        step_s=tables[2],
-        estimator=None if estimator is None else estimate,
-    )
-
-
-def _times(takes: LayerTimes, slowness: float) -> LayerTimes:
-    return replace(
-        takes,
-        forward_s=takes.forward_s * slowness,
-        backward_input_s=takes.backward_input_s * slowness,
-        backward_weight_s=takes.backward_weight_s * slowness,
-        launch_s=takes.launch_s * slowness,
-    )

@@ -141,8 +141,8 @@ class Stragglers:
         ]
         shape = await self._choose(others) if others else None
         if shape is None or not self._is_faster(shape, others, running):
-            with_or = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            self._say(f"warning: {text}; it stays: no shape {with_or} is faster")
+            other = "without it" if self._policy == "exclude" else "with fewer layers for it"
+            self._say(f"warning: {text}; it stays: no shape {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = "left out: slow"
