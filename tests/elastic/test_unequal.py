@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,16 @@ def losses(job: ElasticJob, folder: Path, begin: int, last: int) -> dict[int, fl
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
-def has_trained(job: ElasticJob, epoch: int, steps: int = 3) -> None:
-    job.until(lambda: len(job.steps(epoch)) >= steps, f"{steps} steps of epoch {epoch}")
+def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
+    """Wait until a job has trained a few steps in the shape that it took for a reason."""
+
+    def found() -> list[dict[str, Any]]:
+        epochs = job.state().get("epochs", [])
+        return [one for one in epochs if one["reason"].startswith(reason)]
+
+    job.until(lambda: found() and len(job.steps(found()[0]["epoch"])) >= 3, f"epoch for {reason}")
+    (one,) = found()
+    return one
 
 
 def stop(job: ElasticJob) -> None:
@@ -43,8 +52,13 @@ def stop(job: ElasticJob) -> None:
     assert job.left_behind() == []
 
 
-def layers(shape: str) -> Sequence[int]:
-    return [int(word) for word in shape.split("layers ")[1].partition(",")[0].split("-")]
+def layers_of(epoch: dict[str, Any], name: str) -> int:
+    """Layers on a node of one process; 0 for one that is not used."""
+    degrees = re.match(r"PP (\d+) x DP (\d+), layers ([0-9-]+)", epoch["shape"])
+    assert degrees is not None
+    if name not in epoch["nodes"]:
+        return 0
+    return int(degrees[3].split("-")[epoch["nodes"].index(name) // int(degrees[2])])
 
 
 def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_path: Path) -> None:
@@ -62,24 +76,23 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         variables={"LAYER_S": json.dumps(takes)},
     )
     try:
-        has_trained(job, 2)
+        moved = epoch_for(job, "a is slow, rank ")
         job.change("abc")
-        has_trained(job, 3)
+        epoch_for(job, "d was taken from the machines file")
         stop(job)
-        first, second, third = job.state()["epochs"]
-        assert {one["chosen_by"] for one in (first, second, third)} == {"planner"}
+        epochs = job.state()["epochs"]
+        assert {one["chosen_by"] for one in epochs} == {"planner"}
+        assert [one["lost_steps"] for one in epochs] == [0] * len(epochs)
+        first = epochs[0]
         assert sorted(first["nodes"]) == ["a", "b", "c", "d"]
-        assert len(set(layers(first["shape"]))) > 1
-        # The planner did not know of it at first, and then met it.
-        assert second["reason"].startswith("a is slow, rank "), job.said()
-        assert first["predicted_step_s"] < second["predicted_step_s"] < first["step_s"]
-        assert second["step_s"] < first["step_s"]
-        assert third["reason"] == "d was taken from the machines file"
-        assert [one["lost_steps"] for one in (first, second, third)] == [0, 0, 0]
+        assert layers_of(first, "a") == layers_of(first, "b") > layers_of(first, "c")
+        # The planner did not know how slow it is at first, and then met it.
+        before = epochs[moved["epoch"] - 2]
+        assert layers_of(moved, "a") < layers_of(before, "a")
+        assert moved["predicted_step_s"] > before["predicted_step_s"]
+        assert "d" not in epochs[-1]["nodes"]
         told = {node["name"]: node["slowness"] for node in job.state()["machines"]}
         assert told["a"] > 1.5
-        assert {told[name] for name in "bc"} == {1.0}
-        assert "a step of" in job.said()
         done = [line for line in job.lines() if "iteration" in line]
         last = done[-1]["iteration"]
         assert [line["iteration"] for line in done] == list(range(1, last + 1))
@@ -101,12 +114,10 @@ def test_a_slow_node_is_left_out_and_stays_at_hand(tmp_path: Path) -> None:
         variables={"LAYER_S": json.dumps(takes)},
     )
     try:
-        has_trained(job, 2)
-        state = job.state()
-        assert state["epochs"][1]["nodes"] == ["a", "c"]
-        assert state["epochs"][1]["reason"].startswith("b is slow, rank 1 takes ")
-        assert [one["lost_steps"] for one in state["epochs"]] == [0, 0]
-        (slow,) = [node for node in state["machines"] if node["name"] == "b"]
+        moved = epoch_for(job, "b is slow, rank ")
+        assert "b" not in moved["nodes"]
+        assert moved["lost_steps"] == 0
+        (slow,) = [node for node in job.state()["machines"] if node["name"] == "b"]
         assert (slow["status"], slow["why"]) == ("present", "left out: slow")
         stop(job)
     finally:
