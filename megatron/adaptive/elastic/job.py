@@ -39,6 +39,12 @@ _FOLDER = "elastic"
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
+def say(text: str) -> None:
+    """Print a line for the user of the job."""
+    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
+    print(f"[elastic] {text}", file=stream, flush=True)
+
+
 def job_folder(checkpoints: Path) -> Path:
     """Where a job keeps its state, beside its checkpoints."""
     return checkpoints / _FOLDER
@@ -238,12 +244,6 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
     return told
-
-
-def say(text: str) -> None:
-    """Print a line about a job for its user; errors and warnings go where those belong."""
-    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
-    print(f"[elastic] {text}", file=stream, flush=True)
 
 
 def present_nodes(checkpoints: Path) -> int:

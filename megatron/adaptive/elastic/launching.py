@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ __all__ = [
     "Running",
     "assign",
     "earliest",
-    "how_it_ended",
+    "how_ended",
     "rank_arguments",
     "rank_orders",
 ]
@@ -102,24 +101,6 @@ class Running:
         """Ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def fail(self, fault: str, grace_s: float) -> None:
-        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
-        self.fault = self.fault or fault
-        if not self.killed:
-            self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
-
-
-def earliest(*moments: float | None) -> float | None:
-    """The first of some moments, ``None`` where there is none."""
-    return min((one for one in moments if one is not None), default=None)
-
-
-def how_it_ended(status: int) -> str:
-    """What the exit status of a rank says, negative for a signal."""
-    if status < 0:
-        return f"was killed by signal {signal.Signals(-status).name}"
-    return f"ended with status {status}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -146,6 +127,18 @@ class Place:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.node_rank),
         }
+
+
+def earliest(*moments: float | None) -> float | None:
+    """The first of some moments, ``None`` for never."""
+    return min((one for one in moments if one is not None), default=None)
+
+
+def how_ended(status: int) -> str:
+    """Say how a process ended."""
+    if status < 0:
+        return f"was killed by signal {signal.Signals(-status).name}"
+    return f"ended with status {status}"
 
 
 def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:

@@ -29,9 +29,9 @@ from megatron.adaptive.elastic.job import (
     job_folder,
     phases,
     present_nodes,
+    say,
     write_state,
 )
-from megatron.adaptive.elastic.job import say as _say
 from megatron.adaptive.elastic.launching import (
     EXIT_LEFT,
     JobSpec,
@@ -39,7 +39,7 @@ from megatron.adaptive.elastic.launching import (
     Running,
     assign,
     earliest,
-    how_it_ended,
+    how_ended,
     rank_arguments,
     rank_orders,
 )
@@ -75,12 +75,12 @@ class Manager:
 
     def __init__(self, spec: JobSpec, chooser: Chooser, own: Machine | None = None) -> None:
         self._spec = spec
-        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, _say)
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
         self._checkpoints = CheckpointFolder(spec.checkpoints)
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret, _say)
+        self._members = Membership(spec.machines, own, spec.address, self._secret, say)
         self._own = own
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
@@ -118,13 +118,8 @@ class Manager:
         try:
             self._check_latest()
             await self._members.start()
-            self._lease.tell(
-                {
-                    "address": self._members.address,
-                    "port": self._members.port,
-                    "secret": self._secret,
-                }
-            )
+            told = {"address": self._members.address, "port": self._members.port}
+            self._lease.tell({**told, "secret": self._secret})
             status = await self._run()
             self._status = "complete" if status == 0 else f"ended with status {status}"
             if self._stop is not None and self._own is not None:
@@ -194,7 +189,7 @@ class Manager:
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
                 said = True
-                _say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
+                say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
             if time.monotonic() >= until_s:
                 raise SetupError(
@@ -249,7 +244,7 @@ class Manager:
         self._epochs.append(epoch)
         self._status = "training"
         planned = "" if shape.step_s is None else f"; a step of {shape.step_s:.4g} s planned"
-        _say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}{planned}")
+        say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}{planned}")
         self._reconsider_s = time.monotonic()
         return Running(epoch=epoch, shape=shape, folder=folder, where=where)
 
@@ -293,7 +288,7 @@ class Manager:
             for key in running.alive:
                 if self._members.nodes[running.where[key]].status in ("lost", "gone"):
                     running.statuses[key] = -signal.SIGKILL
-                    running.fail(f"node {running.where[key]} was lost", 0.0)
+                    self._at_fault(running, f"node {running.where[key]} was lost", 0.0)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if event is not None and event.kind == "tick" and not running.stopping:
@@ -313,7 +308,14 @@ class Manager:
         running.statuses[event.told["key"]] = status
         if status:
             rank = event.told["key"].partition("/")[2]
-            running.fail(f"rank {rank} on {event.node} {how_it_ended(status)}", _GRACE_S)
+            self._at_fault(running, f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
+
+    def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
+        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
+        running.fault = running.fault or fault
+        until_s = time.monotonic() + grace_s
+        if not running.killed:
+            running.deadline_s = earliest(running.deadline_s, until_s)
 
     def _overdue(self, running: Running) -> None:
         """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
@@ -324,10 +326,9 @@ class Manager:
                 if node.link is not None:
                     node.link.send("leave")
             return
-        if not running.fault:
-            running.fault = (
-                f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
-            )
+        running.fault = running.fault or (
+            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+        )
         running.killed = True
         running.deadline_s = time.monotonic() + _KILL_S
         self._signal(running, signal.SIGKILL)
@@ -359,7 +360,7 @@ class Manager:
         running.stopping = reason
         running.deadline_s = time.monotonic() + self._spec.stop_s
         self._notice_ns = self._notice_ns or time.time_ns()
-        _say(f"{reason}: saving at the end of this step")
+        say(f"{reason}: saving at the end of this step")
         self._signal(running, signal.SIGUSR1)
 
     def _signal(self, running: Running, number: signal.Signals) -> None:
@@ -377,13 +378,13 @@ class Manager:
         if not running.fault:
             self._failures = 0
             if self._stop is not None:
-                _say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
                 return 128 + int(self._stop), ""
             if not running.stopping or before.ended == _COMPLETE:
                 return 0, ""  # the trainer's own reason; it has said which
             return None, running.stopping
         self._notice_ns = None
-        _say(f"error: {running.fault}")
+        say(f"error: {running.fault}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
         saved = before.saved_ns is not None
@@ -394,7 +395,7 @@ class Manager:
         if own and before.first_ns is None:
             return code, ""  # it never worked in this shape: its message is above
         if self._failures > self._spec.max_restarts and not lost:
-            _say(
+            say(
                 f"error: {self._failures} failures without a checkpoint between them: giving up;"
                 f" the last complete one is of iteration {self._latest()}"
             )
@@ -419,9 +420,9 @@ class Manager:
         elif event.kind == "port":
             self._ports[node.name] = event.told["port"]
         elif event.kind == "failed":
-            _say(f"warning: machine {node.name} is left out: {node.why}")
+            say(f"warning: machine {node.name} is left out: {node.why}")
         elif event.kind == "lost":
-            _say(f"warning: node {node.name} is lost: {node.why}")
+            say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
             node.why = (
@@ -436,8 +437,7 @@ class Manager:
         return event
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
-        if self._stop is None:
-            self._stop = number
+        self._stop = self._stop or number
         self._members.events.put_nowait(Event("stop", "", {}))
 
     async def _tick(self) -> None:
@@ -446,11 +446,11 @@ class Manager:
             await asyncio.sleep(_TICK_S)
             try:
                 if not self._lease.beat():
-                    _say("error: another manager took the job over; this one ends")
+                    say("error: another manager took the job over; this one ends")
                     self._asked_to_stop(signal.SIGTERM)
                     return
             except OSError as error:
-                _say(f"warning: cannot write {self._folder}: {error.strerror}")
+                say(f"warning: cannot write {self._folder}: {error.strerror}")
             self._members.look_at_file()
             self._write_state()
             if self._has_slow:
@@ -493,4 +493,4 @@ class Manager:
         try:
             write_state(self._folder, told)
         except OSError as error:
-            _say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
+            say(f"warning: cannot write the state of the job in {self._folder}: {error.strerror}")
