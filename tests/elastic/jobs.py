@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
@@ -29,10 +30,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
-def command(machines: Path, checkpoints: Path, extra: Sequence[str], *own: str) -> list[str]:
+def command(
+    machines: Path,
+    checkpoints: Path,
+    extra: Sequence[str],
+    *own: str,
+    script: Path = TRAINER,
+) -> list[str]:
     """The command line of a manager."""
     words = [sys.executable, "-m", "megatron.adaptive", "run", "--machines", str(machines)]
-    words += ["--checkpoint", str(checkpoints), *own, str(ROOT / "pretrain_gpt.py")]
+    words += ["--checkpoint", str(checkpoints), *own, str(script)]
     return [*words, *FLAGS, *extra]
 
 
@@ -44,10 +51,19 @@ class ElasticJob:
         names: of the nodes, one process each.
         extra: arguments of the trainer.
         own: options of the manager.
+        script: that the ranks run.
+        variables: further environment of all processes.
     """
 
     def __init__(
-        self, folder: Path, names: Sequence[str], extra: Sequence[str], own: Sequence[str] = ()
+        self,
+        folder: Path,
+        names: Sequence[str],
+        extra: Sequence[str],
+        own: Sequence[str] = (),
+        *,
+        script: Path = TRAINER,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.machines, self.checkpoints = folder / "machines.txt", folder / "checkpoints"
         self.log = folder / "log.txt"
@@ -55,8 +71,8 @@ class ElasticJob:
         self._write(names)
         with self.log.open("w") as output:
             self.manager = subprocess.Popen(
-                command(self.machines, self.checkpoints, extra, *own),
-                env=environment(),
+                command(self.machines, self.checkpoints, extra, *own, script=script),
+                env={**environment(), **(variables or {})},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.elastic.launching import assign, rank_arguments
 from megatron.adaptive.elastic.membership import Node
-from megatron.adaptive.elastic.shapes import Shape, choose_shape
+from megatron.adaptive.elastic.shapes import Shape, choose_shape, is_better
 from megatron.adaptive.errors import ConfigError
 
 FLAGS = (
@@ -63,6 +64,17 @@ def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
         "GROUP_RANK": "1",
     }
     assert choose_shape([*FLAGS, "--tensor-model-parallel-size", "2"], [1, 1, 1]) is None
+
+
+def test_a_job_moves_where_that_is_worth_it() -> None:
+    three, four = chosen([1] * 3), chosen([1] * 4)
+    assert is_better(four, three)
+    assert not is_better(three, four)
+    planned, quicker = replace(three, step_s=1.0), replace(four, step_s=0.98)
+    assert not is_better(quicker, planned)
+    assert is_better(replace(quicker, step_s=0.95), planned)
+    assert is_better(planned, four)  # the planner had no answer in time before
+    assert not is_better(planned, three)
 
 
 def test_chunks_are_kept_where_they_fit() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,20 @@ def test_a_finding_is_told_once(traces: Path) -> None:
     assert len(told) == 1
     diagnosis.close()
     diagnosis.close()
+
+
+def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
+    noted: list[dict[str, Any]] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, print, lambda **told: noted.append(told))
+    until_answered(diagnosis, 11)
+    until_answered(diagnosis, 21)
+    diagnosis.close()
+    assert [(one["slow_rank"], one["times"]) for one in noted] == [(2, 1), (2, 2)]
+    for one in noted:
+        paces = one["pace_ns"]
+        assert one["factor"] == pytest.approx(1.5, abs=0.1)
+        assert len(paces) == 4
+        assert paces[2] == max(paces) > 1.3 * min(paces)
 
 
 def test_the_last_answer_is_told_at_the_end(traces: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron.adaptive.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
-    from megatron.adaptive.elastic.launching import JobSpec
+    from megatron.adaptive.elastic.launching import JobSpec, Policy
+    from megatron.adaptive.elastic.shapes import Chooser
 
 _SAVE = "--save"
 _AGAIN_S = 0.5
@@ -74,6 +76,27 @@ def _parser() -> argparse.ArgumentParser:
         ("--stop-within", 600.0, "for ranks to end a step and save"),
     ):
         add(name, type=_seconds, default=default, metavar="SECONDS", help=f"{text} ({default:g})")
+    add(
+        "--plan-with",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="have the planner choose shapes: a cluster file, profiles, or both; once for each",
+    )
+    add(
+        "--plan-within",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="for a plan; after it the rule without a planner counts (10)",
+    )
+    add(
+        "--on-straggler",
+        choices=("ignore", "replan", "exclude"),
+        help="about a node that stays slow: fewer layers for it, or leave it out; needs --trace-dir"
+        " of the trainer (replan with it)",
+    )
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (1)"
     add("--replicate-every", type=_count_or_none, metavar="N", help=text)
@@ -142,6 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     arguments = (*options.arguments, _SAVE, str(folder))
     # Says what is wrong with the trainer's arguments before anything starts.
     choose_shape(arguments, [1])
+    on_straggler = _on_straggler(options.on_straggler, arguments)
     spec = JobSpec(
         script=script.resolve(),
         arguments=arguments,
@@ -160,20 +184,57 @@ def _run(options: argparse.Namespace) -> int:
             limit_bytes=options.replicate_memory,
             is_asked=options.replicate_every is not None,
         ),
+        on_straggler=on_straggler,
     )
+    with contextlib.ExitStack() as stack:
+        chooser = _chooser(options, spec, stack)
+        if spec.machines is not None:
+            return asyncio.run(Manager(spec, chooser).run())
+        return _take_part(spec, options, chooser)
+
+
+def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
+    """What is done about slow nodes; they are known where the running job is diagnosed."""
+    from megatron.adaptive.elastic.shapes import as_asked
+
+    schedule = as_asked(arguments).schedule
+    is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
+    if given in ("replan", "exclude") and not is_diagnosed:
+        what = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
+        raise ConfigError(
+            f"--on-straggler {given} with {what}: slow nodes are found in traces; give the trainer"
+            " --trace-dir DIR, and --diagnose-interval N from 1 on"
+        )
+    return given or ("replan" if is_diagnosed else "ignore")
+
+
+def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
+    """What chooses shapes; a planner is started, checked, and closed with the stack."""
+    from megatron.adaptive.elastic.job import say
+    from megatron.adaptive.elastic.plan_process import ByPlan, PlanProcess
+    from megatron.adaptive.elastic.shapes import ByRule
+
+    if not options.plan_with:
+        return ByRule()
     if spec.machines is not None:
-        return asyncio.run(Manager(spec, choose_shape).run())
-    return _take_part(spec, options)
+        from megatron.adaptive.elastic.machines import read_machines
+
+        read_machines(spec.machines)  # what is wrong with them comes before plans
+    process = stack.enter_context(
+        contextlib.closing(PlanProcess(options.plan_with, spec.arguments))
+    )
+    if late := process.check(spec.machines):
+        say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
+    return ByPlan(process, options.plan_within, say)
 
 
-def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
+def _take_part(spec: JobSpec, options: argparse.Namespace, chooser: Chooser) -> int:
     """Manage the job if nobody does, else join it, and again where its manager is lost."""
     from megatron.adaptive.elastic.agent import Agent, AgentSpec
     from megatron.adaptive.elastic.keeper import Keeper
     from megatron.adaptive.elastic.lease import LeaseTakenError
     from megatron.adaptive.elastic.machines import Machine
     from megatron.adaptive.elastic.manager import Manager
-    from megatron.adaptive.elastic.shapes import choose_shape
 
     name = options.name or socket.gethostname()
     own = Machine(name=name, host="localhost", slots=options.slots)
@@ -182,7 +243,7 @@ def _take_part(spec: JobSpec, options: argparse.Namespace) -> int:
     until_s = time.monotonic() + spec.join_s
     while True:
         try:
-            return asyncio.run(Manager(spec, choose_shape, own, keeper).run())
+            return asyncio.run(Manager(spec, chooser, own, keeper).run())
         except LeaseTakenError as error:
             owner = error.owner
         agent = Agent(

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.adaptive.training.progress import PROGRESS_NAME, mark_over
 __all__ = [
     "Epoch",
     "EpochProgress",
+    "SlowRank",
     "end_epochs",
     "epoch_folder",
     "job_folder",
@@ -87,6 +89,9 @@ class Epoch:
             ``begun``.
         phases_s: seconds of each part of the morph to this shape.
         before: what the ranks of the one before wrote at last.
+        predicted_s: seconds of a step as the planner predicted them, ``None`` where it did not
+            choose.
+        step_s: seconds of a step as measured, ``None`` before there are some.
     """
 
     number: int
@@ -100,6 +105,8 @@ class Epoch:
     marks_ns: dict[str, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     before: EpochProgress | None = None
+    predicted_s: float | None = None
+    step_s: float | None = None
 
     def told(self) -> dict[str, Any]:
         """What the state holds of it."""
@@ -112,8 +119,31 @@ class Epoch:
             "resumed_iteration": self.resumed,
             "lost_steps": self.lost_steps,
             "source": self.source,
+            "chosen_by": "rule" if self.predicted_s is None else "planner",
+            "predicted_step_s": self.predicted_s,
+            "step_s": self.step_s,
             "phases_s": self.phases_s,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank that the diagnosis of the running job names.
+
+    Attributes:
+        slow_rank: its number.
+        times: diagnoses in a row that named it.
+        factor: how many times as long as others its work takes.
+        pace_ns: what each rank takes for a microbatch by its layers, empty where that is unknown.
+    """
+
+    slow_rank: int
+    times: int
+    factor: float
+    pace_ns: Sequence[float] = ()
+
+
+_SLOW = tuple(one.name for one in fields(SlowRank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +160,8 @@ class EpochProgress:
         saved_ns: when the last checkpoint was complete.
         saving_s: how long training waited for it.
         copies: of the state in memory, in words; the empty text before they are known.
+        step_s: median of a step, without the first.
+        slow: ranks that the diagnosis named, in order.
     """
 
     total: int = 0
@@ -141,11 +173,15 @@ class EpochProgress:
     saved_ns: int | None = None
     saving_s: float = 0.0
     copies: str = ""
+    step_s: float | None = None
+    slow: tuple[SlowRank, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> EpochProgress:
         """Read what is there; a line that is just being written is left out."""
         found: dict[str, Any] = {}
+        steps_ms: list[float] = []
+        slow: list[SlowRank] = []
         try:
             lines = (folder / PROGRESS_NAME).read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -163,13 +199,18 @@ class EpochProgress:
             elif "iteration" in told:
                 found.setdefault("first_ns", at)
                 found["iteration"] = told["iteration"]
+                steps_ms.append(told.get("step_ms") or 0.0)
+            elif "slow_rank" in told:
+                slow.append(SlowRank(**{name: told[name] for name in _SLOW}))
             elif "saved" in told:
                 found |= {"saved_ns": at, "saving_s": told["seconds"]}
             elif "copies" in told:
                 found["copies"] = told["copies"]
             elif "ended" in told:
                 found["ended"] = told["ended"]
-        return cls(**found)
+        if len(steps_ms) > 1:
+            found["step_s"] = statistics.median(steps_ms[1:]) / 1e3
+        return cls(**found, slow=tuple(slow))
 
 
 def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
@@ -263,6 +304,7 @@ def render_state(told: Mapping[str, Any]) -> str:
     ]
     for node in told["machines"]:
         why = f" ({node['why']})" if node["why"] else ""
+        why += f" {node['slowness']:.2f} times as slow" if node.get("slowness", 1.0) > 1 else ""
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
     if told.get("copies"):
         lines.append(f"copies of the state in memory: {told['copies']}")
@@ -273,6 +315,9 @@ def render_state(told: Mapping[str, Any]) -> str:
             f" {epoch['resumed_iteration']}; {epoch['reason']}; lost {epoch['lost_steps']}"
             + (f", from {epoch['source']}" if epoch.get("source", "") not in ("", "start") else "")
         )
+        if epoch.get("predicted_step_s") is not None:
+            seen = f", {epoch['step_s']:.4g} s measured" if epoch["step_s"] else ""
+            lines.append(f"      a step of {epoch['predicted_step_s']:.4g} s predicted{seen}")
         parts = [f"{n} {epoch['phases_s'][n]:.2f} s" for n in _PHASES if n in epoch["phases_s"]]
         if parts:
             whole = epoch["phases_s"].get("whole")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.adaptive.elastic.copies import CopySpec
 from megatron.adaptive.elastic.job import Epoch
@@ -18,6 +19,7 @@ __all__ = [
     "EXIT_LEFT",
     "JobSpec",
     "Place",
+    "Policy",
     "Running",
     "assign",
     "earliest",
@@ -26,6 +28,11 @@ __all__ = [
     "rank_orders",
 ]
 
+Policy = Literal["ignore", "replan", "exclude"]
+"""What is done about a node that stays slow."""
+
+NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
+"""Tells a rank the name of its node in the job."""
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
 
@@ -50,6 +57,7 @@ class JobSpec:
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
         copies: of the state in memory, ``None`` for none.
+        on_straggler: what is done about a node that stays slow.
     """
 
     script: Path
@@ -63,6 +71,7 @@ class JobSpec:
     max_restarts: int = 3
     address: str | None = None
     copies: CopySpec | None = None
+    on_straggler: Policy = "ignore"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,6 +104,12 @@ class Running:
     def alive(self) -> set[str]:
         """Ranks that have not ended."""
         return set(self.where) - set(self.statuses)
+
+    def at_fault(self, fault: str, grace_s: float) -> None:
+        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
+        self.fault = self.fault or fault
+        if not self.killed:
+            self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +155,21 @@ def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
     """Lay the ranks of a shape on nodes, one after the other; tensor-parallel groups stay whole.
 
     Args:
-        nodes: with slots enough, in the order of the ranks.
+        nodes: with slots enough, in the order of the ranks where the shape has no other.
         shape: what is to run.
 
     Returns:
-        The place of each rank.
+        The place of each rank; of fewer ranks where nodes are missing.
     """
     places: list[Place] = []
     left = shape.world_size
-    for node in nodes:
-        count = min(left, node.slots // shape.tensor * shape.tensor)
+    by_name = {node.name: node for node in nodes}
+    wanted = shape.places or [(node.name, node.slots) for node in nodes]
+    for name, most in wanted:
+        node = by_name.get(name)
+        if node is None:
+            continue
+        count = min(left, most // shape.tensor * shape.tensor)
         if not count:
             continue
         node_rank = places[-1].node_rank + 1 if places else 0
@@ -202,29 +222,43 @@ def rank_arguments(
 
 
 def rank_orders(
+    spec: JobSpec,
+    shape: Shape,
     places: Sequence[Place],
+    epoch: Epoch,
     *,
-    script: Path,
-    arguments: Sequence[str],
-    epoch: int,
+    folder: Path,
     variables: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what the agent of each node is told to start.
 
     Args:
+        spec: of the job.
+        shape: what is to run.
         places: of the ranks.
-        script: what they run.
-        arguments: of the script.
-        epoch: its number.
+        epoch: that they begin.
+        folder: where the ranks tell how far they are.
         variables: that all ranks get.
     """
+    arguments = rank_arguments(
+        spec.arguments,
+        shape,
+        checkpoints=spec.checkpoints,
+        has_checkpoint=epoch.resumed > 0,
+        progress=folder,
+        epoch=epoch.number,
+    )
     orders: dict[str, list[dict[str, Any]]] = {}
     for rank, place in enumerate(places):
         order = {
-            "key": f"{epoch}/{rank}",
-            "variables": {**place.variables(rank, len(places)), **variables},
-            "script": str(script),
-            "arguments": list(arguments),
+            "key": f"{epoch.number}/{rank}",
+            "variables": {
+                **place.variables(rank, len(places)),
+                NODE_VARIABLE: place.node.name,
+                **variables,
+            },
+            "script": str(spec.script),
+            "arguments": arguments,
             "folder": os.getcwd(),
         }
         orders.setdefault(place.node.name, []).append(order)

@@ -41,13 +41,13 @@ from megatron.adaptive.elastic.launching import (
     assign,
     earliest,
     how_ended,
-    rank_arguments,
     rank_orders,
 )
 from megatron.adaptive.elastic.lease import Lease
 from megatron.adaptive.elastic.machines import Machine
 from megatron.adaptive.elastic.membership import Event, Membership, Node
-from megatron.adaptive.elastic.shapes import Chooser, Shape
+from megatron.adaptive.elastic.shapes import Chooser, Shape, is_better
+from megatron.adaptive.elastic.straggler import Stragglers
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 
@@ -68,17 +68,21 @@ class Manager:
 
     Args:
         spec: what is to be run.
-        choose: returns the best shape for the arguments and the processes of each node.
+        chooser: of the best shape for the arguments and the nodes that are there.
         own: this node, where nodes come by themselves; a signal then takes this node alone, and
             another one manages the job.
         kept: keeper of copies that this node kept for the manager before.
     """
 
     def __init__(
-        self, spec: JobSpec, choose: Chooser, own: Machine | None = None, kept: Keeper | None = None
+        self,
+        spec: JobSpec,
+        chooser: Chooser,
+        own: Machine | None = None,
+        kept: Keeper | None = None,
     ) -> None:
         self._spec = spec
-        self._choose = choose
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
         self._checkpoints = CheckpointFolder(spec.checkpoints)
         self._lease = Lease(self._folder)
@@ -97,6 +101,7 @@ class Manager:
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: EpochProgress | None = None
+        self._has_slow = False
         self._ended_ns = 0
         self._ports: dict[str, int] = {}
 
@@ -191,33 +196,34 @@ class Manager:
         until_s = time.monotonic() + self._spec.wait_s
         said = False
         while self._stop is None:
-            shape = self._fitting()
+            shape = await self._fitting()
             if shape is not None:
                 return shape
+            why = f" ({self._stragglers.why})" if self._stragglers.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
                 said = True
-                say(f"no shape fits {slots} processes: waiting for machines; {safe}")
+                say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
             if time.monotonic() >= until_s:
                 raise SetupError(
-                    f"no shape of the model fits {slots} processes, and no machine came within"
-                    f" {self._spec.wait_s:g} s: add machines and start again; {safe}"
+                    f"no shape of the model fits {slots} processes{why}, and no machine came"
+                    f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
             await self._next(until_s)
         return None
 
-    def _fitting(self, *, ready: bool = False) -> Shape | None:
+    async def _fitting(self, *, ready: bool = False) -> Shape | None:
         nodes = [node for node in self._members.usable() if node.is_ready or not ready]
-        if not nodes:
-            return None
-        return self._choose(self._spec.arguments, [node.slots for node in nodes])
+        return await self._stragglers.choose(nodes) if nodes else None
 
     async def _start(self, shape: Shape, reason: str) -> Running | None:
-        """Start the ranks of a shape; ``None`` if its first node goes before it can."""
+        """Start the ranks of a shape; ``None`` if a node of it goes before it can."""
         planned_ns = time.time_ns()
         places = assign(self._members.usable(), shape)
+        if len(places) < shape.world_size:
+            return None
         first = places[0].node
         port = await self._port_of(first)
         if port is None or not self._holds():
@@ -226,19 +232,12 @@ class Manager:
         epoch = self._next_epoch(shape, places, reason)
         epoch.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = epoch_folder(self._folder, epoch.number, self._secret)
-        arguments = rank_arguments(
-            self._spec.arguments,
-            shape,
-            checkpoints=self._spec.checkpoints,
-            has_checkpoint=epoch.resumed > 0,
-            progress=folder,
-            epoch=epoch.number,
-        )
         orders = rank_orders(
+            self._spec,
+            shape,
             places,
-            script=self._spec.script,
-            arguments=arguments,
-            epoch=epoch.number,
+            epoch,
+            folder=folder,
             variables={
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
@@ -254,7 +253,8 @@ class Manager:
         where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
         self._epochs.append(epoch)
         self._status = "training"
-        say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}")
+        planned = "" if shape.step_s is None else f"; a step of {shape.step_s:.4g} s planned"
+        say(f"epoch {epoch.number} ({reason}): {shape}, on {', '.join(epoch.nodes)}{planned}")
         self._reconsider_s = time.monotonic()
         return Running(epoch=epoch, shape=shape, folder=folder, where=where)
 
@@ -267,6 +267,7 @@ class Manager:
             nodes=tuple(dict.fromkeys(place.node.name for place in places)),
             reason=reason,
             resumed=resumed,
+            predicted_s=shape.step_s,
         )
         epoch.source, epoch.lost_steps = self._copies.begun(resumed, self._before)
         if self._before is not None:
@@ -299,13 +300,15 @@ class Manager:
                 name = running.where[key]  # may have come back since
                 if name == left or self._members.nodes[name].status in ("lost", "gone"):
                     running.statuses[key] = -signal.SIGKILL
-                    self._at_fault(running, f"node {name} was lost", 0.0)
+                    running.at_fault(f"node {name} was lost", 0.0)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
+            if event is not None and event.kind == "tick" and not running.stopping:
+                await self._heed_slow(running)
             now_s = time.monotonic()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
-                self._reconsider(running)
+                await self._reconsider(running)
             if running.deadline_s is not None and now_s >= running.deadline_s:
                 self._overdue(running)
         self._ended_ns = time.time_ns()
@@ -317,14 +320,7 @@ class Manager:
         running.statuses[event.told["key"]] = status
         if status:
             rank = event.told["key"].partition("/")[2]
-            self._at_fault(running, f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
-
-    def _at_fault(self, running: Running, fault: str, grace_s: float) -> None:
-        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
-        running.fault = running.fault or fault
-        until_s = time.monotonic() + grace_s
-        if not running.killed:
-            running.deadline_s = earliest(running.deadline_s, until_s)
+            running.at_fault(f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
 
     def _overdue(self, running: Running) -> None:
         """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
@@ -340,22 +336,26 @@ class Manager:
         )
         running.killed = True
         running.deadline_s = time.monotonic() + _KILL_S
-        self._signal(running, signal.SIGKILL)
+        self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
-    def _reconsider(self, running: Running) -> None:
+    async def _heed_slow(self, running: Running) -> None:
+        """Ask the ranks to save and end if another shape is better for a node that stays slow."""
+        # Of this epoch: the event may be of the one before.
+        told, nodes = EpochProgress.read(running.folder).slow, self._members.usable()
+        if reason := await self._stragglers.heed(told, running, nodes):
+            self._ask_to_save(running, reason)
+
+    async def _reconsider(self, running: Running) -> None:
         """Ask the ranks to save and end if another shape is better for the nodes that are left."""
-        leaving = [
-            name for name in running.epoch.nodes if self._members.nodes[name].status == "leaving"
-        ]
-        if leaving:
-            self._ask_to_save(running, self._members.nodes[leaving[0]].why)
+        leaving = self._members.leaving(running.epoch.nodes)
+        if leaving is not None:
+            self._ask_to_save(running, leaving.why)
             return
-        shape = self._fitting(ready=True)
-        if shape is not None and shape.world_size > running.shape.world_size:
-            came = [
-                node.name for node in self._members.usable() if node.name not in running.epoch.nodes
-            ]
-            self._ask_to_save(running, f"{', '.join(came)} came")
+        shape = await self._fitting(ready=True)
+        if shape is not None and is_better(shape, running.shape):
+            wanted = {node.name: node for node in self._stragglers.wanted(self._members.usable())}
+            came = ", ".join(name for name in wanted if name not in running.epoch.nodes)
+            self._ask_to_save(running, f"{came} came" if came else "another plan")
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
         if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
@@ -367,12 +367,7 @@ class Manager:
         running.deadline_s = time.monotonic() + self._spec.stop_s
         self._notice_ns = self._notice_ns or time.time_ns()
         say(f"{reason}: saving at the end of this step")
-        self._signal(running, signal.SIGUSR1)
-
-    def _signal(self, running: Running, number: signal.Signals) -> None:
-        for name in {running.where[key] for key in running.alive}:
-            if (link := self._members.nodes[name].link) is not None:
-                link.send("signal", number=int(number))
+        self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: Running) -> tuple[int | None, str]:
         """Say what follows from the end of an epoch: an exit status, or why it goes on."""
@@ -420,7 +415,9 @@ class Manager:
         if node is None:
             return event
         now_s = time.monotonic()
-        if event.kind == "ready":  # training need not wait for what a new node imports
+        if event.kind == "joined":
+            self._stragglers.joined(node.name)
+        elif event.kind == "ready":  # training need not wait for what a new node imports
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "port":
@@ -455,6 +452,8 @@ class Manager:
             self._members.look_at_file()
             with contextlib.suppress(AdaptiveError, OSError):  # the next morph would say so
                 self._write_state()
+            if self._has_slow:
+                self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
         """Keep up the right to manage the job; whether it is still held."""
@@ -480,7 +479,8 @@ class Manager:
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
         self._copies_told = now.copies
-        epoch.phases_s = phases(epoch, now)
+        epoch.phases_s, epoch.step_s = phases(epoch, now), now.step_s
+        self._has_slow = bool(now.slow)
 
     def _write_state(self) -> None:
         self._note_progress()
@@ -491,7 +491,7 @@ class Manager:
             "checkpoint_iteration": self._latest(),
             "lost_steps": sum(epoch.lost_steps for epoch in self._epochs),
             "copies": self._copies_told,
-            "machines": [node.told() for node in self._members.nodes.values()],
+            "machines": [self._stragglers.told(node) for node in self._members.nodes.values()],
             "epochs": [epoch.told() for epoch in self._epochs],
         }
         write_state(self._folder, told, say)

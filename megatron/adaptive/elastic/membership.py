@@ -10,10 +10,11 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -136,6 +137,17 @@ class Membership:
         self._server = await asyncio.start_server(self._connected, sock=listening, limit=1 << 22)
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
+
+    def leaving(self, names: Iterable[str]) -> Node | None:
+        """The first of these nodes that is about to go, and says so."""
+        found = (self.nodes[name] for name in names)
+        return next((node for node in found if node.status == "leaving"), None)
+
+    def signal(self, names: Iterable[str], number: signal.Signals) -> None:
+        """Send a signal to the ranks of these nodes, as far as they can be reached."""
+        for name in names:
+            if (link := self.nodes[name].link) is not None:
+                link.send("signal", number=int(number))
 
     def usable(self) -> list[Node]:
         """Nodes that can run ranks, in the order of the file or as they came."""

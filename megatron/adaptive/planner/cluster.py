@@ -131,10 +131,17 @@ class NodeType:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """So many nodes of one type."""
+    """So many nodes of one type.
+
+    Attributes:
+        type: of all of them.
+        count: how many.
+        hosts: their names where those are known; a part of a cluster keeps all of them.
+    """
 
     type: NodeType
     count: int
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.count < 1:

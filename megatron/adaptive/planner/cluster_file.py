@@ -47,8 +47,9 @@ def make_cluster(told: Any, where: str, memories: Mapping[str, float]) -> Cluste
     groups, hosts = [], set()
     for index, one in enumerate(told["nodes"]):
         place = f"{where}: nodes[{index}]"
-        groups.append(NodeGroup(type=_node_type(one, place, memories), count=one["count"]))
         names = one.get("hosts", [])
+        node = _node_type(one, place, memories)
+        groups.append(NodeGroup(type=node, count=one["count"], hosts=tuple(names)))
         if names and len(names) != one["count"]:
             raise ConfigError(
                 f"{place}.hosts names {len(names)} nodes, but count is {one['count']}: make them"

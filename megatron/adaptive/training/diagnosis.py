@@ -12,8 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = ["RunningDiagnosis"]
 
@@ -30,15 +31,26 @@ class RunningDiagnosis:
         interval: iterations between two diagnoses, each of the iterations since the one before.
         start_iteration: iterations done before this process began; its first one is left out.
         tell: takes the text of a finding.
+        note: takes what is known of a rank that is slow to the end of what was looked at, each time
+            it is: ``slow_rank``, its number; ``times``, diagnoses in a row that found it;
+            ``factor`` and ``cost_fraction``, see ``Finding``; ``pace_ns`` of all ranks, see
+            ``Diagnosis``.
     """
 
     def __init__(
-        self, folder: str, interval: int, start_iteration: int, tell: Callable[[str], None]
+        self,
+        folder: str,
+        interval: int,
+        start_iteration: int,
+        tell: Callable[[str], None],
+        note: Callable[..., None] | None = None,
     ) -> None:
         self._interval = interval
         self._next = start_iteration + 2
         self._tell = tell
+        self._note = note
         self._told: set[tuple[object, ...]] = set()
+        self._slow: dict[int, int] = {}
         self._answers = b""
         self._waiting = False
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
@@ -115,8 +127,28 @@ class RunningDiagnosis:
         *lines, self._answers = (self._answers + data).split(b"\n")
         for line in lines:
             self._waiting = False
-            for finding in json.loads(line).get("findings", ()):
+            answer = json.loads(line)
+            for finding in answer.get("findings", ()):
                 key = tuple(finding["key"])
                 if key not in self._told:
                     self._told.add(key)
                     self._tell(f"warning: {finding['text']}")
+            self._note_slow(answer)
+
+    def _note_slow(self, answer: Mapping[str, Any]) -> None:
+        """Note the ranks that an answer names as slow; a diagnosis that failed says nothing."""
+        if self._note is None or "findings" not in answer:
+            return
+        before, self._slow = self._slow, {}
+        for finding in answer["findings"]:
+            cause, rank, *_ = finding["key"]
+            if cause != "slow rank" or not finding["goes_on"]:
+                continue
+            self._slow[rank] = before.get(rank, 0) + 1
+            self._note(
+                slow_rank=rank,
+                times=self._slow[rank],
+                factor=finding["factor"],
+                cost_fraction=finding["cost_fraction"],
+                pace_ns=answer["pace_ns"],
+            )

@@ -235,7 +235,7 @@ class TrainingLog:
         self.message(f"training ends: {reason}")
         self._progress.ended(reason)
 
-    def tell(self, **values: float | str) -> None:
+    def tell(self, **values: float | str | list[float]) -> None:
         """Tell those who look on, not the user."""
         self._progress.tell(values)
 

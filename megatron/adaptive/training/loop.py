@@ -370,7 +370,7 @@ def _make_diagnosis(run: Run, log: TrainingLog, done: int) -> RunningDiagnosis |
         return None
     if not interval or run.samples.iterations - done <= interval:
         return None
-    return RunningDiagnosis(schedule.trace_dir, interval, done, log.message)
+    return RunningDiagnosis(schedule.trace_dir, interval, done, log.message, log.tell)
 
 
 def _learning_rate(optimizer: Any) -> float:

@@ -7,6 +7,7 @@ log tells of::
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
     {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
+    {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
 A number that is not finite is ``null``. While the disk is full lines are missing, and one may be
@@ -31,7 +32,7 @@ PROGRESS_NAME = "progress.jsonl"
 PERIOD_S = 0.5
 _OVER = "over"
 
-Value = float | int | str | None
+Value = float | int | str | list[float] | None
 
 
 def mark_over(folder: Path) -> None:

@@ -27,6 +27,7 @@ def test_an_answer_names_what_was_found(traces: Path) -> None:
     (finding,) = answer(str(traces), 2, 9)["findings"]
     assert finding["key"] == ["slow rank", 1]
     assert "rank 1 (stage 1, host0)" in finding["text"]
+    assert finding["goes_on"]
     assert answer(str(traces), 50, 60) == {"findings": []}
     assert "does not exist" in answer(str(traces / "none"), 1, 2)["error"]
 

@@ -139,6 +139,8 @@ class Diagnosis:
         counts: what there was to look at: actions and messages.
         step_ms: median length of a step.
         notes: what who reads this must know about the trace; not part of :meth:`format`.
+        pace_ns: what each rank takes for a microbatch, by the layers that it holds; empty where the
+            trace does not say how many these are.
     """
 
     findings: tuple[Finding, ...]
@@ -147,6 +149,7 @@ class Diagnosis:
     counts: Mapping[str, int]
     step_ms: float
     notes: tuple[str, ...] = ()
+    pace_ns: tuple[float, ...] = ()
 
     def format(self) -> str:
         """Some lines for people."""

@@ -54,7 +54,17 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
         counts={"actions": measured.num_actions, "messages": len(measured.messages)},
         step_ms=measured.step / 1e6,
         notes=tuple(run.notes()),
+        pace_ns=_pace_ns(measured),
     )
+
+
+def _pace_ns(m: Measured) -> tuple[float, ...]:
+    """What each rank takes for a microbatch, by the work that it should have."""
+    held = m.work or m.layers
+    works = [sum(held[stage] for stage in place.stages) if held else 0 for place in m.places]
+    if not all(work > 0 for work in works):
+        return ()
+    return tuple(float(takes) / work for takes, work in zip(m.microbatch_ns, works, strict=True))
 
 
 def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:

@@ -2,8 +2,8 @@
 
 ``python -m megatron.adaptive.trace.diagnose.watch DIR PARENT`` reads lines ``FIRST LAST`` from its
 input, each a range of iterations, and answers the newest with a line of JSON: ``{"findings":
-[...]}``, every finding with its ``key`` and its ``text``, or ``{"error": "..."}``. It ends with its
-input, or with the process ``PARENT``, which started it.
+[...], "pace_ns": [...]}``, every finding with its ``key``, its ``text`` and how bad it is, or
+``{"error": "..."}``. It ends with its input, or with the process ``PARENT``, which started it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,22 @@ def answer(folder: str, first: int, last: int) -> dict[str, Any]:
             for i in run.iterations
             if first <= i <= last and all(trace.is_complete(i) for trace in run.ranks.values())
         ]
-        found = diagnose(run, there).findings if there else ()
+        if not there:
+            return {"findings": []}
+        said = diagnose(run, there)
     except TraceError as error:
         return {"error": str(error)}
-    findings = [{"key": [f.cause, *f.ranks], "text": f.format()} for f in found]
-    return {"findings": findings}
+    findings = [
+        {
+            "key": [f.cause, *f.ranks],
+            "text": f.format(),
+            "factor": f.factor,
+            "cost_fraction": f.cost_fraction,
+            "goes_on": f.period.kind in ("lasting", "begun"),
+        }
+        for f in said.findings
+    ]
+    return {"findings": findings, "pace_ns": said.pace_ns}
 
 
 def main() -> int:

@@ -1,0 +1,57 @@
+"""Files of a cluster of two node types, and of what layers take on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FAST_S, SLOW_S = 0.006, 0.012
+"""Seconds of a forward, and of a backward, of a layer on both types."""
+
+
+def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
+    """Write a cluster file.
+
+    Args:
+        folder: where.
+        hosts: nodes of each type, a letter each; none for the type of all others.
+        gpus: of each node.
+        more: keys of each type.
+    """
+    nodes = []
+    for name, letters in hosts.items():
+        named = {"hosts": list(letters)} if letters else {}
+        one = {"type": name, "gpu": f"{name}-gpu", "count": len(letters) or 4, **named}
+        one |= {"gpus_per_node": gpus, "memory": "16 GB"}
+        nodes.append({**one, "link": {"bandwidth": "10 GB/s", "latency": "20 us"}, **more})
+    told = {"format": 1, "nodes": nodes, "network": {"bandwidth": "10 GB/s", "latency": "50 us"}}
+    path = folder / "cluster.json"
+    path.write_text(json.dumps(told))
+    return path
+
+
+def profile_file(
+    folder: Path, layer_s: Mapping[str, float], widths: tuple[int, ...] = (1,)
+) -> Path:
+    """Write a profile.
+
+    Args:
+        folder: where.
+        layer_s: seconds of a layer of each type.
+        widths: tensor-parallel widths.
+    """
+    rows = []
+    for name, seconds in layer_s.items():
+        for tp in widths:
+            for kind, part in (("embedding", 0.02), ("transformer", 1.0), ("head", 0.05)):
+                takes = {"forward_s": part * seconds / tp, "backward_input_s": part * seconds / tp}
+                rows.append(
+                    {"kind": kind, "gpu": f"{name}-gpu", "tp": tp, "micro_batch": 1, **takes}
+                )
+    nodes = {name: {"gpu": f"{name}-gpu", "memory_bytes": 16e9} for name in layer_s}
+    path = folder / "profile.json"
+    told = {"format": 1, "model": {"name": "tiny"}, "nodes": nodes, "layers": rows}
+    path.write_text(json.dumps(told))
+    return path
