@@ -57,6 +57,7 @@ def test_a_manager_that_hands_over_ends_without_a_traceback(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     """The node stayed out for ever when its agent alone was killed, or given up."""
 
