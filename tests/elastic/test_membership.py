@@ -38,6 +38,26 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
     assert asyncio.run(join()) == address
 
 
+def test_a_manager_that_hands_over_ends_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nodes that look for another manager are still connected when the loop ends."""
+
+    async def join() -> Link:
+        members = Membership(None, None, "127.0.0.1", "secret", print)
+        await members.start()
+        link = await Link.connect("127.0.0.1", members.port, 5.0)
+        link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
+        answer = await link.receive()
+        assert answer is not None
+        assert answer["what"] == "welcome"
+        return link
+
+    asyncio.run(join())
+    assert caplog.text == ""
+
+
+@pytest.mark.slow
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     """The node stayed out for ever when its agent alone was killed, or given up."""
 

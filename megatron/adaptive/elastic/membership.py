@@ -300,7 +300,11 @@ class Membership:
         self.events.put_nowait(Event("failed", node.name, {"why": why}))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+        # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._attend(Link(reader, writer))
+
+    async def _attend(self, link: Link) -> None:
         told = await link.receive()
         if told is None or told["what"] != "join" or told.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")
