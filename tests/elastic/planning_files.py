@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FAST_S, SLOW_S = 0.006, 0.012
+FAST_S, SLOW_S = 0.004, 0.008
 """Seconds of a forward, and of a backward, of a layer on both types."""
 
 
