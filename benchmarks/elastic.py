@@ -5,7 +5,8 @@
 Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
 node that is killed; ``start``, what process start, import and load take under torchrun, which a
 morph is measured by; ``checkpoint``, how long training waits for a checkpoint every ten steps that
-is written behind it. Exits with status 1 where a goal is missed.
+is written behind it; ``repartition``, what a slow rank regains by giving layers away, and what
+moving one takes. Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from tests.elastic.jobs import FLAGS, ElasticJob, environment  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint")
+PARTS = ("morphs", "start", "checkpoint", "repartition")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
 GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_WAIT = 1.5, 10.0, 1e-5, 0.03
@@ -69,6 +71,10 @@ def main() -> int:
             figures |= checkpoint(Path(folder) / "checkpoint", quick=options.quick)
             told = f"waiting at most {GOAL_WAIT:.0%} for checkpoints"
             goals.append((told, figures["waiting"] <= GOAL_WAIT))
+        if "repartition" in parts:
+            found, reached = repartition(Path(folder), quick=options.quick)
+            figures |= found
+            goals += reached
     for text, met in goals:
         print(f"{'met   ' if met else 'MISSED'}  {text}")
     if options.json is not None:
