@@ -7,8 +7,9 @@ Parts: ``morphs``, a small GPT on four processes of this machine through six pla
 node that is killed; ``start``, what process start, import and load take under torchrun, which a
 morph is measured by; ``checkpoint``, what a checkpoint every ten steps that is written behind
 training costs; ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and
-filled up at random, after each of which the job must go on or end with the reason. Exits with
-status 1 where a goal is missed.
+filled up at random, after each of which the job must go on or end with the reason;
+``repartition``, what a slow rank regains by giving layers away, and what moving one takes. Exits
+with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.elasticity import saving  # noqa: E402
 from benchmarks.elasticity.nodes import why_not  # noqa: E402
+from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
 from tests.elastic.jobs import FLAGS, ElasticJob, environment  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint", "soak")
+PARTS = ("morphs", "start", "checkpoint", "repartition", "soak")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
 GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
@@ -79,6 +81,10 @@ def main() -> int:
             figures |= checkpoint(quick=options.quick)
             told = f"a checkpoint every ten steps costs at most {GOAL_SAVING:.0%}"
             goals.append((told, figures["saving"] <= GOAL_SAVING))
+        if "repartition" in parts:
+            regained, reached = repartition(Path(folder), quick=options.quick)
+            figures |= regained
+            goals += reached
         if "soak" in parts and (reason := why_not()) is not None:
             print(f"soak: skipped: {reason}")
         elif "soak" in parts:

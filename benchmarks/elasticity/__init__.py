@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/elastic.py``: nodes that fail at random, and what checkpoints cost."""
+"""Parts of ``benchmarks/elastic.py``: nodes that fail, what checkpoints cost, slow ranks."""

@@ -194,6 +194,14 @@ PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
             ("--activation-cap 2", "1f1b", "adaptive"),
         ),
         (
+            "--repartition auto",
+            ("--repartition auto", "pipeline size 1", "--pipeline-model-parallel-size"),
+        ),
+        (
+            f"{PP2} --repartition auto --pipeline-schedule megatron",
+            ("--repartition auto", "megatron", "simulated", "adaptive"),
+        ),
+        (
             f"{PP2} --pipeline-placement v",
             ("--pipeline-placement v", "1 chunk", "--model-chunks 2", "loop"),
         ),

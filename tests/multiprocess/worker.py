@@ -6,7 +6,8 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` bes
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
 A case goes on from the checkpoint of the case named in ``after``, an earlier one, to iteration
-``steps``.
+``steps``. A case may also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage
+from after that iteration on.
 
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
@@ -57,6 +58,7 @@ from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.training.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
+from megatron.adaptive.training.restage import restage  # noqa: E402
 from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.training.step import Step, params_norm  # noqa: E402
 
@@ -164,6 +166,10 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
             sizes.append(params_norm(run))
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
+        if (layers := case.get("moves", {}).get(str(iteration))) is not None:
+            run = restage(run, layers)
+            step = Step(run)
+            checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
     if config.checkpoint.save is not None:
         taken = (case["steps"] - done) * config.batch.global_batch_size
         checkpoints.save(

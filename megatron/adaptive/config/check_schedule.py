@@ -30,6 +30,7 @@ def check_schedule(config: TrainerConfig) -> None:
     _check_rule_settings(config)
     _check_split(config)
     _check_files(config)
+    _check_repartition(config)
     _check_transport(config)
     schedule, chunks = config.schedule.pipeline_schedule, config.parallel.num_chunks
     if schedule == "interleaved" or (schedule == "megatron" and chunks > 1):
@@ -152,6 +153,23 @@ def _check_files(config: TrainerConfig) -> None:
                 f"{name} {path} with --pipeline-schedule auto, which changes the order's shape "
                 "after a few steps: name the schedule that it chose"
             )
+
+
+def _check_repartition(config: TrainerConfig) -> None:
+    if config.schedule.repartition == "off":
+        return
+    pipeline = config.parallel.pipeline_model_parallel_size
+    if pipeline == 1:
+        raise ConfigError(
+            "--repartition auto with pipeline size 1: there is no other stage to give layers to; "
+            "raise --pipeline-model-parallel-size or drop the flag"
+        )
+    schedule = config.schedule.pipeline_schedule
+    if schedule in ("file", "megatron"):
+        raise ConfigError(
+            f"--repartition auto with --pipeline-schedule {schedule}, which cannot be simulated "
+            "under another partition: use adaptive or another schedule of this project"
+        )
 
 
 def _check_transport(config: TrainerConfig) -> None:

@@ -99,6 +99,25 @@ class ScheduleConfig:
         choices=("loop", "v"),
         derived="v for adaptive, auto and hinted with two chunks, zb-v and v-half; else loop",
     )
+    repartition: str = flag(
+        "Give layers of a slow rank to others between two steps, with their optimizer state, where "
+        "measured times say that it pays.",
+        default="off",
+        choices=("off", "auto"),
+    )
+    repartition_interval: int = flag(
+        "With --repartition auto: iterations between two looks, and so least between two moves.",
+        default=50,
+        minimum=4,
+        unit="ITERATIONS",
+    )
+    repartition_gain: float = flag(
+        "With --repartition auto: least share of a step that a move must save.",
+        default=0.05,
+        above=0,
+        below=1,
+        unit="SHARE",
+    )
     activation_cap: float | None = flag(
         "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
         "where the order is chosen at run time.",

@@ -26,7 +26,7 @@ from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.registry import is_rule, make_policies
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 
@@ -179,6 +179,30 @@ class ForwardBackward:
         self._cap = candidate.cap
         self._weight_pieces = candidate.weight_pieces
         self._policies.clear()
+
+    def renew(self, stores: Sequence[WeightGradientStore] | None) -> None:
+        """Go on with chunks whose layers have changed, under the same order of work.
+
+        Args:
+            stores: as at first, of the chunks as they are now.
+        """
+        self._stores = stores
+        self._meter = ActivationMeter()
+        self._policies.clear()
+
+    def candidate(self, num_microbatches: int) -> Candidate:
+        """What runs, in the words of the simulator.
+
+        Args:
+            num_microbatches: microbatches of a step.
+        """
+        name = "adaptive" if self._schedule == "auto" else self._schedule
+        return Candidate(
+            name=name,
+            placement=self._placement,
+            weight_pieces=self._weight_pieces,
+            cap=self._cap_for(num_microbatches) if is_rule(name) else None,
+        )
 
     def activation_bytes(self) -> tuple[int, ...]:
         """Bytes that one microbatch keeps in each chunk of this rank, 0 before the first."""

@@ -32,7 +32,7 @@ from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.training.relocate import can_move
 from megatron.adaptive.training.setup import Run, payload_shape
 
-__all__ = ["Decision", "Tuner", "decide", "make_tuner", "use"]
+__all__ = ["Decision", "Tuner", "decide", "make_tuner", "memory_of", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -139,20 +139,8 @@ class Tuner:
         return found
 
     def _note_memory(self) -> None:
-        forward_backward, accelerator = self._run.forward_backward, self._run.job.accelerator
-        assert isinstance(forward_backward, ForwardBackward)
-        if accelerator.is_cuda:
-            free, _ = torch.cuda.mem_get_info()
-            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        else:
-            ranks_here = max(1, self._run.job.environment.local_world_size)
-            free = psutil.virtual_memory().available // ranks_here
-        self._sample.free_bytes = free
-        self._sample.kept_bytes = forward_backward.activation_bytes()
-        self._sample.held_bytes = tuple(
-            sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
-            for chunk in self._run.chunks
-        )
+        memory = memory_of(self._run)
+        self._sample.free_bytes, self._sample.kept_bytes, self._sample.held_bytes = memory
 
     def _links(self) -> dict[int, Link]:
         """Measure the links to the neighbours, one pair of the pipeline after the other."""
@@ -182,6 +170,27 @@ class Tuner:
                 )
         dist.barrier(group=run.job.control_group)
         return found
+
+
+def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Memory of this rank between two steps.
+
+    Returns:
+        Bytes that activations may take; by chunk, bytes that one microbatch keeps and bytes of
+        weights, gradients and optimizer state.
+    """
+    assert isinstance(run.forward_backward, ForwardBackward)
+    if run.job.accelerator.is_cuda:
+        free, _ = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        ranks_here = max(1, run.job.environment.local_world_size)
+        free = psutil.virtual_memory().available // ranks_here
+    held = tuple(
+        sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
+        for chunk in run.chunks
+    )
+    return free, run.forward_backward.activation_bytes(), held
 
 
 def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:

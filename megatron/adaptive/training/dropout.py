@@ -31,6 +31,7 @@ __all__ = ["DropoutKeys"]
 
 _WORD = (1 << 64) - 1
 _STEP_BITS, _MICROBATCH_BITS, _LAYER_BITS, _LANE_BITS = 24, 16, 12, 12
+_HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
 
@@ -80,7 +81,10 @@ class DropoutKeys:
             for module in chunk.modules():
                 if isinstance(module, TransformerLayer):
                     assert module.layer_number < 1 << _LAYER_BITS
-                    module.register_forward_pre_hook(self._enter)
+                    # A layer that was here before a change of partition has one already.
+                    if (former := getattr(module, _HOOK, None)) is not None:
+                        former.remove()
+                    setattr(module, _HOOK, module.register_forward_pre_hook(self._enter))
 
     def apply(self, *, step: int, microbatch: int) -> None:
         """Set the generators for the forward of ``microbatch``, up to the first layer.

@@ -19,6 +19,8 @@ from megatron.adaptive.training.copies import make_copies
 from megatron.adaptive.training.diagnosis import RunningDiagnosis
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
+from megatron.adaptive.training.repartition import Move, make_repartitioner
+from megatron.adaptive.training.restage import restage
 from megatron.adaptive.training.setup import Run, make_loader, make_recording
 from megatron.adaptive.training.step import Step, gather_parameters, params_norm
 from megatron.adaptive.training.stop import StopRequest
@@ -91,6 +93,8 @@ class Trainer:
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._tuner = make_tuner(run)
         self._decision: Decision | None = None  # to move, at the end of this iteration
+        self._repartitioner = make_repartitioner(run, log.message)
+        self._layers_move: Move | None = None  # also then
         self._loader: Any = None
         self._recording = make_recording(run, self._counters.iteration)
         self._diagnosis = _make_diagnosis(run, log, self._counters.iteration)
@@ -137,6 +141,8 @@ class Trainer:
                     break
                 if self._decision is not None and not self._is_finished():
                     self._move(self._decision)
+                if self._layers_move is not None and not self._is_finished():
+                    self._repartition(self._layers_move)
             self._copies.close()
         finally:
             self._close_loader()
@@ -213,11 +219,32 @@ class Trainer:
             relocate.discard(job, folder, failed=failed)
         self._connect(self._run)
         use(self._run, decision.move)
+        if self._repartitioner is not None:
+            self._repartitioner.adopt(self._run)
         self._open_loader()
         self._log.hand_over(iteration, is_writer=self._run.job.is_writer, tell=self._run.job.gather)
         self._log.message(
             f"  the stages now lie in a {kind}: moved in {time.perf_counter() - start:.2f} s"
         )
+
+    def _repartition(self, move: Move) -> None:
+        """Go on with other layers per stage, from the same state. Collective over all ranks."""
+        self._layers_move = None
+        start, iteration = time.perf_counter(), self._counters.iteration
+        self._checkpoints.finish()
+        self._tell_position(f"the move of layers after iteration {iteration}")
+        self._copies.close()
+        del self._copies
+        self._adopt(restage(self._run, move.partition))
+        job = self._run.job
+        if self._config.schedule.trace_dir is not None:
+            self._close_loader()  # it tells the former trace what it reads
+            self._open_loader()
+            self._log.hand_over(iteration, is_writer=job.is_writer, tell=job.gather)
+        assert self._repartitioner is not None
+        seconds = time.perf_counter() - start
+        self._log.tell(repartitioned=iteration, seconds=seconds)
+        self._repartitioner.moved(move, self._run, seconds)
 
     def _iteration(self) -> None:
         run, counters = self._run, self._counters
@@ -244,6 +271,9 @@ class Trainer:
             if decision is not None:
                 self._log.message(f"  {decision.text}")
                 self._decision = decision if decision.move is not None else None
+        if self._repartitioner is not None and self._decision is None:
+            assert self._step.times is not None
+            self._layers_move = self._repartitioner.after_step(self._step.times, num_microbatches)
         counters.iteration = iteration
         counters.consumed_train_samples += batch
         self._iterations_here += 1

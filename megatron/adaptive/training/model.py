@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.transformer.module import (
     float16_to_fp32,
     fp32_to_float16,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -260,12 +260,66 @@ def build_chunks(
     start_equal(chunks)
     if core.fp16 or core.bf16:
         chunks = [HalfPrecisionChunk(core, model) for model in chunks]
+    return wrap(config, core, chunks)
+
+
+def wrap(
+    config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
     settings = _data_parallel_config(config)
-    wrapped: list[torch.nn.Module] = [
+    return [
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(chunks)
     ]
-    return wrapped
+
+
+def build_layer(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    accelerator: Accelerator,
+    block: Any,
+    index: int,
+) -> torch.nn.Module:
+    """Build one transformer layer of a chunk; what its matrices hold is left to chance.
+
+    Args:
+        config: the run's settings.
+        core: their translation, with the layout in which the layer lies in this chunk.
+        accelerator: where parameters live.
+        block: megatron-core's block of layers that it is for.
+        index: its place in the block.
+    """
+    spec = _layer_spec(config)
+    if config.splits_backward:
+        spec = deferring_spec(spec)
+    if core.use_cpu_initialization:
+        spec = _keyed(spec)
+    drawing = core.init_method, core.output_layer_init_method
+    core.init_method = core.output_layer_init_method = _as_it_is
+    try:
+        layer: torch.nn.Module = build_module(
+            spec,
+            config=core,
+            layer_number=index + 1,
+            pg_collection=block.pg_collection,
+            vp_stage=block.vp_stage,
+        )
+    finally:
+        core.init_method, core.output_layer_init_method = drawing
+    if core.fp16:
+        layer = layer.half()
+    elif core.bf16:
+        layer = layer.bfloat16()
+    return layer.to(accelerator.device)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _keyed(spec: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
 
 
 def _build_chunk(
@@ -296,9 +350,7 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-        spec = ModuleSpec(
-            module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules
-        )
+        spec = _keyed(spec)
     chunk = GPTModel(
         config=core,
         transformer_layer_spec=spec,

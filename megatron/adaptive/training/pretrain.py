@@ -78,6 +78,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
     from megatron.adaptive.training.profiler import make_profiler
+    from megatron.adaptive.training.repartition import resume_partition
     from megatron.adaptive.training.setup import build_run
     from megatron.adaptive.training.stop import StopRequest
 
@@ -85,6 +86,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+        job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)

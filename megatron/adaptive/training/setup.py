@@ -198,8 +198,8 @@ def build_run(job: Job) -> Run:
     optimizer = build_optimizer(config, chunks)
     samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
-    _connect(config, core, chunks, optimizer)
-    tracing = _tracing(job, placement, tokenizer.padded_vocab_size)
+    connect_chunks(config, core, chunks, optimizer)
+    tracing = open_trace(job, placement, tokenizer.padded_vocab_size)
     core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
     replay = None
     wiring = None
@@ -342,7 +342,7 @@ def _build_samples(job: Job, placement: Placement, tokenizer: Tokenizer) -> Samp
     )
 
 
-def _connect(
+def connect_chunks(
     config: TrainerConfig,
     core: TransformerConfig,
     chunks: Sequence[torch.nn.Module],
@@ -366,7 +366,7 @@ def _connect(
         core.param_sync_func = gathers[0] if single else gathers
 
 
-def _tracing(job: Job, placement: Placement, padded_vocab_size: int) -> Tracing:
+def open_trace(job: Job, placement: Placement, padded_vocab_size: int) -> Tracing:
     """Open this rank's trace. Collective over all ranks."""
     config = job.config
     if config.schedule.trace_dir is None:

@@ -1,0 +1,142 @@
+"""What live re-partition regains of a slow rank's time, and what moving a layer takes.
+
+Four ranks train a GPT whose layers take a given time (``timed_layers.py``), one of them 1.5 times
+as long: with equal stages, with the partition that is best of all in simulation, and under
+``--repartition auto``. Then a small GPT at full speed hands single layers to and fro.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.planner.repartition import Loads, simulated_step
+from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["repartition"]
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("timed_layers.py")
+GOAL_SHARE, GOAL_STEPS = 0.8, 2.0
+LIMIT_S = 400.0
+RANKS, LAYERS, MICROBATCHES, LAYER_MS, SLOW_RANK, FACTOR = 4, 24, 8, 4.0, 1, 1.5
+COMMON = (
+    "--micro-batch-size 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-attention-heads 4 "
+    f"--pipeline-model-parallel-size {RANKS} --distributed-timeout-minutes 2"
+).split()
+TIMED = (
+    f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
+    f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b"
+).split()
+SMALL = (
+    "--num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128 "
+    "--global-batch-size 8"
+).split()
+AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
+
+
+def repartition(folder: Path, *, quick: bool) -> tuple[dict[str, Any], list[tuple[str, bool]]]:
+    """Measure both; returns the figures, and the goals with whether they are met."""
+    figures = _regained(folder, steps=24 if quick else 40) | _move(folder, moves=4 if quick else 12)
+    goals = [
+        (f"a slow rank regains {GOAL_SHARE:.0%} of the ideal", figures["regained"] >= GOAL_SHARE),
+        (f"a layer moves within {GOAL_STEPS:g} steps", figures["move_steps"] <= GOAL_STEPS),
+        ("losses unchanged", figures["repartition_loss_difference"] <= 1e-5),
+    ]
+    return figures, goals
+
+
+def _regained(folder: Path, *, steps: int) -> dict[str, Any]:
+    slow = {"LAYER_MS": str(LAYER_MS), "SLOW_RANKS": str(SLOW_RANK), "SLOW_FACTOR": str(FACTOR)}
+    best = format_partition(_ideal())
+    runs = {
+        "quiet": _train([*TIMED], folder / "quiet", steps, {**slow, "SLOW_RANKS": ""}),
+        "slow": _train([*TIMED], folder / "slow", steps, slow),
+        "ideal": _train([*TIMED, "--partition", best], folder / "ideal", steps, slow),
+        "auto": _train([*TIMED, *AUTO], folder / "auto", steps, slow),
+    }
+    moved_at = max(line.get("repartitioned", 0) for line in runs["auto"])
+    took = {
+        name: statistics.median(
+            line["step_ms"]
+            for line in lines
+            if line.get("iteration", 0) > (moved_at + 1 if name == "auto" else 3)
+        )
+        for name, lines in runs.items()
+    }
+    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
+    lost = took["slow"] - took["ideal"]
+    regained = (took["slow"] - took["auto"]) / lost if moved_at and lost > 0 else 0.0
+    losses = {name: [one["loss"] for one in run if "loss" in one] for name, run in runs.items()}
+    pairs = zip(losses["auto"], losses["slow"], strict=True)
+    worst = max(abs(first / second - 1) for first, second in pairs)
+    print(
+        f"steps of {took['quiet']:.0f} ms, {took['slow']:.0f} ms with a rank x{FACTOR:g}, "
+        f"{took['ideal']:.0f} ms under {best}, {took['auto']:.0f} ms after moving at step "
+        f"{moved_at}: {regained:.0%} regained; losses differ by {worst:.1e} at most"
+    )
+    return {
+        "regained": regained,
+        "repartition_step_ms": took,
+        "repartition_loss_difference": worst,
+    }
+
+
+def _ideal() -> tuple[int, ...]:
+    """The best of all partitions for the speeds that the ranks truly have."""
+    each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
+    even = (LAYERS // RANKS,) * RANKS
+    loads = Loads(
+        placement=Placement(num_ranks=RANKS, num_chunks=1),
+        partition=even,
+        layer_s=tuple((one, 2 * one, 0.0) for one in each),
+        beside_s=((0.0, 0.0, 0.0),) * RANKS,
+        most_layers=(math.inf,) * RANKS,
+    )
+    step_s = simulated_step(loads, make_candidate("1f1b", RANKS, 1, MICROBATCHES), MICROBATCHES)
+    near = range(even[0] - 3, even[0] + 4)
+    every = [(*first, LAYERS - sum(first)) for first in itertools.product(near, repeat=RANKS - 1)]
+    return min((one for one in every if one[-1] >= 0), key=step_s)
+
+
+def _move(folder: Path, *, moves: int) -> dict[str, Any]:
+    """Hand a layer from one rank to the next and back."""
+    partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
+    at = [6 + 4 * number for number in range(moves)]
+    words = ",".join(f"{step}:{next(partitions)}" for step in at)
+    lines = _train([*SMALL, *AUTO], folder / "moves", at[-1] + 4, {"MOVES": words})
+    steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
+    took_ms = [line["seconds"] * 1e3 for line in lines if "repartitioned" in line]
+    assert len(took_ms) == moves
+    step_ms = statistics.median(steps[step] for number in at for step in (number - 1, number))
+    after_ms = statistics.median(steps[step + 1] for step in at)
+    move_ms = statistics.median(took_ms)
+    whole = (move_ms + max(0.0, after_ms - step_ms)) / step_ms
+    print(
+        f"moving a layer takes {move_ms:.0f} ms, steps {step_ms:.0f} ms and the first one after a "
+        f"move {after_ms:.0f} ms: {whole:.2f} steps in all"
+    )
+    return {"move_ms": move_ms, "move_step_ms": step_ms, "move_steps": whole}
+
+
+def _train(
+    words: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Train on four ranks; returns the lines of the progress."""
+    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), str(WORKER), *COMMON, *words]
+    command += ["--train-iters", str(steps), "--progress-dir", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]

@@ -1,0 +1,284 @@
+"""Layers per stage for ranks whose speed was measured while they train.
+
+Layers are alike and stages keep their ranks, so a partition is a number of layers for each stage.
+The quickest pace, that of the slowest rank, is found exactly::
+
+    rank takes beside + layers x its layer     8  8  8  8  on ranks 1, 1.5, 1, 1: 12
+    at pace T it holds (T - beside) / layer    9  6  9  8                          9
+
+What a step takes also depends on the order of work, so the partitions near it are simulated under
+the job's own schedule. Of those that are as quick as the quickest, the one for which fewest layers
+change their rank is taken.
+
+Source: the minimal bottleneck of a chain of equal tasks on ranks of given speed; here by bisection
+over the paces that can occur, as in Iqbal 1991, "Approximate algorithms for partitioning and
+assignment problems".
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.adaptive.schedule.compare import Candidate, evaluate
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.profile import Profile
+from megatron.adaptive.schedule.workload import StageTimes
+
+__all__ = ["Loads", "Proposal", "propose", "quickest_pace", "simulated_step", "travelling"]
+
+Partition = tuple[int, ...]
+Times = tuple[float, float, float]
+"""Seconds of forward, backward and weight gradients of one microbatch."""
+
+_ALIKE = 0.005
+"""Steps that differ by less are as quick as each other: simulated and measured differ by more."""
+_SIMULATIONS = 24
+_COMPILED_FROM = 20_000
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """What the stages of a pipeline take for one microbatch, and what its ranks can hold.
+
+    Attributes:
+        placement: which rank holds which stage.
+        partition: layers of each stage as they were measured.
+        layer_s: what a layer takes, per rank.
+        beside_s: what a stage takes beside its layers, per stage.
+        most_layers: layers that a rank's memory allows, per rank.
+    """
+
+    placement: Placement
+    partition: Partition
+    layer_s: tuple[Times, ...]
+    beside_s: tuple[Times, ...]
+    most_layers: tuple[float, ...]
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """How many times longer a layer takes on each rank than on the middle one of them."""
+        layers = [sum(times) for times in self.layer_s]
+        middle = sorted(layers)[(len(layers) - 1) // 2]
+        return tuple(layer / max(middle, _LEAST_S) for layer in layers)
+
+    def stage_times(self, partition: Sequence[int]) -> StageTimes:
+        """What the stages would take under a partition."""
+        kinds = []
+        for kind in range(3):
+            kinds.append(
+                tuple(
+                    layers * self.layer_s[self._rank_of(stage)][kind] + self.beside_s[stage][kind]
+                    for stage, layers in enumerate(partition)
+                )
+            )
+        forward, backward, weight = kinds
+        return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
+
+    def paces(self, partition: Sequence[int]) -> list[float]:
+        """Seconds that each rank takes for a microbatch under a partition."""
+        paces = self.beside()
+        for stage, layers in enumerate(partition):
+            rank = self._rank_of(stage)
+            paces[rank] += layers * sum(self.layer_s[rank])
+        return paces
+
+    def beside(self) -> list[float]:
+        """Seconds that each rank takes for what is no layer."""
+        found = [0.0] * self.placement.num_ranks
+        for stage, times in enumerate(self.beside_s):
+            found[self._rank_of(stage)] += sum(times)
+        return found
+
+    def layers_of(self, partition: Sequence[int]) -> list[int]:
+        """Layers of each rank under a partition."""
+        found = [0] * self.placement.num_ranks
+        for stage, layers in enumerate(partition):
+            found[self._rank_of(stage)] += layers
+        return found
+
+    def fits(self, partition: Sequence[int]) -> bool:
+        """Whether every rank's memory allows a partition."""
+        pairs = zip(self.layers_of(partition), self.most_layers, strict=True)
+        return all(layers <= most for layers, most in pairs)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds."""
+        chunks = range(self.placement.num_chunks)
+        return [self.placement.stage_of(rank, chunk) for chunk in chunks]
+
+    def _rank_of(self, stage: int) -> int:
+        return self.placement.locate(stage)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A partition that is worth a move.
+
+    Attributes:
+        partition: layers of each stage.
+        present_s: the step as it is, simulated.
+        step_s: the step under ``partition``, simulated.
+    """
+
+    partition: Partition
+    present_s: float
+    step_s: float
+
+    @property
+    def gain(self) -> float:
+        """Share of a step that the move saves."""
+        return 1 - self.step_s / self.present_s
+
+
+def quickest_pace(loads: Loads) -> float:
+    """The least seconds in which the slowest rank can do a microbatch, exactly.
+
+    Returns:
+        The pace; infinite where memory does not hold all layers.
+    """
+    layers, beside = sum(loads.partition), loads.beside()
+    each = [max(sum(times), _LEAST_S) for times in loads.layer_s]
+    pairs = list(zip(beside, each, strict=True))
+    paces = sorted({own + count * one for own, one in pairs for count in range(layers + 1)})
+    least = max(beside)
+    paces = paces[bisect_left(paces, least * (1 - _LEAST_S)) :]
+
+    def enough(pace: float) -> bool:
+        return sum(_room(loads, pace)) >= layers
+
+    at = bisect_left(paces, True, key=enough)
+    return paces[at] if at < len(paces) else math.inf
+
+
+def _room(loads: Loads, pace: float) -> list[int]:
+    """Layers that each rank can do at a pace."""
+    total, found = sum(loads.partition), []
+    for own, times, most in zip(loads.beside(), loads.layer_s, loads.most_layers, strict=True):
+        count = math.floor((pace - own) / max(sum(times), _LEAST_S) + 1e-6)
+        found.append(int(max(0, min(count, most, total))))
+    return found
+
+
+def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
+    """Layers that lie on another rank under ``new`` than under ``old``."""
+    pairs = zip(_ranks_of_layers(old, placement), _ranks_of_layers(new, placement), strict=True)
+    return sum(before != after for before, after in pairs)
+
+
+def _ranks_of_layers(partition: Sequence[int], placement: Placement) -> list[int]:
+    found: list[int] = []
+    for stage, layers in enumerate(partition):
+        found += [placement.locate(stage)[0]] * layers
+    return found
+
+
+def simulated_step(
+    loads: Loads, candidate: Candidate, num_microbatches: int
+) -> Callable[[Partition], float]:
+    """Return what tells the seconds of a step under a partition and the job's order of work.
+
+    Args:
+        loads: of the stages.
+        candidate: what runs.
+        num_microbatches: microbatches per step.
+    """
+    actions = 3 * num_microbatches * loads.placement.num_stages
+    known: dict[Partition, float] = {}
+
+    def step_s(partition: Partition) -> float:
+        if partition not in known:
+            profile = Profile(times=loads.stage_times(partition))
+            compiled = actions >= _COMPILED_FROM
+            outcome = evaluate(candidate, num_microbatches, profile, (0,), compiled=compiled)
+            known[partition] = outcome.mean_s
+        return known[partition]
+
+    return step_s
+
+
+def propose(loads: Loads, step_s: Callable[[Partition], float], gain: float) -> Proposal | None:
+    """Find the partition to move to.
+
+    Args:
+        loads: of the stages.
+        step_s: seconds of a step under a partition, see :func:`simulated_step`.
+        gain: least share of a step that a move must save.
+
+    Returns:
+        The proposal, ``None`` to stay.
+    """
+    present = loads.partition
+    pace = quickest_pace(loads)
+    if not pace < max(loads.paces(present)) * (1 - gain / 2):
+        return None  # nothing is simulated on a quiet job
+    tried = {present: step_s(present)}
+    best = _balanced(loads, pace)
+    tried[best] = step_s(best)
+    while len(tried) < _SIMULATIONS:
+        better = None
+        for near in _neighbours(loads, best):
+            if near in tried or len(tried) >= _SIMULATIONS:
+                continue
+            tried[near] = step_s(near)
+            if tried[near] < tried[best] * (1 - 1e-3):
+                better = near
+                break
+        if better is None:
+            break
+        best = better
+    limit = min(tried.values()) * (1 + _ALIKE)
+    choice = min(
+        (partition for partition, seconds in tried.items() if seconds <= limit),
+        key=lambda partition: (travelling(present, partition, loads.placement), tried[partition]),
+    )
+    found = Proposal(partition=choice, present_s=tried[present], step_s=tried[choice])
+    return found if choice != present and found.gain >= gain else None
+
+
+def _balanced(loads: Loads, pace: float) -> Partition:
+    """A partition of that pace: what is too much goes where it makes fewest layers travel."""
+    layers = list(loads.partition)
+    room = [
+        most - held for most, held in zip(_room(loads, pace), loads.layers_of(layers), strict=True)
+    ]
+    spare = 0
+    for rank, left in enumerate(room):
+        for _ in range(-left):
+            fullest = max(loads.stages_of(rank), key=lambda stage: layers[stage])
+            layers[fullest] -= 1
+            spare += 1
+    stages = range(loads.placement.num_stages)
+    for _ in range(spare):
+
+        def cost(stage: int) -> tuple[float, int]:
+            after = [*layers[:stage], layers[stage] + 1, *layers[stage + 1 :]]
+            return max(loads.paces(after)), layers[stage]
+
+        open_to = [stage for stage in stages if room[loads.placement.locate(stage)[0]] > 0]
+        best = min(open_to, key=cost)
+        layers[best] += 1
+        room[loads.placement.locate(best)[0]] -= 1
+    return tuple(layers)
+
+
+def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
+    """Partitions with one layer elsewhere, from the slowest rank first, to the quickest first."""
+    paces = loads.paces(partition)
+
+    def pace(stage: int) -> float:
+        return paces[loads.placement.locate(stage)[0]]
+
+    stages = range(loads.placement.num_stages)
+    for giver in sorted(stages, key=pace, reverse=True):
+        for taker in sorted(stages, key=pace):
+            if giver == taker or not partition[giver]:
+                continue
+            layers = list(partition)
+            layers[giver] -= 1
+            layers[taker] += 1
+            if loads.fits(layers):
+                yield tuple(layers)

@@ -1,0 +1,76 @@
+"""A rank that becomes slow gives layers to another while the job trains; a quiet job does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.training.progress import PROGRESS_NAME
+
+from .launch import ROOT, torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+
+WORKER = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
+LIMIT_S = 100.0
+FLAGS = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--lr-decay-style constant --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--mock-data --attention-dropout 0.1 --hidden-dropout 0.1 --clip-grad 0 --log-interval 1 "
+    "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 1 "
+    "--train-iters 8 --repartition auto --repartition-interval 4 --use-distributed-optimizer"
+)
+MOVED = re.compile(
+    r"repartition: 3-3 -> ([0-9])-([0-9]): rank 1 of the pipeline takes [0-9.]+ times"
+)
+
+
+def train(folder: Path, *extra: str) -> tuple[dict[int, float], str]:
+    """Losses by iteration, and the log."""
+    log = folder.with_suffix(".txt")
+    arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
+    torchrun(WORKER, arguments, world_size=2, log=log, limit_s=LIMIT_S)
+    told = [json.loads(line) for line in (folder / PROGRESS_NAME).read_text().splitlines()]
+    return {
+        line["iteration"]: line["loss"] for line in told if "iteration" in line
+    }, log.read_text()
+
+
+def partition_in(saved: Path) -> list[int]:
+    """The partition that a job's one checkpoint was written under."""
+    (manifest,) = saved.glob("*/manifest.json")
+    settings = json.loads(manifest.read_text())["config"]
+    return settings["schedule"]["partition"]  # type: ignore[no-any-return]
+
+
+def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, traces = tmp_path / "saved", tmp_path / "traces"
+    monkeypatch.setenv("LAYER_MS", "8")
+    # Far more than other work on this machine could make of an equal rank.
+    quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
+    assert "repartition:" not in quiet_log
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    more = ["--save", str(saved), "--save-interval", "50", "--trace-dir", str(traces)]
+    more += ["--exit-interval", "7"]
+    moved, log = train(tmp_path / "moved", *more)
+    found = MOVED.search(log)
+    assert found is not None, log
+    first, second = map(int, found.groups())
+    assert first + second == 6
+    assert second < 3
+    assert moved == {iteration: quiet[iteration] for iteration in range(1, 8)}
+    # Traces and checkpoints tell the partition that was in use, and training goes on from them.
+    assert read_run(f"{traces}-1").ranks[0].header.layers == (3, 3)
+    assert read_run(traces).ranks[0].header.layers == (first, second)
+    assert partition_in(saved) == [first, second]
+    monkeypatch.delenv("SLOW_RANKS")
+    again = ["--load", str(saved), "--save", str(tmp_path / "again"), "--save-interval", "50"]
+    on, _ = train(tmp_path / "on", *again)
+    assert on == {8: quiet[8]}
+    assert partition_in(tmp_path / "again") == [first, second]

@@ -1,0 +1,97 @@
+"""Layers that go to other stages between two steps leave the numbers of training as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .launch import run_cases
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+
+LIMIT_S = 200.0
+BASE = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 7 "
+    "--lr 1e-3 --lr-decay-iters 9 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1"
+)
+DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+# Flags, the partition after iteration 2 and the one after iteration 4. Some stages are empty for a
+# while, some stay as they are, some give a layer and get another.
+SHAPES = {
+    "pp4": ("--pipeline-model-parallel-size 4", "3-1-2-2", "0-4-1-3"),
+    "pp2 dp2 distributed": (f"--pipeline-model-parallel-size 2 {DISTRIBUTED}", "3-5", "7-1"),
+    "pp2 dp2 overlapped bf16": (
+        f"--pipeline-model-parallel-size 2 --bf16 {OVERLAPPED}",
+        "3-5",
+        "6-2",
+    ),
+    "pp2 dp2 v fp16": (
+        "--pipeline-model-parallel-size 2 --model-chunks 2 --fp16 --initial-loss-scale 1024 "
+        "--loss-scale-window 2",
+        "2-3-2-1",
+        "0-2-2-4",
+    ),
+    "pp2 tp2 1f1b sgd bf16": (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --pipeline-schedule 1f1b "
+        "--bf16 --optimizer sgd --sgd-momentum 0.5",
+        "1-7",
+        "8-0",
+    ),
+}
+
+RESUMED = "pp2 dp2 distributed"
+
+
+def layers(partition: str) -> list[int]:
+    """The layers of each stage."""
+    return [int(part) for part in partition.split("-")]
+
+
+def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
+    """A case for the worker."""
+    words = f"{BASE} --clip-grad 0 {flags}".split()
+    known = {"name": name, "flags": words, "steps": steps, "evaluate_after": 3, "after": None}
+    return {**known, **more}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str | None, Path]:
+    """What all ranks saw, by case."""
+    cases = []
+    for name, (flags, first, second) in SHAPES.items():
+        moves = {"2": layers(first), "4": layers(second)}
+        cases.append(case(f"{name} still", flags, 7 if name == RESUMED else 5))
+        cases.append(case(name, flags, 5, moves=moves))
+    cases.append(case("resumed", SHAPES[RESUMED][0], 7, after=RESUMED))
+    folder = tmp_path_factory.mktemp("restage")
+    return *run_cases(cases, world_size=4, folder=folder, limit_s=LIMIT_S), folder
+
+
+def seen(results: tuple[dict[str, Any], str | None, Path], name: str) -> dict[str, Any]:
+    """What all ranks saw of a case."""
+    found, error, _ = results
+    assert name in found, error
+    return found[name]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_is_the_same_to_the_last_bit(results: Any, name: str) -> None:
+    moved, still = seen(results, name), seen(results, f"{name} still")
+    assert moved["losses"] == [losses[:5] for losses in still["losses"]]
+    assert moved["evaluated"] == still["evaluated"]
+    assert moved["grad_norms"][0] == pytest.approx(still["grad_norms"][0][:5], rel=1e-5)
+    assert moved["params_norm"][0] == pytest.approx(still["params_norm"][0], rel=1e-5)
+
+
+def test_a_checkpoint_has_the_new_partition_and_goes_on(results: Any) -> None:
+    resumed, still = seen(results, "resumed"), seen(results, f"{RESUMED} still")
+    (manifest,) = (results[2] / RESUMED).glob("*/manifest.json")
+    settings = json.loads(manifest.read_text())["config"]
+    assert settings["schedule"]["partition"] == layers(SHAPES[RESUMED][2])
+    assert resumed["losses"] == [losses[5:] for losses in still["losses"]]

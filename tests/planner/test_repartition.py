@@ -1,0 +1,141 @@
+"""Partitions for ranks of measured speed, held against all partitions there are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.adaptive.planner.repartition import (
+    Loads,
+    propose,
+    quickest_pace,
+    simulated_step,
+    travelling,
+)
+from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.placement import Placement
+
+LOOP4 = Placement(num_ranks=4, num_chunks=1)
+NOTHING = (0.0, 0.0, 0.0)
+
+
+def loads(
+    placement: Placement,
+    partition: tuple[int, ...],
+    speeds: tuple[float, ...],
+    beside: dict[int, float] | None = None,
+    most: tuple[float, ...] | None = None,
+) -> Loads:
+    """Ranks whose layers take 1, 1 and 1 ms times their factor."""
+    times = [1e-3 * speed for speed in speeds]
+    return Loads(
+        placement=placement,
+        partition=partition,
+        layer_s=tuple((each, each, each) for each in times),
+        beside_s=tuple(
+            (extra * 1e-3,) * 3 if (extra := (beside or {}).get(stage)) else NOTHING
+            for stage in range(placement.num_stages)
+        ),
+        most_layers=most or (math.inf,) * placement.num_ranks,
+    )
+
+
+def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """All there are."""
+    for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
+        edges = (0, *cuts, layers)
+        yield tuple(high - low for low, high in itertools.pairwise(edges))
+
+
+def step_of(given: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
+    """Simulated steps under a schedule."""
+    place = given.placement
+    candidate = make_candidate(name, place.num_ranks, place.num_chunks, microbatches)
+    return simulated_step(given, candidate, microbatches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_partition_has_a_quicker_pace(seed: int) -> None:
+    drawn = random.Random(seed)
+    chunks = drawn.choice((1, 2))
+    placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
+    every = list(partitions(drawn.randint(0, 9), placement.num_stages))
+    given = loads(
+        placement,
+        drawn.choice(every),
+        tuple(drawn.choice((1.0, 1.3, 2.0, 0.7)) for _ in range(3)),
+        {0: drawn.random(), placement.num_stages - 1: 3 * drawn.random()},
+        tuple(drawn.choice((4.0, 6.0, math.inf)) for _ in range(3)),
+    )
+    paces = [max(given.paces(one)) for one in every if given.fits(one)]
+    assert quickest_pace(given) == pytest.approx(min(paces, default=math.inf), rel=1e-6)
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_rank_regains_what_the_best_of_all_partitions_would(slow: int) -> None:
+    speeds = tuple(1.5 if rank == slow else 1.0 for rank in range(4))
+    given = loads(LOOP4, (3, 3, 3, 3), speeds)
+    step_s = step_of(given)
+    found = propose(given, step_s, 0.03)
+    assert found is not None
+    ideal = min(map(step_s, partitions(12, 4)))
+    assert found.partition[slow] == 2
+    assert found.present_s - found.step_s >= 0.8 * (found.present_s - ideal)
+
+
+@pytest.mark.parametrize("name", ["zb-v", "interleaved", "adaptive"])
+def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> None:
+    kind = "loop" if name == "interleaved" else "v"
+    placement = Placement(num_ranks=2, num_chunks=2, kind=kind)
+    given = loads(placement, (3, 3, 3, 3), (1.0, 2.0))
+    found = propose(given, step_of(given, name), 0.05)
+    assert found is not None
+    assert given.layers_of(found.partition) == [8, 4]
+
+
+def test_nothing_moves_for_less_than_the_least_gain() -> None:
+    given = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
+    assert propose(given, step_of(given), 0.05) is None
+
+
+def test_without_a_better_pace_nothing_is_simulated() -> None:
+    given = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
+
+    def step_s(partition: tuple[int, ...]) -> float:
+        raise AssertionError(partition)
+
+    assert propose(given, step_s, 0.05) is None
+
+
+def test_memory_is_kept_to() -> None:
+    given = loads(LOOP4, (4, 4, 4, 4), (1.0, 2.0, 1.0, 1.0), most=(4, 4, 6, 4))
+    found = propose(given, step_of(given), 0.05)
+    assert found is not None
+    assert given.fits(found.partition)
+    assert found.partition[2] > 4
+    full = loads(LOOP4, (4, 4, 4, 4), (1.0, 2.0, 1.0, 1.0), most=(4, 4, 4, 4))
+    assert propose(full, step_of(full), 0.05) is None
+
+
+def test_of_equals_the_one_with_least_travel_is_taken() -> None:
+    # All ranks but the slow one have room for one more: its neighbour takes it.
+    given = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
+    found = propose(given, lambda partition: max(given.paces(partition)), 0.05)
+    assert found is not None
+    assert found.partition == (2, 2, 3, 1)
+    assert travelling(given.partition, found.partition, LOOP4) == 1
+
+
+def test_layers_that_change_their_rank_are_counted() -> None:
+    assert travelling((2, 2, 2, 2), (3, 2, 2, 1), LOOP4) == 3
+    turn = Placement(num_ranks=2, num_chunks=2, kind="v")
+    assert travelling((2, 2, 2, 2), (2, 3, 1, 2), turn) == 0
+
+
+def test_how_slow_a_rank_is() -> None:
+    given = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.5, 1.0, 1.0))
+    assert given.slowness == pytest.approx((1.0, 1.5, 1.0, 1.0))
