@@ -10,8 +10,8 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.adaptive.pipeline.link_profile import as_curve, pairings  # noqa: E402
 from megatron.adaptive.training.layer_profile import StageSample, layer_samples, spread  # noqa: E402
-from megatron.adaptive.training.link_profile import as_curve, pairings  # noqa: E402
 
 
 def stage(forward_s: float, parameters: float = 10.0) -> StageSample:

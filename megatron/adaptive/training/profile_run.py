@@ -1,7 +1,7 @@
 """One process of a profiling run: meets the others, measures layers and links, tells the first.
 
 Owns the order of measurements and what of them goes into the profile file; how each is made is in
-``layer_profile`` and ``link_profile``.
+``layer_profile`` and ``pipeline.link_profile``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError, SetupError, TransportError
+from megatron.adaptive.pipeline.node_profile import gpu_name, node_facts
 
 __all__ = ["ProfileOptions", "profile_layers"]
 
@@ -88,8 +88,8 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
             f"{environment.master_port} ({str(error).splitlines()[0]}): start with torchrun"
         ) from error
     try:
-        gpu = _gpu_name(accelerator)
-        told = job.gather(_node_facts(options, accelerator, gpu))
+        gpu = gpu_name(accelerator)
+        told = job.gather({"name": options.node or gpu, **node_facts(accelerator, environment)})
         names = [one["name"] for one in told]
         layers: list[dict[str, Any]] = []
         others: dict[str, dict[str, list[float]]] = {"launch": {}, "optimizer": {}, "sigma": {}}
@@ -101,7 +101,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
-            from megatron.adaptive.training.link_profile import measure_links, measure_reductions
+            from megatron.adaptive.pipeline.link_profile import measure_links, measure_reductions
 
             _say(job, "links")
             links = measure_links(job, names)
@@ -150,32 +150,6 @@ def _config(options: ProfileOptions, size: int, world: int, more: Sequence[str])
     if options.backend is not None:
         run += f" --distributed-backend {options.backend}"
     return parse([*options.arguments, *run.split(), *more], world_size=world, last_wins=True)
-
-
-def _gpu_name(accelerator: device.Accelerator) -> str:
-    from megatron.adaptive.planner.gpus import known_gpu
-
-    found = known_gpu(accelerator.name)
-    return accelerator.name.lower().replace(" ", "-") if found is None else found.name
-
-
-def _node_facts(
-    options: ProfileOptions, accelerator: device.Accelerator, gpu: str
-) -> dict[str, Any]:
-    """Return what this process knows of its node."""
-    environment = Environment.read()
-    if accelerator.is_cuda:
-        memory = torch.cuda.get_device_properties(accelerator.device).total_memory
-    else:
-        memory = psutil.virtual_memory().total // environment.local_world_size
-    return {
-        "name": options.node or gpu,
-        "gpu": gpu,
-        "device": accelerator.name,
-        "processes": environment.local_world_size,
-        "cores": psutil.cpu_count() or 0,
-        "memory_bytes": int(memory),
-    }
 
 
 def _measure(
@@ -261,7 +235,7 @@ def _as_file(
             "nothing was measured: memory does not suffice for the layers; profile with a smaller"
             " --micro-batch-sizes or a wider --tp"
         )
-    from megatron.adaptive.training.link_profile import as_curve
+    from megatron.adaptive.pipeline.link_profile import link_rows, reduce_rows
 
     nodes = {}
     for one in told:
@@ -273,18 +247,8 @@ def _as_file(
         "model": {"name": options.name, "arguments": list(options.arguments)},
         "nodes": nodes,
         "layers": layers,
-        "links": [
-            {
-                "nodes": list(link.nodes),
-                "within": link.within,
-                "pairs": link.pairs,
-                **as_curve(link.points),
-            }
-            for link in links
-        ],
-        "all_reduce": [
-            {"node": one.node, "ranks": one.ranks, **as_curve(one.points)} for one in reductions
-        ],
+        "links": link_rows(links),
+        "all_reduce": reduce_rows(reductions),
         "optimizer_s_per_parameter": {
             gpu: statistics.median(values) for gpu, values in others["optimizer"].items()
         },

@@ -7,18 +7,20 @@ shared and a switch between GPUs is not.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.pipeline.calibrate import measure_link
-from megatron.adaptive.training.initialize import Job
 from megatron.adaptive.transport.connect import (
     Payloads,
     connect_ranks,
@@ -31,11 +33,15 @@ from megatron.adaptive.transport.interface import Transport
 __all__ = [
     "SIZES",
     "LinkSample",
+    "Ranks",
     "ReduceSample",
     "as_curve",
+    "link_rows",
     "measure_links",
     "measure_reductions",
     "pairings",
+    "reduce_rows",
+    "sizes_up_to",
 ]
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -48,6 +54,33 @@ _REPEATS = 6
 _NO_STEP = -1
 
 Pair = tuple[int, int]
+
+
+class Ranks(Protocol):
+    """This process among all of the job."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+
+    @property
+    def environment(self) -> Environment:
+        """What the launcher said."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """This process's device."""
+
+    @property
+    def control_group(self) -> Any:
+        """A gloo group of all ranks."""
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """Where every rank runs."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every rank gave, by rank. Collective over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +155,15 @@ def _one_and_all(pairs: list[Pair]) -> list[list[Pair]]:
     return [pairs[:1]] if len(pairs) == 1 else [pairs[:1], pairs]
 
 
-def measure_links(job: Job, names: Sequence[str]) -> list[LinkSample]:
+def measure_links(
+    job: Ranks, names: Sequence[str], *, most_bytes: float = math.inf
+) -> list[LinkSample]:
     """Measure every kind of link once. Collective over all ranks.
 
     Args:
         job: this process within the job.
         names: node type of each rank.
+        most_bytes: size of the largest message that matters.
     """
     machines = [str(place["machine"]) for place in job.places]
     samples = []
@@ -135,7 +171,7 @@ def measure_links(job: Job, names: Sequence[str]) -> list[LinkSample]:
         peer = next((sum(pair) - job.rank for pair in pairs if job.rank in pair), None)
         leads = any(job.rank == pair[0] for pair in pairs)
         transport = _connect(job, [] if peer is None else [peer])
-        mine = _measure(job, transport, peer, leads)
+        mine = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
         told = [points for points in job.gather(mine if leads else None) if points]
         if transport is not None:
             transport.close()
@@ -150,11 +186,17 @@ def measure_links(job: Job, names: Sequence[str]) -> list[LinkSample]:
     return samples
 
 
+def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
+    """Return the sizes to measure where messages have at most so many bytes; two at least."""
+    needed = sum(size < most_bytes for size in SIZES) + 1
+    return SIZES[: max(2, needed)]
+
+
 def _measure(
-    job: Job, transport: Transport | None, peer: int | None, leads: bool
+    job: Ranks, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
 ) -> list[tuple[int, float]]:
     points: list[tuple[int, float]] = []
-    for size in SIZES:
+    for size in sizes:
         dist.barrier(group=job.control_group)
         seconds = 0.0
         if transport is not None and peer is not None:
@@ -174,7 +216,7 @@ def _mean(told: Sequence[list[tuple[int, float]]]) -> tuple[tuple[int, float], .
     return tuple((column[0][0], statistics.fmean(s for _, s in column)) for column in columns)
 
 
-def _connect(job: Job, peers: list[int]) -> Transport | None:
+def _connect(job: Ranks, peers: list[int]) -> Transport | None:
     """Connect this rank with its peer, as a run would. Collective over all ranks."""
     payloads = Payloads(shape=None, dtype=torch.uint8, in_flight=_IN_FLIGHT)
     options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
@@ -199,7 +241,7 @@ def _connect(job: Job, peers: list[int]) -> Transport | None:
         peers=peers,
         gather=job.gather,
         groups=ProcessGroups(
-            members=list(range(job.environment.world_size)),
+            members=list(range(dist.get_world_size())),
             gather=job.gather,
             accelerator=accelerator,
             payloads=payloads,
@@ -214,23 +256,26 @@ def _connect(job: Job, peers: list[int]) -> Transport | None:
     )
 
 
-def measure_reductions(job: Job, names: Sequence[str], widths: Sequence[int]) -> list[ReduceSample]:
+def measure_reductions(
+    job: Ranks, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
+) -> list[ReduceSample]:
     """Measure all-reduces of neighbouring ranks within nodes. Collective over all ranks.
 
     Args:
         job: this process within the job.
         names: node type of each rank.
         widths: numbers of ranks, each dividing the ranks of every node.
+        most_bytes: size of the largest tensor that matters.
     """
     samples = []
     for width in widths:
         group = None
-        for first in range(0, job.environment.world_size, width):
+        for first in range(0, dist.get_world_size(), width):
             ranks = list(range(first, first + width))
             made = dist.new_group(ranks)
             if job.rank in ranks:
                 group = made
-        told = job.gather(_reduce(job, group))
+        told = job.gather(_reduce(job, group, sizes_up_to(most_bytes)))
         dist.destroy_process_group(group)
         by_node: dict[str, list[list[tuple[int, float]]]] = {}
         for rank, points in enumerate(told):
@@ -242,10 +287,10 @@ def measure_reductions(job: Job, names: Sequence[str], widths: Sequence[int]) ->
     return samples
 
 
-def _reduce(job: Job, group: Any) -> list[tuple[int, float]]:
+def _reduce(job: Ranks, group: Any, sizes: Sequence[int]) -> list[tuple[int, float]]:
     points = []
     accelerator = job.accelerator
-    for size in SIZES:
+    for size in sizes:
         payload = torch.zeros(size // 4, device=accelerator.device)
         times = []
         for _ in range(_REPEATS):
@@ -275,3 +320,21 @@ def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
         curve = [[size, size / max(seconds, 1e-9)] for size, seconds in points[-1:]]
     told: Mapping[str, Any] = {"latency_s": latency_s, "sizes": curve}
     return dict(told)
+
+
+def link_rows(samples: Sequence[LinkSample]) -> list[dict[str, Any]]:
+    """Return links as a profile file holds them."""
+    return [
+        {
+            "nodes": list(one.nodes),
+            "within": one.within,
+            "pairs": one.pairs,
+            **as_curve(one.points),
+        }
+        for one in samples
+    ]
+
+
+def reduce_rows(samples: Sequence[ReduceSample]) -> list[dict[str, Any]]:
+    """Return all-reduces as a profile file holds them."""
+    return [{"node": one.node, "ranks": one.ranks, **as_curve(one.points)} for one in samples]

@@ -1,0 +1,362 @@
+"""Chooses the shape of a job whose processes are there already.
+
+Other than ``search``, which picks nodes and their order, this takes every process, in the order of
+their ranks. What is left is small, and is looked at whole:
+
+::
+
+    pipeline sizes      x   microbatches            partition              time
+    that divide the         that divide a           exact: the least       ``cost.predict``, best
+    processes               replica's samples       largest stage that     bound first
+                                                    fits into memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.layers import layer_table
+from megatron.adaptive.planner.memory import in_flight, state_bytes
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.runtime import Runtime
+from megatron.adaptive.planner.shared import slowdown
+from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["Option", "Running", "choose_option", "least_largest"]
+
+# What a rule takes on shared cores is not simulated; an order of the same chunks stands for it.
+_STAND_INS = {1: "1f1b", 2: "zb-v"}
+_RUNTIME = Runtime(context_bytes=0.0)  # limits of memory are of what is free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A job and what it trains.
+
+    Attributes:
+        model: its pieces.
+        cluster: its nodes; their memory is what a process may use.
+        order: numbers of the nodes in the order of the ranks.
+        batch: samples of a step over all replicas.
+        schedule: order of work.
+        chunks: stages of each process, where the schedule leaves the choice.
+        whole: durations with whole backwards.
+        split: those with split ones, where several ranks split them.
+        cap: most activations that a process keeps under a rule, in microbatches; the rule's own
+            where ``None``.
+    """
+
+    model: Model
+    cluster: Cluster
+    order: tuple[int, ...]
+    batch: int
+    schedule: str
+    chunks: int
+    whole: Profile
+    split: Profile | None = None
+    cap: float | None = None
+
+    def placement(self, pipeline_size: int) -> Placement:
+        """Where stages live."""
+        return registry.placement_for(self.schedule, pipeline_size, self.chunks)
+
+    def profile(self, pipeline_size: int) -> Profile:
+        """Durations of a pipeline of that size."""
+        return self.whole if pipeline_size == 1 or self.split is None else self.split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One shape of the job.
+
+    Attributes:
+        pipeline_size: processes of a pipeline.
+        replicas: pipelines.
+        micro_batch_size: samples of a microbatch.
+        partition: pieces of each stage.
+        seconds: predicted for a step.
+        needed_bytes: of the process whose memory is fullest.
+        limit_bytes: what that one may use.
+        fullest: its position in the pipeline.
+    """
+
+    pipeline_size: int
+    replicas: int
+    micro_batch_size: int
+    partition: tuple[int, ...]
+    seconds: float
+    needed_bytes: float
+    limit_bytes: float
+    fullest: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory suffices."""
+        return self.needed_bytes <= self.limit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{_counted(self.replicas, 'pipeline')} of "
+            f"{_counted(self.pipeline_size, 'process', 'es')}, microbatches of "
+            f"{_counted(self.micro_batch_size, 'sample')}, segments "
+            f"{format_partition(self.partition)}"
+        )
+
+
+def choose_option(
+    running: Running,
+    *,
+    pipeline_sizes: Sequence[int] = (),
+    micro_batches: Sequence[int] = (),
+    partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
+    most: int = 0,
+) -> list[Option]:
+    """Return the best shape and the next best ones, as far as they were timed.
+
+    Args:
+        running: the job.
+        pipeline_sizes: to choose from; empty for all.
+        micro_batches: likewise.
+        partition: returns that of so many stages where it is given, ``None`` where not.
+        most: samples of the largest microbatch, where none is given.
+
+    Raises:
+        ConfigError: no shape divides processes and samples, or none fits into memory.
+    """
+    untimed = []
+    for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, most):
+        try:
+            made = _Shape(running, size, micro_batch)
+            untimed.append((made, made.best(partition(made.placement.num_stages))))
+        except ScheduleError:
+            continue  # not with so few microbatches
+    if not untimed:
+        raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
+    fitting = [(shape, one) for shape, one in untimed if one.fits]
+    if not fitting:
+        raise ConfigError(_nothing_fits([one for _, one in untimed]))
+    found: list[Option] = []
+    for shape, one in sorted(fitting, key=lambda pair: pair[1].seconds):
+        # What is there of seconds is a bound yet.
+        if len(found) > 1 and one.seconds >= sorted(f.seconds for f in found)[1]:
+            break
+        try:
+            found.append(replace(one, seconds=shape.seconds(one.partition)))
+        except ScheduleError:
+            continue
+    if not found:
+        raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _shapes(
+    running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], most: int
+) -> Iterator[tuple[int, int]]:
+    """Pipeline sizes and microbatches that divide what there is."""
+    world = running.cluster.num_gpus
+    for size in pipeline_sizes or range(1, world + 1):
+        if world % size or running.batch % (world // size):
+            continue
+        if running.placement(size).num_stages > running.model.num_layers:
+            continue
+        share = running.batch // (world // size)
+        for micro_batch in micro_batches or range(1, min(share, most) + 1):
+            if share % micro_batch == 0:
+                yield size, micro_batch
+
+
+class _Shape:
+    """A pipeline size and a microbatch on the job's processes."""
+
+    def __init__(self, running: Running, size: int, micro_batch: int) -> None:
+        self._running = running
+        self.placement = running.placement(size)
+        self._size, self._micro_batch = size, micro_batch
+        self._replicas = running.cluster.num_gpus // size
+        self._count = running.batch // (self._replicas * micro_batch)
+        self._places = place_ranks(
+            running.cluster, running.order, tp=1, dp=self._replicas, pp=size,
+            micro_batch=micro_batch,
+        )  # fmt: skip
+        self._held = in_flight(running.schedule, size, self.placement.num_chunks, self._count)
+        if running.cap is not None and registry.is_rule(running.schedule):
+            self._held = (min(running.cap, float(self._count)),) * size
+        self._ranks = [self._rank(rank) for rank in range(size)]
+
+    def _rank(self, rank: int) -> tuple[Any, Any, float]:
+        """Seconds and bytes ``[pieces + 1, pieces + 1]`` of every run of pieces, and the limit."""
+        running = self._running
+        count = running.model.num_layers
+        seconds, needed = np.zeros((2, count + 1, count + 1))
+        nodes = [running.cluster.nodes[one.node] for one in self._places[rank].replicas]
+        for node in {one.name: one for one in nodes}.values():
+            table = layer_table(
+                running.model, running.profile(self._size), node,
+                tp=1, micro_batch=self._micro_batch,
+            )  # fmt: skip
+            seconds = np.maximum(
+                seconds, _sums(table.forward_s + table.backward_s + table.weight_s)
+            )
+            state = sum(state_bytes(running.model, dp=1, distributed_optimizer=False))
+            fixed = _sums(table.parameters * state) + _sums(table.kept_bytes) * self._held[rank]
+            needed = np.maximum(needed, fixed + _largest(table.workspace_bytes))
+        return seconds, needed, min(one.memory_bytes for one in nodes)
+
+    def best(self, given: tuple[int, ...] | None) -> Option:
+        """Return the best partition, or the given one, with a bound of its seconds.
+
+        Where none fits into memory, the one that is best without regard to it.
+        """
+        partition = given
+        if partition is None:
+            partition = self._divide(bounded=True) or self._divide(bounded=False)
+        assert partition is not None, "there are as many pieces as stages"
+        bounds = np.concatenate([[0], np.cumsum(partition)])
+        parts = list(pairwise(bounds.tolist()))
+        needed = [0.0] * self._size
+        busy = [0.0] * self._size
+        for stage, (begin, end) in enumerate(parts):
+            rank = self.placement.locate(stage)[0]
+            needed[rank] += float(self._ranks[rank][1][begin, end])
+            busy[rank] += float(self._ranks[rank][0][begin, end])
+        limits = [limit for _, _, limit in self._ranks]
+        fullest = max(range(self._size), key=lambda rank: needed[rank] - limits[rank])
+        return Option(
+            pipeline_size=self._size,
+            replicas=self._replicas,
+            micro_batch_size=self._micro_batch,
+            partition=partition,
+            seconds=max(busy) * self._count,
+            needed_bytes=needed[fullest],
+            limit_bytes=limits[fullest],
+            fullest=fullest,
+        )
+
+    def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
+        """With several chunks on a rank, each gets its part of the memory."""
+        costs = []
+        for stage in range(self.placement.num_stages):
+            seconds, needed, limit = self._ranks[self.placement.locate(stage)[0]]
+            share = limit / self.placement.num_chunks
+            costs.append(np.where(needed <= share, seconds, np.inf) if bounded else seconds)
+        return least_largest(costs)
+
+    def seconds(self, partition: tuple[int, ...]) -> float:
+        """Predict a step.
+
+        Raises:
+            ScheduleError: the schedule refuses the number of microbatches.
+        """
+        running, chunks = self._running, self.placement.num_chunks
+        schedule = running.schedule
+        nodes = [place.replicas[0].node for place in self._places]
+        processes = [place.num_gpus for place in self._places]
+        cores = [node.cores for node in running.cluster.nodes]
+        if registry.is_rule(schedule) and slowdown(processes, nodes, cores) > 1:
+            schedule = _STAND_INS.get(chunks, schedule)
+        plan = Plan(
+            tp=1,
+            dp=self._replicas,
+            pp=self._size,
+            micro_batch=self._micro_batch,
+            global_batch=running.batch,
+            partition=partition,
+            places=self._places,
+            chunks=chunks,
+            schedule=schedule,
+        )
+        profile = running.profile(self._size)
+        return predict(plan, running.model, running.cluster, profile, _RUNTIME).seconds
+
+
+def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
+    """Divide pieces so that the largest stage is as small as possible; ``None`` if none can be.
+
+    Exact. Of several such divisions the one with the least sum of squares.
+
+    Args:
+        costs: of each stage ``[pieces + 1, pieces + 1]``: what it costs from one piece up to
+            before another; infinite where it may not have them.
+    """
+    size = costs[0].shape[0]
+    some = np.triu(np.ones((size, size), dtype=bool), 1)
+    costs = [np.where(some, one, np.inf) for one in costs]
+    largest = np.full(size, np.inf)
+    largest[0] = 0.0
+    for one in costs:
+        largest = np.maximum(largest[:, None], one).min(axis=0)
+    if not np.isfinite(largest[-1]):
+        return None
+    squares = np.full(size, np.inf)
+    squares[0] = 0.0
+    origins = []
+    for one in costs:
+        kept = np.where(one <= largest[-1], one, np.inf)
+        total = squares[:, None] + kept * kept
+        origins.append(total.argmin(axis=0))
+        squares = total.min(axis=0)
+    end, parts = size - 1, []
+    for origin in reversed(origins):
+        begin = int(origin[end])
+        parts.append(end - begin)
+        end = begin
+    return tuple(reversed(parts))
+
+
+def _sums(values: Any) -> Any:
+    """``[begin, end]`` sums of a row."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    return before[None, :] - before[:, None]
+
+
+def _largest(values: Any) -> Any:
+    """``[begin, end]`` the largest of a row; 0 of none."""
+    count = len(values)
+    found = np.zeros((count + 1, count + 1))
+    for begin in range(count):
+        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
+    return found
+
+
+def _nothing_divides(
+    running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
+) -> str:
+    world = running.cluster.num_gpus
+    given = []
+    if pipeline_sizes:
+        given.append(f"pipeline_size {', '.join(map(str, pipeline_sizes))}")
+    if micro_batches:
+        given.append(f"micro_batch_size {', '.join(map(str, micro_batches))}")
+    with_what = f" with {' and '.join(given)}" if given else ""
+    return (
+        f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}{with_what}, "
+        f"schedule {running.schedule} and {running.model.num_layers} segments: no pipeline size "
+        "divides the processes, leaves each replica whole microbatches and each stage a segment; "
+        f"give a batch_size that is a multiple of {world}, or mark more cut points"
+    )
+
+
+def _nothing_fits(options: Sequence[Option]) -> str:
+    best = min(options, key=lambda one: one.needed_bytes - one.limit_bytes)
+    return (
+        f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "
+        f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
+        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or give a "
+        "smaller batch_size"
+    )
+
+
+def _counted(count: int, name: str, plural: str = "s") -> str:
+    return f"{count} {name}{'' if count == 1 else plural}"
