@@ -20,9 +20,14 @@ def parse(description: str) -> argparse.Namespace:
     """Read the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10, help="training steps")
-    parser.add_argument("--batch-size", type=int, default=16, help="samples of each replica")
-    parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a microbatch")
-    parser.add_argument("--pipeline-size", type=int, help="processes of a pipeline; all")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples of all replicas")
+    parser.add_argument("--micro-batch-size", type=int, help="samples; the planner's best")
+    parser.add_argument(
+        "--pipeline-size", type=int, help="processes of a pipeline; all, or the planner's best"
+    )
+    parser.add_argument("--write-profile", metavar="FILE", help="what the planner stood on")
+    parser.add_argument("--save", metavar="FOLDER", help="for a checkpoint at the end")
+    parser.add_argument("--load", metavar="FOLDER", help="of checkpoints, to go on from")
     parser.add_argument("--schedule", default="adaptive", help="see docs/schedules.md")
     parser.add_argument("--chunks", type=int, help="stages of each process")
     parser.add_argument("--partition", help="segments of each stage, as 2-3-2; measured")
@@ -63,7 +68,7 @@ def _train(
 ) -> list[float]:
     with Pipeline(
         model,
-        make_batch(2 * given.micro_batch_size),
+        make_batch(given.batch_size),
         micro_batch_size=given.micro_batch_size,
         pipeline_size=given.pipeline_size,
         schedule=given.schedule,
@@ -76,18 +81,23 @@ def _train(
         pipeline.set_optimizer(
             lambda parameters: torch.optim.AdamW(parameters, lr=given.lr), clip_norm=1.0
         )
+        if given.load:
+            pipeline.load(given.load)
         if torch.distributed.get_rank() == 0:
+            if given.write_profile and pipeline.plan is not None:
+                pipeline.plan.profile.write(given.write_profile)
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
-        # One batch again and again, so that the loss falls; a loader would give each replica its
-        # own samples, and the same ones to all processes of a pipeline.
-        batch = make_batch(given.batch_size)
+        # One batch again and again, so that the loss falls; each replica takes its own samples.
+        batch = pipeline.share(make_batch(given.batch_size))
         losses = []
-        for step in range(given.steps):
+        for _ in range(given.steps):
             loss, overflow = pipeline.step(batch)
             losses.append(loss)
             if torch.distributed.get_rank() == 0:
                 said = ", overflow: skipped" if overflow else ""
-                print(f"step {step + 1}: loss {loss:.4f}{said}", flush=True)
+                print(f"step {pipeline.steps}: loss {loss:.4f}{said}", flush=True)
+        if given.save:
+            pipeline.save(given.save)
         evaluated = pipeline.eval(batch)
         if torch.distributed.get_rank() == 0:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

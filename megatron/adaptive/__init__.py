@@ -3,7 +3,8 @@
 :func:`install` puts the pipeline engine of this package into a Megatron-LM that is used as it is,
 :func:`add_arguments` gives it flags; see ``docs/plugin.md``. Importing this module costs nothing:
 what it names is loaded when it is first used. :class:`Pipeline` trains any module in which
-:class:`CutPoint` marks where it may be cut; see ``docs/cutpoint.md``.
+:class:`CutPoint` marks where it may be cut, :class:`Profiler` measures such a module; see
+``docs/cutpoint.md``.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.adaptive.cutpoint import CutPoint, Pipeline
+    from megatron.adaptive.cutpoint import CutPoint, Pipeline, Profiler
     from megatron.adaptive.plugin import add_arguments, install, uninstall
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "CutPoint", "Pipeline", "add_arguments", "install", "uninstall"]
+__all__ = [
+    "__version__",
+    "CutPoint",
+    "Pipeline",
+    "Profiler",
+    "add_arguments",
+    "install",
+    "uninstall",
+]
 
 _HOMES = {
     **dict.fromkeys(("add_arguments", "install", "uninstall"), "plugin"),
-    **dict.fromkeys(("CutPoint", "Pipeline"), "cutpoint"),
+    **dict.fromkeys(("CutPoint", "Pipeline", "Profiler"), "cutpoint"),
 }
 
 

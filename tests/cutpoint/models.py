@@ -44,6 +44,23 @@ class Knotty(nn.Module):
         return F.cross_entropy(self.head(self.mixer(x) * gate).flatten(0, 1), label.flatten())
 
 
+class Wide(nn.Module):
+    """Six pieces of many parameters and few activations: ``x [n, 64]`` to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number < 5:
+                x = self.cuts[number](x)
+        return x.square().mean()
+
+
 SHARED = [["words.weight", "head.weight"], ["mixer.weight"], ["mixer.bias"]]
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +10,20 @@ import pytest
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import read_run
 
+from .launched import run_programs
+
 pytestmark = pytest.mark.multiprocess
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-RANKS, LIMIT_S = 4, 240.0
 WIDTH, WORDS = 8, 16
+
+
+PROGRAMS = ("four_stages", "two_replicas", "dropout", "half", "trace", "refusals")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank told, by rank; one job for all tests."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), str(HERE / "worker.py"), str(folder)]
-    done = subprocess.run(
-        command,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "WATCHDOG_S": str(LIMIT_S),
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S + 30,
-    )
-    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    errors = [one["error"] for one in told if "error" in one]
-    assert not errors, errors[0]
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for one in told:
-        one["folder"] = str(folder)
-    return told
+    return run_programs(tmp_path_factory.mktemp("pipeline"), PROGRAMS)
 
 
 def test_training_is_that_of_the_whole_model(results: list[dict[str, Any]]) -> None:

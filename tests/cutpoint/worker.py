@@ -1,6 +1,7 @@
 """One of four ranks: runs programs on the public ``Pipeline``, one after the other.
 
-Usage: ``worker.py FOLDER``. Results by program go to ``FOLDER/RANK.json``; an error ends the list.
+Usage: ``worker.py FOLDER PROGRAM ...``. Results by program go to ``FOLDER/RANK.json``; an error
+ends the list.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, knotty, make_batch
+from models import SHARED, Wide, knotty, make_batch
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.errors import AdaptiveError
@@ -36,16 +37,18 @@ def make(**options: Any) -> Pipeline:
     return Pipeline(model, make_batch(4), **given)
 
 
-def reference(model: torch.nn.Module, batches: list[Any], clip: float | None) -> dict[str, Any]:
-    """Train the whole model on microbatches of two in this process alone."""
+def reference(
+    model: torch.nn.Module, batches: list[Any], clip: float | None, size: int = 2
+) -> dict[str, Any]:
+    """Train the whole model on microbatches of that size in this process alone."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
         optimizer.zero_grad()
-        count = len(batch["ids"]) // 2
+        count = len(batch["ids"]) // size
         total = 0.0
-        for start in range(0, 2 * count, 2):
-            loss = model(**{name: one[start : start + 2] for name, one in batch.items()}) / count
+        for start in range(0, size * count, size):
+            loss = model(**{name: one[start : start + size] for name, one in batch.items()}) / count
             loss.backward()
             total += float(loss.detach())
         limit = float("inf") if clip is None else clip
@@ -215,7 +218,171 @@ def error_of(action: Callable[[], object]) -> str:
     return "none"
 
 
-PROGRAMS = (four_stages, two_replicas, dropout, half, trace, refusals)
+def automatic() -> dict[str, Any]:
+    """Started without sizes; with memory for a part of the model; with one of the sizes given."""
+    batches = [make_batch(16, seed) for seed in range(2)]
+    with open_pipeline() as pipeline:
+        plan = pipeline.plan
+        assert plan is not None
+        pipeline.set_optimizer(sgd)
+        losses = [pipeline.step(pipeline.share(batch))[0] for batch in batches]
+        size = pipeline.micro_batch_size
+        expected = reference(knotty(), batches, clip=None, size=size)
+        told = {
+            **compare(pipeline, expected, losses),
+            "shape": [pipeline.pipeline_size, pipeline.replicas, size],
+            "partition": pipeline.partition,
+            "chosen": shape_of(plan.best),
+            "seconds": [one.seconds for one in (plan.best, *plan.others)],
+            "others": [shape_of(one) for one in plan.others],
+            "text": str(plan),
+            "links": [one.within for one in plan.profile.links],
+            "reduced": [one.ranks for one in plan.profile.reductions],
+            "replica": pipeline.replica,
+        }
+        shared = error_of(lambda: pipeline.share(make_batch(pipeline.replicas + 1)))
+    if told["shape"][1] > 1:
+        told["unshared"] = shared
+    profile = plan.profile
+    if dist.get_rank() == 0:
+        profile.write(Path(sys.argv[1]) / "profile.json")
+    # Memory for half of the parameters with what Adam keeps.
+    torch.manual_seed(4)
+    wide, sample = Wide(), {"x": torch.randn(8, 64)}
+    limit = 0.6 * 16 * sum(one.numel() for one in wide.parameters())
+    options: dict[str, Any] = {"pipeline_size": "auto", "micro_batch_size": 1}
+    with Pipeline(wide, sample, memory_limit_bytes=limit, **options) as small:
+        assert small.plan is not None
+        told["small"] = {
+            "shape": [small.pipeline_size, small.micro_batch_size],
+            "needed": [one.needed_bytes for one in (small.plan.best, *small.plan.others)],
+            "limit": limit,
+            "loss": small.step(small.share(sample))[0],
+        }
+    with open_pipeline(pipeline_size=2, partition="4-5", batch_size=8, schedule="1f1b") as kept:
+        assert kept.plan is not None
+        told["kept"] = [kept.pipeline_size, kept.partition, kept.plan.batch_size]
+    return told
+
+
+def open_pipeline(**options: Any) -> Pipeline:
+    return Pipeline(knotty(), make_batch(16), shared_weights=SHARED, **options)
+
+
+def shape_of(option: Any) -> list[Any]:
+    size = [option.pipeline_size, option.replicas, option.micro_batch_size]
+    return [*size, list(option.partition)]
+
+
+def no_plan() -> dict[str, Any]:
+    """What cannot be planned, on every rank."""
+
+    def said(**options: Any) -> str:
+        return error_of(lambda: open_pipeline(**options))
+
+    return {
+        "memory": said(memory_limit_bytes=2000.0),
+        "batch": said(batch_size=0),
+        "odd": said(batch_size=6, pipeline_size=1),
+        "size": said(pipeline_size=3),
+        "schedule": said(schedule="best"),
+        "unshared": error_of(lambda: Pipeline(knotty(), make_batch(16))),
+        "sample": error_of(lambda: Pipeline(knotty(), {})),
+    }
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups with options of their own."""
+    flat = [one for one in parameters if one.dim() < 2]
+    wide = [one for one in parameters if one.dim() >= 2]
+    groups = [{"params": wide}, {"params": flat, "weight_decay": 0.0, "lr": 0.02}]
+    return torch.optim.AdamW([one for one in groups if one["params"]], lr=0.01)
+
+
+def saved() -> dict[str, Any]:
+    """Training goes on in any other shape from what one of them saved."""
+    folder = Path(sys.argv[1]) / "checkpoints"
+    batches = [make_batch(8, seed) for seed in range(5)]
+
+    def train(pipeline: Pipeline, first: int, last: int) -> list[float]:
+        return [pipeline.step(pipeline.share(one))[0] for one in batches[first:last]]
+
+    with make(model=knotty(dropout=0.3), seed=77) as pipeline:
+        pipeline.set_optimizer(adamw)
+        first = train(pipeline, 0, 3)
+        for group in pipeline._update.optimizer.param_groups:
+            group["lr"] *= 0.5
+        path = pipeline.save(folder, extra={"epoch": 3})
+        evaluated = pipeline.eval(batches[0])
+        expected = train(pipeline, 3, 5)
+        pipeline.save(folder)
+        told: dict[str, Any] = {"first": first, "expected": expected, "name": path.name}
+    found = []
+    for options in (
+        {"pipeline_size": 2, "partition": "2-7"},
+        {"pipeline_size": 1},
+    ):
+        torch.manual_seed(9)
+        other = type(knotty())(dropout=0.3)  # other weights
+        with make(model=other, **options) as pipeline:
+            pipeline.set_optimizer(adamw)
+            extra = pipeline.load(folder, step=3)
+            again = pipeline.eval(batches[0])
+            found.append([extra, again, train(pipeline, 3, 5), pipeline.steps])
+            pipeline.save(folder)  # takes the place of the former one
+    refused = refused_checkpoints(folder)
+    with make(model=knotty(dropout=0.3), schedule="zb-v", pipeline_size=2) as pipeline:
+        pipeline.set_optimizer(adamw)
+        pipeline.load(folder, step=3)
+        told["split"] = train(pipeline, 3, 4)
+        pipeline.save(folder, keep=2)
+    told["kept"] = sorted(one.name for one in folder.iterdir())
+    return {**told, "found": found, "evaluated": evaluated, "refused": refused}
+
+
+def refused_checkpoints(folder: Path) -> dict[str, str]:
+    said = {}
+    first = dist.get_rank() == 0
+    with make() as pipeline:
+        said["optimizer"] = error_of(lambda: pipeline.load(folder))
+        said["step"] = error_of(lambda: pipeline.load(folder, step=8))
+        said["nothing"] = error_of(lambda: pipeline.load(folder / "none"))
+        said["extra"] = error_of(lambda: pipeline.save(folder, extra={"a": torch.ones(1)}))
+        said["keep"] = error_of(lambda: pipeline.save(folder, keep=0))
+        said["file"] = error_of(lambda: pipeline.save(folder / "step_00000003" / ".metadata"))
+        pipeline.set_optimizer(sgd)
+        said["kind"] = error_of(lambda: pipeline.load(folder))
+        pipeline.load(folder, optimizer=False)
+        newest = folder / "step_00000005"
+        if first:  # a disk that lost a part, and one that holds something else there
+            (whole,) = newest.glob("__0_*.distcp")
+            kept = whole.read_bytes()
+            whole.write_bytes(b"")
+        dist.barrier()
+        said["short"] = error_of(lambda: pipeline.load(folder, optimizer=False))
+        if first:
+            whole.write_bytes(b"x" * len(kept))
+        dist.barrier()
+        said["broken"] = error_of(lambda: pipeline.load(folder, optimizer=False))
+    with make(model=knotty(blocks=9)) as pipeline:
+        said["model"] = error_of(lambda: pipeline.load(folder, optimizer=False))
+    return said
+
+
+PROGRAMS = {
+    one.__name__: one
+    for one in (
+        four_stages,
+        two_replicas,
+        dropout,
+        half,
+        trace,
+        refusals,
+        automatic,
+        no_plan,
+        saved,
+    )
+}
 
 
 def main() -> None:
@@ -224,7 +391,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
-    for program in PROGRAMS:
+    for program in (PROGRAMS[name] for name in sys.argv[2:]):
         try:
             results[program.__name__] = program()
         except Exception:

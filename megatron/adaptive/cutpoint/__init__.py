@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.adaptive.cutpoint.cut_point import CutPoint
     from megatron.adaptive.cutpoint.pipeline import Pipeline
+    from megatron.adaptive.cutpoint.profiler import Profiler
 
-__all__ = ["CutPoint", "Pipeline"]
+__all__ = ["CutPoint", "Pipeline", "Profiler"]
 
-_HOMES = {"CutPoint": "cut_point", "Pipeline": "pipeline"}
+_HOMES = {"CutPoint": "cut_point", "Pipeline": "pipeline", "Profiler": "profiler"}
 
 
 def __getattr__(name: str) -> Any:

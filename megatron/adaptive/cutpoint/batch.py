@@ -9,7 +9,7 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["BatchShape"]
+__all__ = ["BatchShape", "samples_in", "stretched"]
 
 
 class BatchShape:
@@ -29,7 +29,7 @@ class BatchShape:
                 f"micro_batch_size {micro_batch_size!r}: give a whole number of samples from 1 on"
             )
         self.micro_batch_size = micro_batch_size
-        count = _samples_in(sample, "sample_batch")
+        count = samples_in(sample, "sample_batch")
         if count < micro_batch_size:
             raise ConfigError(
                 f"sample_batch holds {count} samples, fewer than micro_batch_size "
@@ -44,7 +44,7 @@ class BatchShape:
             ConfigError: it is no dictionary of tensors, does not divide, or does not look like
                 the sample.
         """
-        count = _samples_in(batch, "batch")
+        count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
             raise ConfigError(
                 f"a batch of {count} samples does not divide into microbatches of "
@@ -79,7 +79,25 @@ class BatchShape:
         }
 
 
-def _samples_in(batch: Any, what: str) -> int:
+def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
+    """Return a batch of at least so many samples: itself, or its samples again and again."""
+    count = len(next(iter(batch.values())))
+    times = -(-least // count)
+    if times <= 1:
+        return dict(batch)
+    return {name: torch.cat([one] * times)[:least] for name, one in batch.items()}
+
+
+def samples_in(batch: Any, what: str) -> int:
+    """Check a batch and return how many samples it holds.
+
+    Args:
+        batch: what a user gave.
+        what: its name in messages.
+
+    Raises:
+        ConfigError: it is no dictionary of tensors of equally many samples.
+    """
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"{what} is a {type(batch).__name__}: give a dictionary of tensors, by the names of "

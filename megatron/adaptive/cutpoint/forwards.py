@@ -15,10 +15,12 @@ from megatron.adaptive.cutpoint.recorder import ReadsValueError, record, undistu
 from megatron.adaptive.cutpoint.tape import Tape
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["SLICINGS", "Forward", "Forwards", "Slicing"]
+__all__ = ["PRECISIONS", "SLICINGS", "Forward", "Forwards", "Slicing"]
 
 Slicing = Literal["auto", "record", "export"]
 SLICINGS = ("auto", "record", "export")
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Mixed precisions by their name."""
 
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 

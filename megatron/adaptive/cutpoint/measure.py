@@ -14,7 +14,7 @@ from megatron.adaptive.cutpoint.slices import slice_tape
 from megatron.adaptive.cutpoint.tape import Tape
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["check_replay", "segment_seconds", "tensors_of"]
+__all__ = ["check_replay", "now", "segment_seconds", "tensors_of"]
 
 _REPEATS = 3
 # Of two runs of the same operations, which may add up in another order.
@@ -65,14 +65,14 @@ def _run_once(
     passed = []
     loss: torch.Tensor | None = None
     for program in programs:
-        start = _now(device)
+        start = now(device)
         leaves = program.require_gradients(given)
         given, loss = program.forward(sample, leaves, random=lambda call: None)
         passed.append((leaves, program.differentiated(given)))
-        seconds.append(_now(device) - start)
+        seconds.append(now(device) - start)
     gradients: list[torch.Tensor | None] = []
     for segment in range(len(programs) - 1, -1, -1):
-        start = _now(device)
+        start = now(device)
         leaves, sent = passed.pop()
         if not sent and loss is not None and loss.requires_grad:
             sent, gradients = [loss], [None]
@@ -84,11 +84,12 @@ def _run_once(
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
         loss = None
         gradients = programs[segment].gradients_of(leaves)
-        seconds[segment] += _now(device) - start
+        seconds[segment] += now(device) - start
     return seconds
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock at which all work given to the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

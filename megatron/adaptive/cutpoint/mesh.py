@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,39 +15,39 @@ from megatron.adaptive.accelerator import Accelerator, detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.pipeline.build import gather_places
+from megatron.adaptive.transport.liveness import here
 
-__all__ = ["Mesh", "start_mesh"]
+__all__ = ["Job", "Mesh", "check_pipeline_size", "join_job", "make_mesh"]
 
 
 @dataclass(kw_only=True)
-class Mesh:
-    """Where this process stands.
+class Job:
+    """This process among all of the job.
 
     Attributes:
         environment: what the launcher said.
         accelerator: its device.
-        pipeline_size, pp_rank: stages' ranks of a replica, and which of them this is.
-        dp_size, dp_rank: replicas, and which of them this is.
-        pp_ranks: global ranks of this replica, by position.
-        dp_group: ranks of the same position in all replicas.
         control_group: gloo group of all ranks.
         places: where every rank runs.
-        owns_job: process groups were made here and end with :meth:`close`.
+        owns_job: the job was begun here and ends with :meth:`close`.
         timeout: limit of waits for other ranks.
+        before: process groups that were there before.
+        made: those that end with :meth:`close`; ``None`` for all that came since.
     """
 
     environment: Environment
     accelerator: Accelerator
-    pipeline_size: int
-    pp_rank: int
-    dp_size: int
-    dp_rank: int
-    pp_ranks: list[int]
-    dp_group: Any
     control_group: Any
     places: list[dict[str, Any]]
     owns_job: bool
     timeout: datetime.timedelta
+    before: Sequence[Any] = ()
+    made: Sequence[Any] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
 
     def gather(self, mine: Any) -> list[Any]:
         """Return what every rank gave, by rank. Collective over all ranks."""
@@ -60,6 +60,42 @@ class Mesh:
         told = [mine]
         dist.broadcast_object_list(told, src=0, group=self.control_group)
         return told[0]
+
+    def settle(self) -> None:
+        """Say that all groups are made: those that come later are the user's."""
+        self.made = [group for group in _groups() if group not in self.before]
+
+    def close(self) -> None:
+        """End what :func:`join_job` began, and groups made since. Collective over all ranks."""
+        if self.owns_job:
+            dist.destroy_process_group()
+            return
+        if self.made is None:
+            self.settle()
+        dist.barrier()  # nobody waits in one of them any more
+        # Each has threads. In the order they were made in, which is that of all members of each.
+        for group in self.made or ():
+            if group in _groups():
+                dist.destroy_process_group(group)
+
+
+@dataclass(kw_only=True)
+class Mesh(Job):
+    """Where this process stands in its pipeline.
+
+    Attributes:
+        pipeline_size, pp_rank: stages' ranks of a replica, and which of them this is.
+        dp_size, dp_rank: replicas, and which of them this is.
+        pp_ranks: global ranks of this replica, by position.
+        dp_group: ranks of the same position in all replicas.
+    """
+
+    pipeline_size: int
+    pp_rank: int
+    dp_size: int
+    dp_rank: int
+    pp_ranks: list[int]
+    dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Make a group for each set of positions in each replica. Collective over all ranks.
@@ -82,26 +118,26 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """End what :func:`start_mesh` began. Collective over all ranks."""
+        """End what :func:`make_mesh` and :func:`join_job` began. Collective over all ranks."""
         parallel_state.destroy_model_parallel()
-        if self.owns_job:
-            dist.destroy_process_group()
+        super().close()
 
 
-def start_mesh(pipeline_size: int | None, timeout_s: float) -> Mesh:
+def _groups() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def join_job(timeout_s: float) -> Job:
     """Connect this process with the others. Collective over all ranks.
 
     Args:
-        pipeline_size: ranks of a pipeline, all of them where ``None``.
         timeout_s: limit of waits for other ranks.
-
-    Raises:
-        ConfigError: the ranks do not divide into such pipelines.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
     timeout = datetime.timedelta(seconds=timeout_s)
     owns_job = not dist.is_initialized()
+    before = [] if owns_job else _groups()
     if owns_job and environment.is_launched:
         dist.init_process_group(accelerator.backend, timeout=timeout)
     elif owns_job:
@@ -109,31 +145,65 @@ def start_mesh(pipeline_size: int | None, timeout_s: float) -> Mesh:
         dist.init_process_group(
             accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
         )
+    job = Job(
+        environment=environment,
+        accelerator=accelerator,
+        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        places=[],
+        owns_job=owns_job,
+        timeout=timeout,
+        before=before,
+    )
+    job.places = job.gather(here(0))
+    return job
+
+
+def check_pipeline_size(size: int) -> int:
+    """Return a pipeline size that divides the job's processes.
+
+    Raises:
+        ConfigError: it does not.
+    """
     world_size = dist.get_world_size()
-    size = world_size if pipeline_size is None else pipeline_size
     if type(size) is not int or size < 1 or world_size % size:
         raise ConfigError(
             f"pipeline_size {size!r} was given to {world_size} processes: give a divisor of their "
             "number"
         )
+    return size
+
+
+def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
+    """Divide the job into pipelines. Collective over all ranks.
+
+    Args:
+        job: of all ranks.
+        pipeline_size: ranks of a pipeline, all of them where ``None``.
+
+    Raises:
+        ConfigError: the ranks do not divide into such pipelines.
+    """
+    world_size = dist.get_world_size()
+    size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "megatron-core's parallel state is in use already: close the Pipeline before, or do "
             "not initialize it"
         )
-    minutes = math.ceil(timeout_s / 60)
+    minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)
     return Mesh(
-        environment=environment,
-        accelerator=accelerator,
+        environment=job.environment,
+        accelerator=job.accelerator,
+        control_group=job.control_group,
+        places=gather_places(),
+        owns_job=job.owns_job,
+        timeout=job.timeout,
+        before=job.before,
         pipeline_size=size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_size=world_size // size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         pp_ranks=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         dp_group=parallel_state.get_data_parallel_group(),
-        control_group=dist.new_group(backend="gloo", timeout=timeout),
-        places=gather_places(),
-        owns_job=owns_job,
-        timeout=timeout,
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
@@ -18,42 +17,24 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.config.schedule import KEEPING_ALL  # noqa: E402
 from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
-from megatron.adaptive.cutpoint.batch import BatchShape  # noqa: E402
-from megatron.adaptive.cutpoint.forwards import Forward, Forwards, Slicing  # noqa: E402
-from megatron.adaptive.cutpoint.holding import (  # noqa: E402
-    check_groups,
-    keep_only,
-    shared_weights,
-    unused_parameters,
-)
-from megatron.adaptive.cutpoint.measure import check_replay, segment_seconds  # noqa: E402
-from megatron.adaptive.cutpoint.mesh import start_mesh  # noqa: E402
-from megatron.adaptive.cutpoint.messages import Layout  # noqa: E402
+from megatron.adaptive.cutpoint.assembly import Cut, assemble  # noqa: E402
+from megatron.adaptive.cutpoint.automatic import Chosen, Wanted, choose_shape  # noqa: E402
+from megatron.adaptive.cutpoint.batch import BatchShape, samples_in, stretched  # noqa: E402
+from megatron.adaptive.cutpoint.forwards import PRECISIONS, Forward, Slicing  # noqa: E402
+from megatron.adaptive.cutpoint.holding import check_groups  # noqa: E402
+from megatron.adaptive.cutpoint.mesh import join_job, make_mesh  # noqa: E402
 from megatron.adaptive.cutpoint.orders import Orders, choose_placement  # noqa: E402
-from megatron.adaptive.cutpoint.partition import (  # noqa: E402
-    balanced,
-    check_stages,
-    given_partition,
-)
-from megatron.adaptive.cutpoint.program import RandomKey, StageProgram  # noqa: E402
-from megatron.adaptive.cutpoint.slices import StagePlan, check_shared, slice_tape  # noqa: E402
-from megatron.adaptive.cutpoint.stages import Held, ProgramStages  # noqa: E402
-from megatron.adaptive.cutpoint.tape import Tape  # noqa: E402
-from megatron.adaptive.cutpoint.update import Update  # noqa: E402
+from megatron.adaptive.cutpoint.program import RandomKey  # noqa: E402
+from megatron.adaptive.cutpoint.stages import ProgramStages  # noqa: E402
+from megatron.adaptive.cutpoint.traces import start_trace  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.pipeline.build import build_executor, inputs_in_flight  # noqa: E402
 from megatron.adaptive.pipeline.executor import StepTimes  # noqa: E402
 from megatron.adaptive.pipeline.meter import ActivationMeter  # noqa: E402
-from megatron.adaptive.pipeline.tracing import Tracing  # noqa: E402
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore  # noqa: E402
-from megatron.adaptive.trace.clock_sync import start_clock_sync  # noqa: E402
-from megatron.adaptive.trace.event import TraceHeader  # noqa: E402
-from megatron.adaptive.trace.files import set_aside  # noqa: E402
-from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 
 __all__ = ["Pipeline"]
 
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_SLOT_BYTES = 4096
 
 
@@ -69,11 +50,16 @@ class Pipeline:
             keyword arguments; where ``loss`` is given, with those that it takes.
         sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples. Its
             first microbatch is run to find the stages; a second one checks them.
-        micro_batch_size: samples of a microbatch.
+        micro_batch_size: samples of a microbatch; the planner's best where ``None``.
         loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
             entry ``loss`` or begins with it.
         arguments: further keyword arguments of forward, always the same.
-        pipeline_size: processes of a pipeline, all where ``None``; the rest are replicas.
+        pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
+            is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
+        batch_size: samples of a step over all replicas, for the planner; those of the sample where
+            ``None``.
+        memory_limit_bytes: that a process may use, for the planner; what the device has free where
+            ``None``.
         schedule: order of work, see ``docs/schedules.md``.
         chunks: stages per process; chosen by the schedule where ``None``.
         activation_cap: most activations a process keeps, in microbatches over its chunks.
@@ -91,7 +77,10 @@ class Pipeline:
 
     Attributes:
         model: as given.
+        plan: what the planner chose and why, ``None`` where it was not asked.
+        micro_batch_size: samples of a microbatch.
         partition: segments of each stage.
+        weights: what each segment costs; empty where nobody asked.
         cut_points: names of all cut points in the order of the forward.
         grad_norm: norm of the whole model's gradient in the last step, before clipping.
         times: of this process in the last step.
@@ -106,10 +95,12 @@ class Pipeline:
         model: torch.nn.Module,
         sample_batch: Mapping[str, torch.Tensor],
         *,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
         arguments: Mapping[str, Any] | None = None,
-        pipeline_size: int | None = None,
+        pipeline_size: int | Literal["auto"] | None = None,
+        batch_size: int | None = None,
+        memory_limit_bytes: float | None = None,
         schedule: str = "adaptive",
         chunks: int | None = None,
         activation_cap: float | None = None,
@@ -124,47 +115,149 @@ class Pipeline:
         trace_dir: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if mixed_precision not in (None, *_PRECISIONS):
+        if mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
-                f"mixed_precision {mixed_precision!r}: choose {' or '.join(_PRECISIONS)}, or None"
+                f"mixed_precision {mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or None"
             )
-        self._shape = BatchShape(sample_batch, micro_batch_size)
+        samples = samples_in(sample_batch, "sample_batch")
+        if micro_batch_size is not None:
+            BatchShape(sample_batch, micro_batch_size)
         check_groups(model, shared_weights)
         self.model = model
         self.grad_norm = 0.0
         self.times: StepTimes | None = None
+        self.plan: Chosen | None = None
         self._meter = ActivationMeter()
         self._step = 0
-        self._mesh = start_mesh(pipeline_size, timeout_s)
-        try:
-            placement = choose_placement(schedule, self._mesh.pipeline_size, chunks)
-            self._orders = Orders(
-                schedule=schedule,
-                placement=placement,
-                pp_rank=self._mesh.pp_rank,
-                cap=activation_cap,
-                split=split_backward,
-            )
-            split = self._orders.weight_pieces > 0
-            autocast = None if mixed_precision is None else _PRECISIONS[mixed_precision]
-            forward = Forward(
-                model=model, loss=loss, arguments=dict(arguments or {}), autocast=autocast
-            )
-            self._find_stages(forward, sample_batch, shared_weights, partition, weights, slicing)
-        except AdaptiveError:
-            self._mesh.close()
-            raise
-        self._tracing = self._start_trace(trace_dir, len(next(iter(sample_batch.values()))))
+        forward = Forward(
+            model=model,
+            loss=loss,
+            arguments=dict(arguments or {}),
+            autocast=None if mixed_precision is None else PRECISIONS[mixed_precision],
+        )
+        cut = Cut(groups=shared_weights, partition=partition, weights=weights, slicing=slicing)
+        wanted = Wanted(
+            pipeline_size=pipeline_size,
+            micro_batch_size=micro_batch_size,
+            batch_size=samples if batch_size is None else batch_size,
+            schedule=schedule,
+            chunks=chunks,
+            cap=activation_cap,
+            split=split_backward,
+        )
+        self._place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
+        self._order(forward, stretched(sample_batch, self.micro_batch_size))
+        self._tracing = start_trace(
+            trace_dir,
+            self._mesh,
+            self._orders.placement,
+            schedule=schedule,
+            num_microbatches=max(1, samples // self.micro_batch_size),
+            partition=self.partition,
+            weights=self.weights,
+        )
         self._wiring = self._connect(transport or TransportConfig(), timeout_s)
         self._tracing.watch(self._wiring.executor.look)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
+        split = self._orders.weight_pieces > 0
         self._stores = [WeightGradientStore() for _ in self._programs] if split else None
         self._update.start(is_fp16=mixed_precision == "fp16")
+        self._mesh.settle()
+
+    def _place(
+        self,
+        forward: Forward,
+        sample: Mapping[str, torch.Tensor],
+        cut: Cut,
+        wanted: Wanted,
+        memory_limit_bytes: float | None,
+        timeout_s: float,
+    ) -> None:
+        """Meet the other processes, and take or choose the shape of the job."""
+        job = join_job(timeout_s)
+        try:
+            if wanted.is_open:
+                self.plan = choose_shape(job, forward, sample, cut, wanted, memory_limit_bytes)
+                best = self.plan.best
+                cut = dataclasses.replace(cut, partition=best.partition, weights=self.plan.weights)
+                wanted = dataclasses.replace(
+                    wanted,
+                    pipeline_size=best.pipeline_size,
+                    micro_batch_size=best.micro_batch_size,
+                )
+            assert wanted.micro_batch_size is not None
+            self.micro_batch_size = wanted.micro_batch_size
+            self._mesh = make_mesh(job, wanted.pipeline_size)  # type: ignore[arg-type]
+        except AdaptiveError:
+            job.close()
+            raise
+        self._cut, self._wanted = cut, wanted
+
+    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> None:
+        """Find the order of work, and what this process has of the model."""
+        wanted, mesh = self._wanted, self._mesh
+        self._shape = BatchShape(sample, self.micro_batch_size)
+        try:
+            self._orders = Orders(
+                schedule=wanted.schedule,
+                placement=choose_placement(wanted.schedule, mesh.pipeline_size, wanted.chunks),
+                pp_rank=mesh.pp_rank,
+                cap=wanted.cap,
+                split=wanted.split,
+            )
+            _ = self._orders.weight_pieces  # says what is wrong with them
+            made = assemble(
+                forward, sample, self._cut,
+                shape=self._shape, mesh=mesh, placement=self._orders.placement,
+            )  # fmt: skip
+        except AdaptiveError:
+            mesh.close()
+            raise
+        self.cut_points, self.partition = made.cut_points, made.partition
+        self.weights = made.weights
+        self._programs, self._eval_programs = made.programs, made.eval_programs
+        self._held, self._held_for_meter = made.held, made.for_meter
+        self._largest_message, self._update = made.largest_message, made.update
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
         return self._mesh.accelerator.device
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far, those before a checkpoint that was loaded included."""
+        return self._step
+
+    @property
+    def pipeline_size(self) -> int:
+        """Processes of a pipeline."""
+        return self._mesh.pipeline_size
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines."""
+        return self._mesh.dp_size
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process belongs to, from 0 on."""
+        return self._mesh.dp_rank
+
+    def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this replica's part of a batch of all of them, for :meth:`step`.
+
+        Raises:
+            ConfigError: the samples do not divide.
+        """
+        count = samples_in(batch, "batch")
+        if count % self.replicas:
+            raise ConfigError(
+                f"a batch of {count} samples does not divide among {self.replicas} replicas: give "
+                f"a multiple of {self.replicas * self.micro_batch_size}"
+            )
+        part = count // self.replicas
+        return {name: one.narrow(0, self.replica * part, part) for name, one in batch.items()}
 
     @property
     def loss_scale(self) -> float:
@@ -251,6 +344,63 @@ class Pipeline:
             loss, _ = self._update.totals(losses, count, with_norm=False)
         return loss
 
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Save parameters, buffers, optimizer, loss scale, step and seed. Collective.
+
+        Pipelines of the same model with other sizes, partitions and numbers of replicas can load
+        it. It appears under its name when it is complete.
+
+        Args:
+            folder: of checkpoints, seen by all nodes; this one becomes ``step_XXXXXXXX`` there.
+            extra: plain values to keep with it, such as the state of a learning-rate scheduler.
+            keep: complete checkpoints that stay, the newest; all where ``None``.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or is not shared.
+            ConfigError: ``extra`` or ``keep`` is wrong.
+        """
+        path: Path = self._checkpointer().save(
+            folder, step=self._step, seed=self._random.seed, extra=extra, keep=keep
+        )
+        return path
+
+    def load(
+        self, folder: str | Path, *, step: int | None = None, optimizer: bool = True
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint of :meth:`save`. Collective; after :meth:`set_optimizer`.
+
+        Args:
+            folder: as given to ``save``.
+            step: which one; the newest where ``None``.
+            optimizer: load its state as well.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            CheckpointError: there is none, it is broken, or of another model or optimizer.
+            ConfigError: it has the state of an optimizer, and none is set.
+        """
+        told = self._checkpointer().load(folder, step=step, optimizer=optimizer)
+        self._step, self._random.seed = told["step"], told["seed"]
+        extra: dict[str, Any] = told["extra"]
+        return extra
+
+    def _checkpointer(self) -> Any:
+        # It imports much that most runs do without.
+        from megatron.adaptive.cutpoint.checkpoint import Checkpointer
+
+        return Checkpointer(self._mesh, self.model, self._held, self._update)
+
     def close(self) -> None:
         """End the pipeline: channels, traces and the process groups that it made. Collective."""
         self._wiring.close()
@@ -271,6 +421,7 @@ class Pipeline:
         programs = self._eval_programs if forward_only else self._programs
         names = {name for program in programs for name in program.plan.inputs}
         self._random.step = -1 if forward_only else self._step
+        self._random.count = count
         stages = ProgramStages(
             programs=programs,
             microbatches=[
@@ -297,102 +448,6 @@ class Pipeline:
             self._random.generator.set_state(before)
         return stages.losses
 
-    def _find_stages(
-        self,
-        forward: Forward,
-        sample: Mapping[str, torch.Tensor],
-        groups: Sequence[Sequence[str]],
-        partition: str | Sequence[int] | None,
-        weights: Sequence[float] | None,
-        slicing: str,
-    ) -> None:
-        """Cut the model, keep this rank's part of it and prepare to run that."""
-        placement, mesh = self._orders.placement, self._mesh
-        first = self._shape.microbatch(sample, 0, forward.device)
-        forwards = Forwards.of(forward, first, slicing)
-        tape = forwards.training
-        self.cut_points = tuple(tape.cuts)
-        check_stages(tape.num_segments, placement.num_stages)
-        check_shared(tape, groups)
-        # Times differ from rank to rank: one tells all.
-        answer = None
-        if mesh.environment.rank == 0:
-            answer = self._measure(forward, forwards, sample, needs=not (partition or weights))
-        answer = mesh.from_first(answer)
-        if isinstance(answer, AdaptiveError):
-            raise answer
-        if partition is not None:
-            self.partition = given_partition(partition, tape.num_segments, placement.num_stages)
-        else:
-            self.partition = balanced(
-                _checked(weights, tape.num_segments) or answer, placement.num_stages
-            )
-        self.weights = tuple(weights or answer or ())
-        plans = slice_tape(tape, self.partition)
-        eval_plans = slice_tape(forwards.evaluation, self.partition)
-        self._hold(forward, forwards, plans, eval_plans)
-
-    def _measure(
-        self, forward: Forward, forwards: Forwards, sample: Mapping[str, torch.Tensor], needs: bool
-    ) -> Any:
-        """On one rank: check the replay, and time the segments if that is needed."""
-        size = self._shape.micro_batch_size
-        try:
-            if len(next(iter(sample.values()))) >= 2 * size:
-                check_replay(forward, forwards, self._shape.microbatch(sample, 1, forward.device))
-            if needs:
-                first = self._shape.microbatch(sample, 0, forward.device)
-                return segment_seconds(forward, forwards.training, first)
-        except AdaptiveError as error:
-            return error
-        return None
-
-    def _hold(
-        self,
-        forward: Forward,
-        forwards: Forwards,
-        plans: Sequence[StagePlan],
-        eval_plans: Sequence[StagePlan],
-    ) -> None:
-        placement, mesh = self._orders.placement, self._mesh
-        stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
-        uses: dict[str, set[int]] = {}
-        for stage, both in enumerate(zip(plans, eval_plans, strict=True)):
-            for plan in both:
-                for name in plan.parameters:
-                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
-        mine = {n for s in stages for p in (plans[s], eval_plans[s]) for n in p.buffers}
-        mine |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
-        if 0 in stages:  # somebody must keep them for a checkpoint
-            mine.update(unused_parameters(self.model, (forwards.training, forwards.evaluation)))
-        order = [name for name, _ in self.model.named_parameters()]
-        held = keep_only(self.model, mine, self.device)
-        self._held_for_meter = Held(held)
-
-        def programs(tape: Any, of: Sequence[StagePlan]) -> list[StageProgram]:
-            return [
-                StageProgram(
-                    tape, of[stage], held, self.device,
-                    is_last=stage == placement.num_stages - 1, autocast=forward.autocast,
-                )
-                for stage in stages
-            ]  # fmt: skip
-
-        self._programs = programs(forwards.training, plans)
-        self._eval_programs = programs(forwards.evaluation, eval_plans)
-        self._largest_message = max(
-            layout.nbytes
-            for tape, of in ((forwards.training, plans), (forwards.evaluation, eval_plans))
-            for layout in _layouts(tape, of)
-        )
-        shared = shared_weights(uses, order)
-        self._update = Update(
-            mesh=mesh,
-            parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
-            shared=shared,
-            groups=mesh.groups_of(dict.fromkeys(one.positions for one in shared)),
-        )
-
     def _connect(self, transport: TransportConfig, timeout_s: float) -> Any:
         placement = self._orders.placement
         if transport.transport_slot_bytes is None:
@@ -414,58 +469,3 @@ class Pipeline:
                 keeps_all=self._orders.schedule in KEEPING_ALL,
             ),
         )
-
-    def _start_trace(self, trace_dir: str | None, samples: int) -> Tracing:
-        """Open this rank's trace. Collective over all ranks."""
-        if trace_dir is None:
-            return Tracing()
-        mesh, placement = self._mesh, self._orders.placement
-        if mesh.environment.local_rank == 0:
-            set_aside(trace_dir)
-        dist.barrier(group=mesh.control_group)
-        run = mesh.from_first(f"{mesh.environment.run_id}-{os.getpid()}")
-        work = self.weights and tuple(self._stage_sums(self.weights))
-        header = TraceHeader.create(
-            run=run,
-            rank=mesh.environment.rank,
-            world_size=dist.get_world_size(),
-            pp_rank=mesh.pp_rank,
-            dp_rank=mesh.dp_rank,
-            num_ranks=placement.num_ranks,
-            num_chunks=placement.num_chunks,
-            num_microbatches=max(1, samples // self._shape.micro_batch_size),
-            schedule=self._orders.schedule,
-            placement=placement.kind,
-            layers=self.partition,
-            work=work,
-        )
-        recorder = Recorder(trace_dir, header)
-        sync = start_clock_sync(
-            rank=mesh.environment.rank,
-            clock_id=header.clock,
-            address=mesh.environment.master_addr,
-            gather=mesh.gather,
-            deliver=recorder.add_clock_samples,
-        )
-        return Tracing(recorder, mesh.accelerator.clock(), sync)
-
-    def _stage_sums(self, weights: Sequence[float]) -> Iterator[float]:
-        start = 0
-        for segments in self.partition:
-            yield sum(weights[start : start + segments])
-            start += segments
-
-
-def _checked(weights: Sequence[float] | None, num_segments: int) -> Sequence[float] | None:
-    if weights is not None and len(weights) != num_segments:
-        raise ConfigError(
-            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
-            "piece between cut points"
-        )
-    return weights
-
-
-def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[Layout]:
-    for plan in plans:
-        values = [tape.values[number] for number in plan.sent]
-        yield Layout.of(values)

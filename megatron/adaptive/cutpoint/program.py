@@ -22,25 +22,34 @@ __all__ = ["RandomKey", "StageProgram"]
 class RandomKey:
     """Seeds the generator of the device from where and when a number is drawn.
 
-    So neither the order of work nor the cut into stages changes a random number.
+    So neither the order of work nor the cut into stages changes a random number, nor do replicas
+    that share a batch one after the other.
 
     Args:
         seed: the run's seed.
         dp_rank: the replica; each has numbers of its own.
         device: whose generator is used.
+
+    Attributes:
+        seed: as given; another one counts from the next number on.
+        step: of the training.
+        count: microbatches of a replica in this step.
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
-        self._secret = struct.pack("<qq", seed, dp_rank)
+        self.seed = seed
+        self._dp_rank = dp_rank
         self.generator = torch.default_generator
         if device.type == "cuda":
             self.generator = torch.cuda.default_generators[device.index or 0]
         self.step = 0
+        self.count = 0
 
     def apply(self, microbatch: int, call: int) -> None:
         """Set the generator for one call of one microbatch."""
-        place = struct.pack("<qqq", self.step, microbatch, call)
-        digest = hashlib.blake2b(self._secret + place, digest_size=8).digest()
+        number = self._dp_rank * self.count + microbatch
+        place = struct.pack("<qqqq", self.seed, self.step, number, call)
+        digest = hashlib.blake2b(place, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
 
 

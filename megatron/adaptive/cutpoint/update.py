@@ -31,6 +31,11 @@ class Update:
         parameters: of this rank's stages, by name.
         shared: parameters that several ranks of the pipeline hold.
         groups: process groups of their positions, those that this rank is in.
+
+    Attributes:
+        parameters: as given.
+        optimizer: of this rank's parameters, ``None`` without one.
+        scaler: the loss scale, ``None`` except in fp16.
     """
 
     def __init__(
@@ -54,18 +59,18 @@ class Update:
                 if one.positions[0] != mesh.pp_rank:
                     del counted[one.name]
         self._counted = list(counted.values())
-        self._optimizer: Any = None
+        self.optimizer: Any = None
         self._clip_norm: float | None = None
-        self._scaler: LossScale | None = None
+        self.scaler: LossScale | None = None
 
     def start(self, *, is_fp16: bool) -> None:
         """Take the precision of the run."""
-        self._scaler = LossScale() if is_fp16 else None
+        self.scaler = LossScale() if is_fp16 else None
 
     @property
     def scale(self) -> float:
         """What the loss is multiplied with."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def set_optimizer(
         self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
@@ -73,19 +78,19 @@ class Update:
         """See :meth:`~megatron.adaptive.cutpoint.pipeline.Pipeline.set_optimizer`."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
-        if self._scaler is not None:
+        if self.scaler is not None:
             if not (math.isfinite(initial_scale) and initial_scale >= 1 and interval >= 1):
                 raise ConfigError(
                     f"initial_loss_scale {initial_scale} with loss_scale_interval {interval}: both "
                     "must be finite and at least 1"
                 )
-            self._scaler = LossScale(scale=initial_scale, growth_interval=interval)
+            self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             wanted = list(self.parameters.values())
             optimizer = optimizer(wanted) if wanted else None
         if optimizer is not None:
             self._check(optimizer)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._clip_norm = clip_norm
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -136,15 +141,15 @@ class Update:
         overflow = not math.isfinite(norm)
         if not overflow:
             factor = 1 / self.scale
-            if self._optimizer is not None or self._clip_norm is not None:
+            if self.optimizer is not None or self._clip_norm is not None:
                 factor *= clip_factor(norm, self._clip_norm)
             gradients = _gradients(self.parameters.values())
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-            if self._optimizer is not None:
-                self._optimizer.step()
-        if self._scaler is not None:
-            self._scaler.update(overflow=overflow)
+            if self.optimizer is not None:
+                self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update(overflow=overflow)
         return overflow
 
 

@@ -1,0 +1,328 @@
+"""Saves and loads a pipeline by the names of its parameters, whoever holds them.
+
+Nothing in a checkpoint knows of stages, ranks or replicas: any other pipeline of the same model
+goes on from it. Replicas hold the same; the first of them writes, each rank what its stages have.
+Running means of other replicas are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from megatron.adaptive.cutpoint import checkpoint_folder as folders
+from megatron.adaptive.cutpoint.gradients import LossScale
+from megatron.adaptive.cutpoint.mesh import Mesh
+from megatron.adaptive.cutpoint.update import Update
+from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+
+__all__ = ["Checkpointer"]
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Checkpointer:
+    """Saves and loads; every rank has one, and all of them call it together.
+
+    Args:
+        mesh: the job.
+        model: the user's.
+        held: parameters and buffers of this rank, by name.
+        update: has optimizer and loss scale.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: torch.nn.Module,
+        held: Mapping[str, torch.Tensor],
+        update: Update,
+    ) -> None:
+        self._mesh = mesh
+        self._update = update
+        passing = set(_not_saved(model))
+        self._held = {name: one.detach() for name, one in held.items() if name not in passing}
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        seed: int,
+        extra: Mapping[str, Any] | None,
+        keep: int | None,
+    ) -> Path:
+        """Write a checkpoint; see :meth:`Pipeline.save`."""
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"extra cannot be written as JSON ({error}): give plain values"
+            ) from None
+        folder, mesh = Path(folder), self._mesh
+        partial = self._on_first(lambda: folders.begin(folder, step), f"{folder}")
+        self._all_see(partial)
+        states, plain = self._states()
+        tensors = {
+            **{_MODEL + name: one for name, one in self._held.items()},
+            **{_OPTIMIZER + name: one for name, one in states.items()},
+        }
+        if mesh.dp_rank:
+            tensors = {}
+        try:
+            dcp.save(
+                tensors,
+                storage_writer=FileSystemWriter(partial),
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=mesh.control_group,
+            )
+        except (CheckpointException, Exception) as error:  # the former is no Exception
+            raise CheckpointError(f"{folder}: saving failed: {_first_line(error)}") from error
+        told = mesh.gather({"options": self._options(), "plain": plain, "kind": self._kind()})
+        scaler = self._update.scaler
+        manifest = {
+            "step": step,
+            "seed": seed,
+            "loss_scale": None if scaler is None else asdict(scaler),
+            "optimizer": next((one["kind"] for one in told if one["kind"]), None),
+            "options": {n: o for one in told for n, o in one["options"].items()},
+            "states": {n: o for one in told for n, o in one["plain"].items()},
+            "extra": dict(extra or {}),
+        }
+        path: Path = self._on_first(
+            lambda: folders.commit(folder, step, manifest, keep), f"{folder}"
+        )
+        return path
+
+    def load(self, folder: str | Path, *, step: int | None, optimizer: bool) -> dict[str, Any]:
+        """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
+        path: Path = self._on_first(lambda: folders.find(Path(folder), step), f"{folder}")
+        self._all_see(path)
+        manifest: dict[str, Any] = self._on_first(lambda: folders.read_manifest(path), f"{path}")
+        has_optimizer = optimizer and manifest["optimizer"] is not None
+        reader = FileSystemReader(path)
+        wanted: dict[str, torch.Tensor] = {}
+        states: dict[str, dict[str, Any]] = {}
+        problem: AdaptiveError | None = None
+        try:
+            known = {
+                name: one
+                for name, one in reader.read_metadata().state_dict_metadata.items()
+                if hasattr(one, "size")
+            }
+            wanted = self._wanted(path, known)
+            if has_optimizer:
+                self._check_optimizer(path, manifest)
+                states = self._empty_states(known, manifest)
+        except AdaptiveError as error:
+            problem = error
+        except Exception as error:  # a broken file may raise anything
+            problem = CheckpointError(f"{path}: cannot be read: {_first_line(error)}")
+        self._raise_any(problem)
+        wanted.update(
+            (f"{_OPTIMIZER}{name}.{key}", one)
+            for name, parts in states.items()
+            for key, one in parts.items()
+            if isinstance(one, torch.Tensor)
+        )
+        try:
+            with torch.no_grad():
+                dcp.load(
+                    wanted,
+                    storage_reader=reader,
+                    planner=DefaultLoadPlanner(),
+                    process_group=self._mesh.control_group,
+                )
+        except (CheckpointException, Exception) as error:
+            raise CheckpointError(f"{path}: loading failed: {_first_line(error)}") from error
+        if has_optimizer:
+            self._restore_optimizer(states, manifest["options"])
+        if self._update.scaler is not None and manifest["loss_scale"] is not None:
+            self._update.scaler = LossScale(**manifest["loss_scale"])
+        return manifest
+
+    def _on_first(self, work: Any, where: str) -> Any:
+        """Do something on rank 0 and tell all what came of it, errors included."""
+        answer: Any = None
+        if self._mesh.rank == 0:
+            try:
+                answer = work()
+            except AdaptiveError as error:
+                answer = error
+            except OSError as error:
+                answer = CheckpointError(f"{where}: {error.strerror or error}; name another folder")
+        answer = self._mesh.from_first(answer)
+        if isinstance(answer, AdaptiveError):
+            raise answer
+        return answer
+
+    def _all_see(self, path: Path) -> None:
+        blind = [rank for rank, sees in enumerate(self._mesh.gather(path.is_dir())) if not sees]
+        if blind:
+            host = self._mesh.places[blind[0]]["host"]
+            raise CheckpointError(
+                f"{path}: rank {blind[0]} on {host} does not see it: give a folder that all nodes "
+                "share"
+            )
+
+    def _raise_any(self, problem: AdaptiveError | None) -> None:
+        """Raise on all ranks what one of them found."""
+        found = [one for one in self._mesh.gather(problem) if one is not None]
+        if problem is not None:
+            raise problem
+        if found:
+            raise found[0]
+
+    def _kind(self) -> str | None:
+        optimizer = self._update.optimizer
+        return None if optimizer is None else type(optimizer).__name__
+
+    def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+        """Return the optimizer's tensors by ``name.key``, and its plain values by name."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        if self._update.optimizer is None:
+            return tensors, plain
+        for name, parameter in self._update.parameters.items():
+            for key, one in self._update.optimizer.state.get(parameter, {}).items():
+                if isinstance(one, torch.Tensor):
+                    tensors[f"{name}.{key}"] = one
+                elif isinstance(one, _PLAIN):
+                    plain.setdefault(name, {})[key] = one
+                else:
+                    raise CheckpointError(
+                        f"the optimizer keeps {key!r} of {name} as a {type(one).__name__}: only "
+                        "tensors and plain values can be saved"
+                    )
+        return tensors, plain
+
+    def _options(self) -> dict[str, dict[str, Any]]:
+        """Return the options of the group of each parameter."""
+        return {
+            name: {
+                key: _plain(one)
+                for key, one in group.items()
+                if key != "params" and isinstance(_plain(one), (*_PLAIN, list))
+            }
+            for group, names in self._groups()
+            for name in names
+        }
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        if self._update.optimizer is None:
+            return
+        names = {id(one): name for name, one in self._update.parameters.items()}
+        for group in self._update.optimizer.param_groups:
+            yield group, [names[id(one)] for one in group["params"]]
+
+    def _wanted(self, path: Path, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by their names in the checkpoint, to be filled in place."""
+        for name, one in self._held.items():
+            told = known.get(_MODEL + name)
+            if told is None or tuple(told.size) != tuple(one.shape):
+                has = "lacks it" if told is None else f"has it with shape {list(told.size)}"
+                raise CheckpointError(
+                    f"{path}: the model has {name} with shape {list(one.shape)}, the checkpoint "
+                    f"{has}: load it into the model that was saved"
+                )
+        return {_MODEL + name: one for name, one in self._held.items()}
+
+    def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        kind = self._kind()
+        if self._update.parameters and kind is None:
+            raise ConfigError(
+                f"{path} holds the state of an optimizer: call set_optimizer before load, or give "
+                "optimizer=False"
+            )
+        if kind not in (None, manifest["optimizer"]):
+            raise CheckpointError(
+                f"{path} holds the state of {manifest['optimizer']}, the optimizer is {kind}: use "
+                "the same, or give optimizer=False"
+            )
+        for _, names in self._groups():
+            options = [manifest["options"].get(name) for name in names]
+            unequal = [n for n, one in zip(names, options, strict=True) if one != options[0]]
+            if unequal:
+                raise CheckpointError(
+                    f"{path}: {names[0]} and {unequal[0]} were in groups with other options, the "
+                    f"optimizer has them in one of {len(names)}: make the same groups"
+                )
+
+    def _empty_states(
+        self, known: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Return room for the optimizer's state of this rank's parameters, plain values filled."""
+        states: dict[str, dict[str, Any]] = {
+            name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
+        }
+        for full, told in known.items():
+            if not full.startswith(_OPTIMIZER):
+                continue
+            name, key = full[len(_OPTIMIZER) :].rsplit(".", 1)
+            if name in states:
+                parameter = self._update.parameters[name]
+                alike = tuple(told.size) == tuple(parameter.shape) and parameter.dim()
+                states[name][key] = torch.empty(
+                    told.size,
+                    dtype=told.properties.dtype,
+                    device=parameter.device if alike else "cpu",
+                )
+        return states
+
+    def _restore_optimizer(
+        self, states: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        optimizer = self._update.optimizer
+        if optimizer is None:
+            return
+        told = optimizer.state_dict()
+        told["state"] = {}
+        for (group, names), saved in zip(self._groups(), told["param_groups"], strict=True):
+            for name, number in zip(names, saved["params"], strict=True):
+                if states[name]:
+                    told["state"][number] = dict(states[name])
+            for key, one in (options.get(names[0], {}) if names else {}).items():
+                saved[key] = _like(one, group.get(key))
+        optimizer.load_state_dict(told)
+
+
+def _not_saved(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the buffers that the model's own state leaves out."""
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(saved: Any, present: Any) -> Any:
+    """Give an option of a checkpoint the type that the optimizer has for it."""
+    if isinstance(present, torch.Tensor):
+        return torch.full_like(present, saved)
+    return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved
+
+
+def _first_line(error: BaseException) -> str:
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:  # what each rank met
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"rank {rank}: "
+    text = str(error).strip().splitlines()
+    said = text[0].split(". ")[0] if text else ""
+    return f"{where}{type(error).__name__}: {said}"[:300]
