@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(28
 def job(tmp_path: Path) -> Iterator[ElasticJob]:
     words = ["--train-iters", "9999", "--save-interval", "15"]
     # Without copies in memory, so that what follows a loss is the last checkpoint.
-    job = ElasticJob(tmp_path, "abcd", words, ["--replicate-every", "0"])
+    job = ElasticJob(tmp_path, "abcd", words)
     yield job
     job.close()
 

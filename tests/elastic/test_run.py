@@ -133,7 +133,7 @@ def test_a_job_without_state_is_named(tmp_path: Path) -> None:
 def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     words = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]
-    words += ["--nodes", "2", "--address", "127.0.0.1"]
+    words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
     trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
     logs = {name: (tmp_path / f"{name}.txt").open("w") for name in "ab"}
     nodes = {

@@ -52,7 +52,7 @@ def keepers() -> Iterator[list[Keeper]]:
 def copies_of(training: Any, keeper: Keeper, log: Log, **changes: Any) -> StateCopies:
     """What copies a training's state, on node ``a``."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-    told = {**settings, "limit_bytes": None, "is_asked": True, "address": keeper.address, **changes}
+    told = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
     parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
     run: Any = SimpleNamespace(job=training.checkpoints._job, **parts)
     return StateCopies(run, CopySettings.read(json.dumps(told)), log)  # type: ignore[arg-type]
@@ -151,16 +151,6 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
     assert log.said.count("warning") == 1
     assert str(log.told["copies"]).startswith("off: they take")
     assert left_with(*keepers) == Source(why="no node that is left keeps copies")
-
-
-def test_a_state_that_must_be_gathered_is_copied_only_if_asked(
-    make: Make, worker: Any, keepers: list[Keeper]
-) -> None:
-    training, log = make(use_distributed_optimizer=None, **STILL), Log()
-    copies = copies_of(training, keepers[0], log, is_asked=False)
-    copies.take(worker.progress(1))
-    copies.close()
-    assert "the optimizer's state would be gathered for each: --replicate-every N" in log.said
 
 
 def test_training_goes_on_without_a_buddy_that_is_lost(

@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         " of the trainer (replan with it)",
     )
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
-    text = "steps between copies of the state in memory, 0 for none (1)"
+    text = "steps between copies of the state in memory, 0 for none (0)"
     add("--replicate-every", type=_count_or_none, metavar="N", help=text)
     add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
     add("--agent", action="store_true", help=argparse.SUPPRESS)
@@ -178,11 +178,10 @@ def _run(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         address=options.address,
         copies=None
-        if options.replicate_every == 0
+        if not options.replicate_every
         else CopySpec(
-            every=options.replicate_every or 1,
+            every=options.replicate_every,
             limit_bytes=options.replicate_memory,
-            is_asked=options.replicate_every is not None,
         ),
         on_straggler=on_straggler,
     )

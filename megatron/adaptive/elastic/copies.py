@@ -38,12 +38,10 @@ class CopySpec:
     Attributes:
         every: steps from one to the next.
         limit_bytes: that they may take on a node, ``None`` for what is there.
-        is_asked: also where that takes gathering the state at each.
     """
 
     every: int = 1
     limit_bytes: int | None = None
-    is_asked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

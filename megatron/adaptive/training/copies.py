@@ -59,7 +59,6 @@ class CopySettings:
         buddy: the node that keeps copies for this one.
         every: iterations from one copy to the next.
         limit_bytes: that copies may take on a node.
-        is_asked: whether the user wants copies also where that takes a collective of large tensors.
     """
 
     address: str
@@ -69,7 +68,6 @@ class CopySettings:
     buddy: str | None
     every: int
     limit_bytes: int | None
-    is_asked: bool
 
     @classmethod
     def read(cls, text: str) -> CopySettings:
@@ -229,12 +227,6 @@ class StateCopies(NoCopies):
         stays = state.lives_in_place(whole, self._run.chunks, self._run.optimizer)
         if all(job.gather(stays)):  # otherwise all ranks take the state apart at each step
             self._common = common
-        elif not settings.is_asked:
-            self._turn_off(
-                "the optimizer's state would be gathered for each: --replicate-every N does so all"
-                " N steps"
-            )
-            return
         self._parts = plan.copied_by(job.rank, mine)
         entries, at = [], 0
         for part in self._parts:
