@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.multiprocess.launch import kill_tree  # noqa: E402
+
 RANKS = 4
 ORDERS = ((True, False, False, True), (False, True, True, False))
 """Whether each step of a round is traced: what drifts evenly hits both kinds alike."""
@@ -69,9 +73,7 @@ def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"the traced GPT took more than {limit_s:g} s") from None
         finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+            kill_tree(job)
         if status:
             raise RuntimeError(f"the traced GPT ended with status {status}")
         result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))

@@ -7,7 +7,6 @@ that hold the loss; where stages lie in a loop that is the last of all, as in Me
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from tqdm import tqdm
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.training.curves import Curves, perplexity
 from megatron.adaptive.training.flops import flops_per_token
 from megatron.adaptive.training.progress import ProgressFile
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 __all__ = ["IterationReport", "TrainingLog", "startup_line"]
 
@@ -37,7 +36,6 @@ _TOLD = (  # of a report
     "peak_memory_bytes",
 )
 _DEFAULT_COLUMNS = 100
-_MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 
 
 def startup_line(cfg: TrainerConfig) -> str:
@@ -135,7 +133,7 @@ class TrainingLog:
         self._interval = _Interval()
         self._consumed_samples: int | None = None
         self._bar: tqdm[Any] | None = None
-        self._curves: _Curves | None = None
+        self._curves: Curves | None = None
         self._progress = ProgressFile(None)
         if is_writer:
             self._open(start_iteration)
@@ -143,7 +141,7 @@ class TrainingLog:
     def _open(self, start_iteration: int) -> None:
         self._meter = _make_meter(self._cfg, self._accelerator, self._padded_vocab_size)
         if self._settings.tensorboard_dir is not None:
-            self._curves = _Curves(self._cfg)
+            self._curves = Curves(self._cfg)
         self._open_progress(start_iteration)
         if sys.stderr.isatty():
             self._bar = _make_bar(self._total_iterations, start_iteration)
@@ -221,7 +219,7 @@ class TrainingLog:
             return
         line = f" validation loss at {prefix} | "
         for name, loss in losses.items():
-            line += f"{name} value: {loss:.6E} | {name} PPL: {_perplexity(loss):.6E} | "
+            line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
         dashes = "-" * (len(line) + 1)
         self.message(f"{dashes}\n{line}\n{dashes}")
         if self._curves is not None:
@@ -259,7 +257,7 @@ class TrainingLog:
             self._curves = None
         self._progress.close()
 
-    def _tell_progress(self, report: IterationReport, speed: _Speed) -> None:
+    def _tell_progress(self, report: IterationReport, speed: Speed) -> None:
         self._progress.iteration(
             report.iteration,
             {
@@ -271,7 +269,7 @@ class TrainingLog:
             is_logged=report.iteration % self._settings.log_interval == 0,
         )
 
-    def _advance(self, bar: tqdm[Any], report: IterationReport, speed: _Speed) -> None:
+    def _advance(self, bar: tqdm[Any], report: IterationReport, speed: Speed) -> None:
         shown = {"tokens/s": f"{speed.tokens_per_s * self._meter.world_size:.0f}"}
         if _MAIN_LOSS in report.losses:
             shown = {"loss": f"{report.losses[_MAIN_LOSS]:.3f}", **shown}
@@ -340,11 +338,6 @@ def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
     )
 
 
-def _perplexity(loss: float) -> float:
-    # min() passes a NaN on only as its first argument.
-    return math.exp(min(loss, _MAX_EXPONENT))
-
-
 @dataclass
 class _Interval:
     """Sums over the iterations since the last line."""
@@ -383,7 +376,7 @@ class _Interval:
 
 
 @dataclass(frozen=True)
-class _Speed:
+class Speed:
     """Speed of one rank.
 
     Attributes:
@@ -406,15 +399,15 @@ class _Meter:
     flops_per_token: float | None
     peak_flops: float | None
 
-    def speed(self, samples: int, elapsed_s: float) -> _Speed:
+    def speed(self, samples: int, elapsed_s: float) -> Speed:
         tokens = samples * self.tokens_per_sample / self.world_size
         # A clock too coarse for a tiny model must not end the run.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self.flops_per_token is None:
-            return _Speed(tokens_per_s, None, None)
+            return Speed(tokens_per_s, None, None)
         flops_per_s = tokens_per_s * self.flops_per_token
         share = flops_per_s / self.peak_flops if self.peak_flops else None
-        return _Speed(tokens_per_s, flops_per_s, share)
+        return Speed(tokens_per_s, flops_per_s, share)
 
 
 def _make_meter(
@@ -430,76 +423,3 @@ def _make_meter(
         else None,
         peak_flops=peak_flops,
     )
-
-
-class _Curves:
-    """Scalars in TensorBoard, under Megatron-LM's names where it has one.
-
-    Speed, bubble and peak memory are ours and always there; ``--log-timers-to-tensorboard``,
-    ``--log-memory-to-tensorboard`` and their like add Megatron-LM's.
-    """
-
-    def __init__(self, cfg: TrainerConfig) -> None:
-        # Slow to import, and only one rank needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._settings = cfg.logging
-        self._world_size = cfg.world_size
-        folder = cfg.logging.tensorboard_dir
-        try:
-            self.writer: SummaryWriter = SummaryWriter(
-                log_dir=folder, max_queue=cfg.logging.tensorboard_queue_size
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
-                "that this user may write"
-            ) from None
-
-    def iteration(self, report: IterationReport, speed: _Speed) -> None:
-        settings = self._settings
-        step, samples = report.iteration, report.consumed_samples
-        against_both: dict[str, float | None] = dict(report.losses)
-        if settings.log_learning_rate_to_tensorboard:
-            against_both["learning-rate"] = report.learning_rate
-        if settings.log_batch_size_to_tensorboard:
-            against_both["batch-size"] = report.global_batch_size
-        if settings.log_loss_scale_to_tensorboard:
-            against_both["loss-scale"] = report.loss_scale
-        if settings.log_world_size_to_tensorboard:
-            against_both["world-size"] = self._world_size
-        against_both["grad-norm"] = report.grad_norm
-        against_both["num-zeros"] = report.num_zeros
-        against_both["params-norm"] = report.params_norm
-        for tag, value in against_both.items():
-            self._add(tag, value, step)
-            self._add(f"{tag} vs samples", value, samples)
-        self._add("tokens-per-s-per-rank", speed.tokens_per_s, step)
-        self._add("model-flops-utilization", speed.utilization, step)
-        self._add("bubble-fraction", report.bubble_fraction, step)
-        self._add("peak-memory-bytes", report.peak_memory_bytes, step)
-        if settings.log_timers_to_tensorboard:
-            self._add("iteration-time", report.elapsed_s, step)
-        if settings.log_throughput and speed.flops_per_s is not None:
-            self._add("throughput", speed.flops_per_s / 1e12, step)
-        if settings.log_memory_to_tensorboard:
-            self._add("mem-allocated-bytes", report.memory_bytes, step)
-            self._add("mem-max-allocated-bytes", report.peak_memory_bytes, step)
-
-    def validation(
-        self, split: str, losses: Mapping[str, float], iteration: int, samples: int | None
-    ) -> None:
-        curves = {f"{name} {split}": loss for name, loss in losses.items()}
-        if self._settings.log_validation_ppl_to_tensorboard:
-            curves |= {f"{name} {split} ppl": _perplexity(loss) for name, loss in losses.items()}
-        for tag, value in curves.items():
-            self._add(tag, value, iteration)
-            if samples is not None:
-                self._add(f"{tag} vs samples", value, samples)
-
-    def close(self) -> None:
-        self.writer.close()
-
-    def _add(self, tag: str, value: float | None, step: int) -> None:
-        if value is not None:
-            self.writer.add_scalar(tag, value, step)
