@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,12 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.multiprocess.launch import kill_tree  # noqa: E402
+from benchmarks.gpt_rank import GptRank, run_ranks  # noqa: E402
 
 RANKS = 4
-ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Whether each step of a round is traced: what drifts evenly hits both kinds alike."""
-
 WARMUPS = 4
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
@@ -37,7 +31,6 @@ MODEL = (
     " --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer --eval-iters 0"
     f" --pipeline-model-parallel-size {RANKS} --diagnose-interval 0"
 ).split()
-MICROBATCHES = 8
 
 
 def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
@@ -54,30 +47,7 @@ def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        job = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
-                *("--nproc-per-node", str(RANKS), str(Path(__file__).resolve())),
-                *("--rounds", str(rounds), "--output", str(output)),
-                *("--traces", str(Path(folder) / "traces")),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            status = job.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the traced GPT took more than {limit_s:g} s") from None
-        finally:
-            kill_tree(job)
-        if status:
-            raise RuntimeError(f"the traced GPT ended with status {status}")
-        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return result
+    return run_ranks(__file__, RANKS, rounds, "--traces", limit_s)
 
 
 def ratios(result: dict[str, Any], unit: str = "s") -> list[float]:
@@ -86,7 +56,7 @@ def ratios(result: dict[str, Any], unit: str = "s") -> list[float]:
     return [traced / plain for traced, plain in pairs]
 
 
-class Rank:
+class Rank(GptRank):
     """One rank of the job.
 
     Args:
@@ -94,72 +64,15 @@ class Rank:
     """
 
     def __init__(self, traces: Path) -> None:
-        from megatron.adaptive import accelerator as device
-        from megatron.adaptive.config.arguments import parse
-        from megatron.adaptive.config.environment import Environment
-
-        environment = Environment.read()
-        arguments = [*MODEL, "--trace-dir", str(traces)]
-        config = parse(arguments, world_size=environment.world_size)
-        accelerator = device.detect(environment.local_rank)
-        device.install()
-        device.quiet_libraries()
-
-        import torch
-
-        from megatron.adaptive.training.initialize import start_job
-        from megatron.adaptive.training.setup import build_run, make_loader
-        from megatron.adaptive.training.step import Step
-
-        torch.set_num_threads(1)
-        self._job = start_job(config, environment, accelerator)
-        self._run = build_run(self._job)
-        self._step = Step(self._run)
-        read = self._run.tracing.data_read
-        self._loader: Any = make_loader(self._run, self._run.samples.train, 0, on_read=read)
-        self._iteration = 0
+        super().__init__([*MODEL, "--trace-dir", str(traces)])
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Take turns; returns seconds per step, of all ranks together."""
         for number in range(WARMUPS):
             self._train(is_traced=number % 2 == 0)
-        walls: dict[bool, list[float]] = {True: [], False: []}
-        processors: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(rounds):
-            sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
-            for is_traced in ORDERS[number % 2]:
-                for at, seconds in enumerate(self._timed(is_traced=is_traced)):
-                    sums[is_traced][at] += seconds / 2
-            for is_traced, (wall, processor) in sums.items():
-                walls[is_traced].append(wall)
-                processors[is_traced].append(processor)
-        cpu = {is_traced: self._of_all_ranks(values) for is_traced, values in processors.items()}
-        return {
-            "traced_s": walls[True],
-            "plain_s": walls[False],
-            "traced_cpu_s": cpu[True],
-            "plain_cpu_s": cpu[False],
-        }
+        return self.turns(rounds, self._timed, ("traced", "plain"))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reports."""
-        return bool(self._job.is_first)
-
-    def close(self) -> None:
-        """End the job; collective."""
-        import torch.distributed as dist
-
-        from megatron.adaptive.training.initialize import end_job
-
-        self._loader = None if self._loader is None else self._loader.close()
-        self._run.tracing.close()
-        if self._run.wiring is not None:
-            self._run.wiring.close()
-        dist.barrier(group=self._job.control_group)
-        end_job()
-
-    def _timed(self, *, is_traced: bool) -> tuple[float, float]:
+    def _timed(self, is_traced: bool) -> tuple[float, float]:
         """One step; returns its seconds of all ranks and the processor seconds of this one."""
         import torch.distributed as dist
 
@@ -175,20 +88,11 @@ class Rank:
         dist.barrier(group=group)
         return time.perf_counter() - start, processor
 
-    def _of_all_ranks(self, seconds: list[float]) -> list[float]:
-        import torch
-        import torch.distributed as dist
-
-        total = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(total, group=self._job.control_group)
-        return [float(value) for value in total]
-
     def _train(self, *, is_traced: bool) -> None:
         self._iteration += 1
         tracing = self._run.tracing
-        tracing.begin_iteration(self._iteration, MICROBATCHES, is_traced=is_traced)
-        microbatches = None if self._loader is None else self._loader.step(MICROBATCHES)
-        self._step.train(microbatches, MICROBATCHES, self._iteration)
+        tracing.begin_iteration(self._iteration, self._microbatches, is_traced=is_traced)
+        self.train()
 
 
 def main() -> None:
