@@ -88,7 +88,18 @@ def random_state():
         expected += [float(torch.rand((), generator=generator)) for _ in range(count)]
     return drawn == expected
 
-CANARIES = [current_device, synchronize, factories, tensor_moves, tensor_type, random_state]
+def compiler():
+    def fused(): pass
+    fused.__module__ = "megatron.core.fusions.fused_softmax"
+    torch.compile(fused)
+    torch.compile(dynamic=True)(fused)
+    if "torch._dynamo" in sys.modules:
+        raise RuntimeError("the compiler is loaded")
+
+# The compiler comes first: optimizers load it too.
+CANARIES = [
+    compiler, current_device, synchronize, factories, tensor_moves, tensor_type, random_state
+]
 
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module]
 undo = {}
@@ -124,8 +135,10 @@ def canaries():
         remember(name)
     first = accelerator.install(), torch.zeros, torch.cuda.current_device
     import megatron.core.tensor_parallel
+    import megatron.core.models.gpt
     again = accelerator.install(), torch.zeros, torch.cuda.current_device
     answers = {"twice": [first[0], first == again], "names": sorted(names)}
+    answers["compiler"] = [name in sys.modules for name in ("torch._dynamo", "torch._inductor")]
     answers["given"] = [
         str(torch.zeros(1, device="cuda:1").device),
         str(torch.ones(1, device=torch.device("cuda", 0)).device),
@@ -167,6 +180,7 @@ CANARIES: dict[str, tuple[Any, str]] = {
     "tensor_moves": ([4.0, "cpu"], "must be cuda device"),
     "tensor_type": ([[1], [1]], "Received torch.BFloat16Tensor"),
     "random_state": (True, NO_CUDA),
+    "compiler": (None, "the compiler is loaded"),
 }
 
 
@@ -214,6 +228,11 @@ def test_install_after_megatron_core_is_refused(answers: dict[str, Any]) -> None
 @without_gpu
 def test_install_twice_changes_nothing(answers: dict[str, Any]) -> None:
     assert answers["twice"] == [True, True]
+
+
+@without_gpu
+def test_the_compiler_is_not_loaded_with_megatron_core(answers: dict[str, Any]) -> None:
+    assert answers["compiler"] == [False, False]
 
 
 @without_gpu

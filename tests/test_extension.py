@@ -213,20 +213,27 @@ class TestDecisionLog:
 
     def test_signal_handlers_run_during_a_wait(self, native: ModuleType) -> None:
         writer = native.DecisionLog.create(1, 1)
+        ready, told = os.pipe()
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
+                # Only the first signal ends the wait; more may come before the other side sees it.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 raise KeyboardInterrupt
 
-            signal.signal(signal.SIGINT, interrupt)
             reader = native.DecisionLog.attach(writer.fd, 0)
             writer.publish(1, SOON_S)
             assert reader.next(SOON_S) == 1
             with pytest.raises(KeyboardInterrupt):
+                signal.signal(signal.SIGINT, interrupt)
+                os.write(told, b".")
                 reader.next(PATIENT_S)
             reader.abort(2)
 
         pid = in_child(follow)
+        os.close(told)
+        assert os.read(ready, 1) == b"."
+        os.close(ready)
         deadline = time.monotonic() + PATIENT_S
         while writer.abort_reason is None and time.monotonic() < deadline:
             time.sleep(0.05)
