@@ -109,8 +109,11 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Builds the extension, or says in one line why there is none."""
         try:
+            from pybind11.setup_helpers import ParallelCompile
+
             self._configure(ext)
-            super().build_extension(ext)
+            with ParallelCompile(default=len(os.sched_getaffinity(0))):
+                super().build_extension(ext)
         except Exception as error:  # compilers fail in many ways, and none may stop an install
             reason = reason_of(error)
             if not ext.optional:

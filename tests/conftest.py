@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+
+import pytest
 
 # A shell's background job ignores Ctrl-C, and so would all programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Run a test that failed once more, and list it as ``RERUN`` at the end.
+
+    Thousands of tests with real processes share a few processors, and one of them meets a moment
+    without any. What a second run passes is unsteady and to be mended, but says nothing against a
+    change. Whether losses and gradients are right never depends on such a moment: those tests and
+    everything without processes of its own have one run only.
+    """
+    for item in items:
+        exact = any(word in item.path.name for word in ("equivalence", "fuzz"))
+        real = any(item.get_closest_marker(name) for name in ("slow", "multiprocess"))
+        real = real or item.path.parent.name in ("cli", "labs", "launch", "elastic")
+        real = real or item.path.name in ("test_extension.py", "test_node.py", "test_liveness.py")
+        if real and not exact:
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
