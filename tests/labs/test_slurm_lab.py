@@ -336,6 +336,56 @@ def test_a_node_that_is_cut_off_is_named_and_the_job_ends(lab: Lab, conf: Path) 
     wait_until_no_process(lab)
 
 
+def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) -> None:
+    saved, outputs = tmp_path / "saved", tmp_path / "out"
+    outputs.mkdir()
+    variables = {**EXAMPLE, "CHECKPOINT_DIR": saved, "SLOTS": 1, "TRAIN_ITERS": 100_000}
+    words = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    words += ["sbatch", "--parsable", "--array=0-1", "--partition=v100", "--gpus-per-node=1"]
+    words += [f"--output={outputs}/%a.txt", str(ROOT / "examples" / "slurm" / "elastic.sbatch")]
+    job = lab.output(*words).partition(";")[0]
+
+    def wrote() -> str:
+        queue = lab.output("squeue", "-o", "%i %T %r %V %S %N")
+        texts = (f"--- {path.name}\n{path.read_text()}" for path in outputs.iterdir())
+        return f"{queue}\n" + "".join(texts)
+
+    def told() -> dict[str, Any]:
+        done = adaptive(lab, "run", "--status", str(saved), "--json")
+        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"epochs": []}
+        return found
+
+    def wait_for_nodes(count: int) -> dict[str, Any]:
+        """Wait until steps are done in a shape on so many nodes."""
+
+        def trains() -> bool:
+            state = told()
+            last = state["epochs"][-1] if state["epochs"] else {"nodes": []}
+            return (
+                len(last["nodes"]) == count and state["iteration"] > last["resumed_iteration"] + 1
+            )
+
+        wait_for(trains, wrote)
+        return dict(told()["epochs"][-1])
+
+    wait_for_nodes(2)
+    # With notice, as before the end of a time limit: the node leaves in good order and comes back.
+    lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
+    assert wait_for_nodes(1)["lost_steps"] == 0
+    wait_for_nodes(2)
+    # Without notice, the manager's node: Slurm starts an agent on it again once it is up.
+    lab.poweroff("n3")
+    try:
+        wait_for_nodes(1)
+    finally:
+        lab.boot("n3")
+    wait_for_nodes(2)
+    lab.output("scancel", job)
+    wait_for(lambda: not lab.output("squeue", "-h", "-j", job), wrote)
+    wait_until_no_process(lab)
+    assert "Traceback" not in wrote(), wrote()
+
+
 def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     logs = ["--log-dir", str(conf.parent / "logs")]
     done = adaptive(lab, "status", "4711", *logs)
