@@ -77,6 +77,7 @@ lab_packages=(
 )
 slurm_packages=(
   slurmctld slurmd slurm-client slurmdbd mariadb-server-core munge iproute2 util-linux
+  openssh-client openssh-server
 )
 benchmark_packages=(openmpi-bin)
 

@@ -224,11 +224,12 @@ class TestDecisionLog:
             reader = native.DecisionLog.attach(writer.fd, 0)
             writer.publish(1, SOON_S)
             assert reader.next(SOON_S) == 1
-            with pytest.raises(KeyboardInterrupt):
+            try:
                 signal.signal(signal.SIGINT, interrupt)
                 os.write(told, b".")
                 reader.next(PATIENT_S)
-            reader.abort(2)
+            except KeyboardInterrupt:
+                reader.abort(2)
 
         pid = in_child(follow)
         os.close(told)

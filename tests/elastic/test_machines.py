@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,20 @@ def test_a_missing_file_and_one_that_is_no_text_are_named(tmp_path: Path) -> Non
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is no text"):
         read_machines(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback", "local"),
+    [
+        ("localhost", True, True),
+        ("127.0.0.1", True, True),
+        (socket.gethostname(), False, True),
+        (socket.gethostname().upper(), False, True),
+        ("203.0.113.7", False, False),
+        ("2001:db8::7", False, False),
+        ("another-machine", False, False),
+    ],
+)
+def test_this_machine_is_known_by_its_names(host: str, loopback: bool, local: bool) -> None:
+    machine = Machine(name="a", host=host)
+    assert (machine.has_loopback, machine.is_local) == (loopback, local)

@@ -10,7 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,6 @@ __all__ = ["Machine", "read_machines"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
-_LOCAL = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,26 @@ class Machine:
     slots: int | None = None
 
     @property
+    def has_loopback(self) -> bool:
+        """Whether the host's name is one that means this machine on every machine."""
+        return self.host.lower() == "localhost" or self.host.startswith("127.")
+
+    @property
     def is_local(self) -> bool:
-        """Whether it is the machine that the manager runs on."""
-        return self.host in _LOCAL
+        """Whether it is the machine that this process runs on, by its name or an address."""
+        own = socket.gethostname().lower()
+        if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
+            return True
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        # Only addresses of this machine can be bound.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((self.host, 0))
+            return True
+        return False
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:

@@ -28,6 +28,11 @@ __all__ = ["Event", "Membership", "Node"]
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# Variables that other machines get too, as their names begin.
+_EXPORTED = (
+    *("PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "UCX_", "MEGATRON_ADAPTIVE_"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "HF_", "TIKTOKEN_"),
+)
 _END_S = 20.0
 _AGAIN_S = 1.0
 
@@ -110,6 +115,8 @@ class Membership:
         self._read = () if machines is None else read_machines(machines)
         self._own = own
         self._stamp = self._file_stamp()
+        # Decided once: ranks and agents know the address.
+        self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
         self._server: asyncio.Server | None = None
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,9 +129,7 @@ class Membership:
         """At which agents reach the manager."""
         if self._address is not None:
             return self._address
-        if self._path is not None and all(machine.is_local for machine in self._read):
-            return "127.0.0.1"
-        return _own_address()
+        return "127.0.0.1" if self._is_alone else _own_address()
 
     async def start(self) -> None:
         """Listen, and start the agents of the file.
@@ -254,7 +259,8 @@ class Membership:
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
         if not machine.is_local:
-            words = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *command]
+            exported = [f"{n}={v}" for n, v in environment.items() if n.startswith(_EXPORTED)]
+            words = ["env", *exported, *command]
             command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
             command[-1] += shlex.join(words)
         spec = AgentSpec(
