@@ -48,8 +48,8 @@ class ForwardBackward:
         stores: where the chunks' layers leave their weight gradients, for split backwards.
         given: the schedule to follow where ``schedule`` is ``file``.
         replay: recorded orders to take in training steps; the caller says which step begins.
-        widths: of the stages where they are unequal; gradients are then summed, not averaged, over
-            the ranks of a stage.
+        widths: of the stages where they are unequal; the loss is then the mean over the whole
+            step, and gradients are to be summed, not averaged, over the ranks of a stage.
         span: traces a block as a span of a kind; told of ``reduce`` where the caller does not do so
             himself.
     """

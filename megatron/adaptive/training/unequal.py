@@ -20,6 +20,7 @@ a grid of its own width::
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +57,11 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
     # One stage over all ranks, whose groups are then replaced.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
+    limit = datetime.timedelta(minutes=timeout_minutes)
     for stage in range(widths.num_stages):
         ranks = list(widths.ranks_of(stage))
-        group, gloo = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+        group = dist.new_group(ranks, timeout=limit)
+        gloo = dist.new_group(ranks, timeout=limit, backend="gloo")
         if dist.get_rank() in ranks:
             _set(_REPLICA_GROUPS, group)
             _set(_REPLICA_GROUPS_GLOO, gloo)
@@ -66,7 +69,7 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
     _, replica = widths.place_of(dist.get_rank())
     for first in range(max(widths.sizes)):
         ranks = widths.pipeline_of(first)
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=limit)
         if replica == first:
             _set(("_PIPELINE_MODEL_PARALLEL_GROUP",), group)
             _set(("_PIPELINE_GLOBAL_RANKS",), ranks)
@@ -121,10 +124,12 @@ class UnequalGradients:
 
     Args:
         widths: of the stages.
+        timeout_minutes: limit of a collective.
     """
 
-    def __init__(self, widths: Widths) -> None:
-        self._group = dist.new_group(_end_ranks(widths))
+    def __init__(self, widths: Widths, timeout_minutes: int) -> None:
+        limit = datetime.timedelta(minutes=timeout_minutes)
+        self._group = dist.new_group(_end_ranks(widths), timeout=limit)
         self._brings = widths.place_of(dist.get_rank())[1] == 0
 
     def __call__(
