@@ -22,6 +22,7 @@ DATA=mock                  # or the prefix of .bin and .idx: data/stdlib/corpus_
 TENSOR_MP_SIZE=1
 PIPELINE_MP_SIZE=2
 # DP_SIZE=                 # WORLD_SIZE / TENSOR_MP_SIZE / PIPELINE_MP_SIZE
+# STAGE_DP_SIZES=2-1       # ranks of each stage where they differ, instead of DP_SIZE
 # MODEL_CHUNKS=1
 # PARTITION=4-4            # layers of each stage; the same number for each without it
 # SCHEDULE=adaptive

@@ -92,7 +92,18 @@ def test_a_plan_for_other_processes_is_refused(plan: Path) -> None:
         ({"recompute": "some"}, "recompute is 'some': it must be one of none, selective, full"),
         ({"distributed_optimizer": 1}, "distributed_optimizer is 1: it must be true or false"),
         ({"shedule": "1f1b"}, "no key 'shedule': the nearest is schedule"),
-        ({"stages": []}, "its stages have unequal widths"),
+        ({"stages": []}, "stages is \\[\\]: it must be a list of the stages"),
+        ({"stages": [{"tensor": [2]}, {"tensor": [1, 1]}]}, "stages.0..tensor is .2.: the trainer"),
+        ({"stages": [{"width": 2}]}, "stages.0. has no key 'width'"),
+        (
+            {
+                "stages": [
+                    {"tensor": [1, 1], "micro_batch_size": 1},
+                    {"tensor": [1], "micro_batch_size": 2},
+                ]
+            },
+            "its stages have microbatches of 1, 2 samples",
+        ),
         ({"format": 9}, "format is 9: this version reads 1"),
     ],
 )
@@ -101,6 +112,29 @@ def test_a_bad_plan_is_named(change: dict[str, Any], words: str, tmp_path: Path)
     path.write_text(json.dumps({**PLAN, **change}))
     with pytest.raises(ConfigError, match=words):
         parse([*MODEL.split(), "--plan", str(path)], world_size=12)
+
+
+def test_a_plan_of_unequal_stages(tmp_path: Path) -> None:
+    told = {
+        "format": 1,
+        "degrees": {"tensor": 1, "pipeline": 2, "data": 2, "chunks": 1},
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "partition": [5, 3],
+        "schedule": "1f1b",
+        "stages": [
+            {"tensor": [1, 1], "nodes": [0, 1], "micro_batch_size": 2},
+            {"tensor": [1], "nodes": [2], "micro_batch_size": 2},
+        ],
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(told))
+    config = parse([*MODEL.split(), "--plan", str(path)], world_size=3)
+    flags = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1 --partition 5-3 "
+    flags += "--micro-batch-size 2 --global-batch-size 8 --pipeline-schedule 1f1b"
+    assert config == parse([*MODEL.split(), *flags.split()], world_size=3)
+    with pytest.raises(ConfigError, match="is for 3 processes, this run has 4"):
+        parse([*MODEL.split(), "--plan", str(path)], world_size=4)
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,33 @@ def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
     # Without a cluster file nodes are equal, and have what they report.
     alone = Planning(files[1:], MODEL).plan(nodes("xy", 2))
     assert dict(alone.places) == {"x": 2, "y": 2}
+
+
+def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: Path) -> None:
+    # Four layers on three nodes: 1-2-1 waits for the second, 3-1 has a node and a half for three.
+    model = (*DRY, "--num-layers", "4", "--global-batch-size", "16")
+    files = [profile_file(tmp_path, {"fast": 0.004})]
+    equal = Planning(files, model).plan(nodes("abc"))
+    found = Planning(files, model, unequal=True).plan(nodes("abc"))
+    assert equal.widths == ()
+    assert sorted(found.widths) == [1, 2]
+    assert found.step_s is not None
+    assert equal.step_s is not None
+    assert found.step_s < equal.step_s
+    assert found.world_size == 3
+    config = parse([*model, *found.flags], world_size=3, last_wins=True)
+    assert config.parallel.unequal_sizes == found.widths
+    assert str(found).startswith(f"PP 2 x DP {found.widths[0]}-{found.widths[1]}, layers ")
+    with contextlib.closing(PlanProcess(files, model, unequal=True)) as process:
+        assert process.ask(nodes("abc"), 60.0) == (found, "")
+    # With dropout the microbatch stays, and is dealt out.
+    dropping = (*MODEL, "--num-layers", "4", "--global-batch-size", "16")
+    kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
+    assert kept.micro_batch == 1
+    assert sorted(kept.widths) == [1, 2]
+    # Where the trainer takes no unequal stages, others are found.
+    refusing = (*model, "--pipeline-schedule", "zb-h1")
+    assert Planning(files, refusing, unequal=True).plan(nodes("abc")).widths == ()
 
 
 def test_what_would_change_losses_stays(tmp_path: Path) -> None:

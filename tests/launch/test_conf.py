@@ -70,6 +70,12 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
         ("WORLD_SIZE=5\nNNODES=2\nNPROC_PER_NODE=2", ["WORLD_SIZE=5", "2 + 2 = 4"]),
         ("NNODES=2\nNPROC_PER_NODE=2\nPIPELINE_MP_SIZE=3", ["WORLD_SIZE=4", "1 x 3 = 3"]),
         ("NNODES=2\nNPROC_PER_NODE=2\nDP_SIZE=3", ["DP_SIZE=3", "must be 4"]),
+        ("NPROC_PER_NODE=3\nSTAGE_DP_SIZES=2-x", ["STAGE_DP_SIZES=2-x", "as in 2-1-1"]),
+        (
+            "NNODES=2\nNPROC_PER_NODE=2\nSTAGE_DP_SIZES=2-1",
+            ["STAGE_DP_SIZES=2-1", "3 ranks", "= 4"],
+        ),
+        ("NPROC_PER_NODE=3\nSTAGE_DP_SIZES=2-1\nDP_SIZE=2", ["STAGE_DP_SIZES=2-1", "DP_SIZE=2"]),
         ("WORLD_SIZE=4\nGLOBAL_BATCH_SIZE=6", ["GLOBAL_BATCH_SIZE=6", "1 x 4 = 4"]),
         ("NPROC_PER_NOD=2", ["NPROC_PER_NOD ", "nearest is NPROC_PER_NODE"]),
         ("NNODES=two", ["NNODES=two", "whole number"]),

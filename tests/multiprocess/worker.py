@@ -6,8 +6,9 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` bes
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
 A case goes on from the checkpoint of the case named in ``after``, an earlier one, to iteration
-``steps``. A case may also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage
-from after that iteration on.
+``steps``. With ``"save": true`` it leaves a checkpoint itself, in a folder of its name. A case may
+also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage from after that
+iteration on.
 
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
@@ -141,7 +142,9 @@ class Orders:
 
 def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     """Take the steps of a case; returns what this rank saw."""
-    config, count = job.config, job.config.num_microbatches
+    config = job.config
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
     checkpoints = Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
     progress = checkpoints.load() or Progress(
         iteration=0, consumed_train_samples=0, consumed_valid_samples=0, skipped_iterations=0
@@ -228,7 +231,7 @@ def main() -> None:
         case["flags"] += source
         if case["after"] is not None:
             case["flags"] += ["--load", str(target.with_name(case["after"]))]
-        if case["name"] in followed:
+        if case["name"] in followed or case.get("save"):
             case["flags"] += ["--save", str(target.with_name(case["name"]))]
             case["flags"] += ["--save-interval", "1"]
         results[case["name"]] = run_case(store, number, case, environment)

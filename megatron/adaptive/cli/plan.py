@@ -104,7 +104,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--overlap-grad-reduce", action="store_true", help="the run overlaps it")
     add("--sequence-parallel", action="store_true", help="the run uses it")
     add("--all-nodes", action="store_true", help="leave no node out")
-    add("--unequal", action="store_true", help="stages of unequal widths, to look at only")
+    add("--unequal", action="store_true", help="also stages of unequal widths; run with --tp 1")
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:

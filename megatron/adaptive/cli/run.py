@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="have the planner choose shapes: a cluster file, profiles, or both; once for each",
     )
+    text = "with --plan-with: also stages with unequal numbers of replicas"
+    add("--unequal", action="store_true", help=text)
     add(
         "--plan-within",
         type=_seconds,
@@ -214,13 +216,18 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     from megatron.adaptive.elastic.shapes import ByRule
 
     if not options.plan_with:
+        if options.unequal:
+            raise ConfigError(
+                "--unequal: the planner chooses stages with unequal numbers of replicas; add"
+                " --plan-with FILE, or leave it out"
+            )
         return ByRule()
     if spec.machines is not None:
         from megatron.adaptive.elastic.machines import read_machines
 
         read_machines(spec.machines)  # what is wrong with them comes before plans
     process = stack.enter_context(
-        contextlib.closing(PlanProcess(options.plan_with, spec.arguments))
+        contextlib.closing(PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal))
     )
     if late := process.check(spec.machines):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")

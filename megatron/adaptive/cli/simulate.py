@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.cli.simulate_unequal import ALL, simulate_unequal
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
 from megatron.adaptive.schedule.profile import Profile, load_profile
@@ -22,6 +23,7 @@ from megatron.adaptive.schedule.workload import Link, StageTimes
 from megatron.adaptive.trace.files import replaced
 
 _BAR = 40
+_SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     _check(options)
+    if options.stage_data_parallel_sizes is not None:
+        default = options.schedules == _SCHEDULES
+        return simulate_unequal(options, ALL if default else options.schedules)
     fine = options.stages * options.chunks
     profile = _profile(options, fine)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
@@ -72,8 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, default=2, help="chunks per rank, where a schedule has several")
     add("--microbatches", type=int, required=True, help="microbatches per step")
     add(
+        "--stage-data-parallel-sizes",
+        metavar="2-1",
+        help="ranks of each stage, of which each has one of so many microbatches",
+    )
+    add(
         "--schedules",
-        default="1f1b,interleaved,zb-v,adaptive",
+        default=_SCHEDULES,
         metavar="A,B",
         help=f"what to compare: {', '.join(policy_names())}",
     )

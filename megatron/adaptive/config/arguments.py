@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -321,8 +322,9 @@ def _as_given(spec: FieldSpec, given: Mapping[str, Any]) -> str:
     value = given[spec.dest]
     if not isinstance(value, tuple):
         return f"{spec.name} {value}"
-    # Every tuple but the partition is given as separate words.
-    text = format_partition(value) if spec.dest == "partition" else " ".join(map(str, value))
+    # Other tuples are given as separate words.
+    joined = spec.dest in ("partition", "stage_data_parallel_sizes")
+    text = format_partition(value) if joined else " ".join(map(str, value))
     return f"{spec.name} {text}"
 
 
@@ -340,9 +342,12 @@ def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) ->
     tensor = given.get("tensor_model_parallel_size", 1)
     pipeline = given.get("pipeline_model_parallel_size", 1)
     context = given.get("context_parallel_size", 1)
-    check.check_world_size(world_size, tensor=tensor, pipeline=pipeline, context=context)
+    widths = given.get("stage_data_parallel_sizes")
+    check.check_world_size(
+        world_size, tensor=tensor, pipeline=pipeline, context=context, widths=widths
+    )
     given["world_size"] = world_size
-    data_parallel = world_size // (tensor * pipeline * context)
+    data_parallel = math.lcm(*widths) if widths else world_size // (tensor * pipeline * context)
     given.setdefault("global_batch_size", given["micro_batch_size"] * data_parallel)
     if "num_layers_per_virtual_pipeline_stage" in given:
         given["num_virtual_stages_per_pipeline_rank"] = check.chunks_of(

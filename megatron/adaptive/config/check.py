@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from megatron.adaptive.config.check_schedule import check_schedule
 from megatron.adaptive.config.check_training import check_training
+from megatron.adaptive.config.check_widths import check_sizes, check_widths
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.partition import format_partition, nearly_even_split
@@ -31,7 +32,9 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
+        widths=parallel.stage_data_parallel_sizes,
     )
+    check_widths(config)
     _check_model(config.model)
     _check_kernels(config.model, installed)
     _check_tensor_parallel(config)
@@ -44,12 +47,22 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
     check_training(config)
 
 
-def check_world_size(world_size: int, *, tensor: int, pipeline: int, context: int) -> None:
-    """The processes must make up whole copies of the model.
+def check_world_size(
+    world_size: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    context: int,
+    widths: tuple[int, ...] | None = None,
+) -> None:
+    """The processes must make up whole copies of the model, or the stages of given widths.
 
     Raises:
         ConfigError: they do not.
     """
+    if widths is not None:
+        check_sizes(widths, world_size, pipeline, of_each=tensor * context)
+        return
     size = tensor * pipeline * context
     if world_size < 1 or world_size % size != 0:
         raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.adaptive.config.flags import flag
+from megatron.adaptive.config.partition import parse_widths
 
 __all__ = ["ParallelConfig"]
 
@@ -24,6 +26,14 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = flag(
         "Ranks that the layers are spread over.", default=1, minimum=1, unit="RANKS"
+    )
+    stage_data_parallel_sizes: tuple[int, ...] | None = flag(
+        "Ranks of each pipeline stage where they differ, joined by '-': its microbatches are dealt "
+        "out to them in turn.",
+        default=None,
+        convert=parse_widths,
+        derived="the same number for each stage",
+        unit="2-1",
     )
     context_parallel_size: int = flag(
         "Ranks that share each sequence; needs Transformer Engine.",
@@ -116,9 +126,32 @@ class ParallelConfig:
         )
 
     @property
+    def unequal_sizes(self) -> tuple[int, ...] | None:
+        """Ranks of each stage where they differ, ``None`` where all stages are alike."""
+        sizes = self.stage_data_parallel_sizes
+        return sizes if sizes is not None and len(set(sizes)) > 1 else None
+
+    @property
     def data_parallel_size(self) -> int:
-        """Copies of the model that work on different samples."""
+        """Copies of the model that work on different samples.
+
+        Of stages with unequal numbers of ranks: microbatches after which all ranks of each stage
+        have had the same number.
+        """
+        if self.unequal_sizes is not None:
+            return math.lcm(*self.unequal_sizes)
         return self.world_size // self.model_parallel_size
+
+    def microbatches_of(self, pp_rank: int, num_microbatches: int) -> int:
+        """Microbatches of each rank of a stage.
+
+        Args:
+            pp_rank: of the stage.
+            num_microbatches: of a step and copy of the model, see :attr:`data_parallel_size`.
+        """
+        if self.unequal_sizes is None:
+            return num_microbatches
+        return num_microbatches * self.data_parallel_size // self.unequal_sizes[pp_rank]
 
     @property
     def num_chunks(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["even_split", "format_partition", "nearly_even_split", "parse_partition"]
+__all__ = ["even_split", "format_partition", "nearly_even_split", "parse_partition", "parse_widths"]
 
 _PATTERN = re.compile(r"[0-9]+(-[0-9]+)*")
 
@@ -25,6 +25,18 @@ def parse_partition(text: str) -> tuple[int, ...]:
             f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """Read ranks per stage from ``2-1-1``.
+
+    Raises:
+        ValueError: the text is not whole numbers from 1 on joined by ``-``.
+    """
+    widths = tuple(map(int, text.split("-"))) if _PATTERN.fullmatch(text) else (0,)
+    if min(widths) < 1:
+        raise ValueError(f"{text!r} does not tell the ranks of each stage, write it as in 2-1-1")
+    return widths
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:

@@ -36,6 +36,7 @@ _RECOMPUTE_FLAGS = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 _SETTING = "PLAN="
+_STAGE_KEYS = ("tensor", "nodes", "micro_batch_size")
 _PLACE_KEYS = ("type", "nodes", "processes_per_node")
 
 
@@ -84,6 +85,7 @@ def plan_flags(told: Any, where: str) -> list[str]:
         ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
         ("SCHEDULE", "--pipeline-schedule"),
         ("PARTITION", "--partition"),
+        ("STAGE_DP_SIZES", "--stage-data-parallel-sizes"),
     ):
         if name in values:
             flags += [flag, values[name]]
@@ -114,6 +116,8 @@ def further_flags(values: Mapping[str, Any]) -> list[str]:
 def world_size_of(told: Mapping[str, Any]) -> int | None:
     """Return the processes that a checked plan needs, ``None`` if it does not say it."""
     degrees = told.get("degrees", {})
+    if "stages" in told:
+        return sum(len(stage["tensor"]) for stage in told["stages"])
     if "data" not in degrees:
         return None
     return int(degrees["data"] * degrees.get("tensor", 1) * degrees.get("pipeline", 1))
@@ -136,16 +140,14 @@ def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, 
         raise ConfigError(
             f"{where}: format is {plan.get('format')!r}: this version reads {PLAN_FORMAT}"
         )
-    if "stages" in plan:
-        raise ConfigError(
-            f"{where}: its stages have unequal widths, which the trainer cannot run; plan again"
-            " without --unequal"
-        )
     values: dict[str, str] = {}
     degrees = _object(plan.get("degrees", {}), where, "degrees", tuple(_DEGREES))
     for key, name in _DEGREES.items():
         if key in degrees:
             values[name] = str(_count(degrees[key], where, f"degrees.{key}"))
+    if "stages" in plan:
+        values |= _stages(plan["stages"], where)
+        values.pop("DP_SIZE", None)
     for key in ("micro_batch_size", "global_batch_size"):
         if key in plan:
             values[key.upper()] = str(_count(plan[key], where, key))
@@ -172,6 +174,33 @@ def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, 
     if "placement" in plan:
         values |= _placement(plan["placement"], where)
     return values
+
+
+def _stages(told: Any, where: str) -> dict[str, str]:
+    """The ranks of each stage where they are unequal."""
+    if not isinstance(told, list) or not told:
+        raise _wrong(where, "stages", told, "a list of the stages")
+    sizes, samples = [], set()
+    for index, one in enumerate(told):
+        name = f"stages[{index}]"
+        stage = _object(one, where, name, _STAGE_KEYS)
+        widths = stage.get("tensor")
+        if not isinstance(widths, list) or not widths:
+            raise _wrong(where, f"{name}.tensor", widths, "a list of the widths of its replicas")
+        if any(width != 1 for width in widths):
+            raise ConfigError(
+                f"{where}: {name}.tensor is {widths}: the trainer runs unequal stages without"
+                " tensor parallelism alone; plan again with --tp 1, or without --unequal"
+            )
+        sizes.append(len(widths))
+        if "micro_batch_size" in stage:
+            samples.add(_count(stage["micro_batch_size"], where, f"{name}.micro_batch_size"))
+    if len(samples) > 1:
+        raise ConfigError(
+            f"{where}: its stages have microbatches of {', '.join(map(str, sorted(samples)))}"
+            " samples: the trainer deals out microbatches of one size; plan again"
+        )
+    return {"STAGE_DP_SIZES": "-".join(map(str, sizes))}
 
 
 def _placement(told: Any, where: str) -> dict[str, str]:

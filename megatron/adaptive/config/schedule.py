@@ -13,6 +13,7 @@ __all__ = [
     "PlacementKind",
     "RULES",
     "SPLIT_SCHEDULES",
+    "UNEQUAL_SCHEDULES",
     "ScheduleConfig",
     "V_SCHEDULES",
     "default_placement",
@@ -32,6 +33,9 @@ SPLIT_SCHEDULES = ("v-half", "zb-h1", "zb-v")
 
 KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
 """Fixed orders that run the forwards of all microbatches before the first backward, or nearly."""
+
+UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
+"""What ``--pipeline-schedule`` may be where stages have unequal numbers of ranks."""
 
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY

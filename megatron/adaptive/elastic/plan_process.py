@@ -4,7 +4,7 @@ It is started once, reads the files, and loads the compiled search while machine
 A question is a line of JSON on its input, the answer a line on its output; both have a number, for
 an answer that comes after its time limit is passed over::
 
-    {"paths": [...], "arguments": [...]}                        the first line
+    {"paths": [...], "arguments": [...], "unequal": false}      the first line
     {"number": 2, "offers": [{"name": "a", "slots": 1, ...}], "within_s": 10}
     {"number": 2, "shape": {...}, "unknown": ["x"]}    {"number": 2, "none": "why nothing fits"}
     {"number": 1, "wrong": "a message for the user"}            to ``check``
@@ -48,9 +48,12 @@ class PlanProcess:
     Args:
         paths: see ``planning.Planning``.
         arguments: of the trainer.
+        unequal: see ``planning.Planning``.
     """
 
-    def __init__(self, paths: Sequence[Path], arguments: Sequence[str]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
+    ) -> None:
         others = os.environ.get("PYTHONPATH")
         path = f"{_ROOT}:{others}" if others else str(_ROOT)
         self._process = subprocess.Popen(
@@ -63,7 +66,8 @@ class PlanProcess:
         self._number = 0
         self._rest = b""
         self._lock = threading.Lock()
-        self._send({"paths": [str(one) for one in paths], "arguments": list(arguments)})
+        files = [str(one) for one in paths]
+        self._send({"paths": files, "arguments": list(arguments), "unequal": unequal})
 
     def check(self, machines: Path | None) -> str:
         """Have the files looked at, and a plan made for all machines that may come. Blocks.
@@ -190,6 +194,7 @@ def _shape_of(told: dict[str, Any]) -> Shape:
             **told,
             "partition": tuple(told["partition"]),
             "flags": tuple(told["flags"]),
+            "widths": tuple(told["widths"]),
             "places": tuple((name, count) for name, count in told["places"]),
         }
     )
@@ -207,7 +212,8 @@ def main() -> int:
     planning: Planning | None = None
     wrong = ""
     try:
-        planning = Planning([Path(one) for one in first["paths"]], first["arguments"])
+        files = [Path(one) for one in first["paths"]]
+        planning = Planning(files, first["arguments"], unequal=first["unequal"])
     except (ConfigError, SetupError) as error:
         wrong = str(error)
     for line in lines:

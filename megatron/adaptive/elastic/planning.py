@@ -14,6 +14,7 @@ otherwise. Searches only; ``plan_process`` keeps them out of the manager's way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ __all__ = ["Planning"]
 
 _PLANS = 6
 """Plans to look at: the trainer may refuse one for what the planner does not know."""
+_UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
     "--partition",
@@ -65,15 +67,19 @@ class Planning:
     Args:
         paths: cluster file, profiles, or both, told apart by what they hold.
         arguments: of the trainer.
+        unequal: whether stages may have unequal numbers of replicas.
 
     Raises:
         ConfigError: a file cannot be read or breaks a rule, the profile is of another model, or an
             argument contradicts that the planner chooses.
     """
 
-    def __init__(self, paths: Sequence[Path], arguments: Sequence[str]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
+    ) -> None:
         _refuse_chosen(arguments)
         self._arguments = tuple(arguments)
+        self._unequal = unequal
         self._config = as_asked(arguments)
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
@@ -156,19 +162,59 @@ class Planning:
             ConfigError: nothing fits; says which limit stands in the way.
         """
         nodes, cluster, profile = self._on(offers)
+        equal = replace(self._options(cluster), most_cpu_s=most_cpu_s)
+        found: Shape | None = None
+        refused: ConfigError | None = None
+        if self._unequal:
+            equal = replace(equal, most_cpu_s=most_cpu_s / 2)
+            with contextlib.suppress(ConfigError):  # the search below says what does not fit
+                found, _ = self._fastest(self._with_unequal(equal), nodes, cluster, profile)
+        try:
+            other, refused = self._fastest(equal, nodes, cluster, profile)
+        except ConfigError as error:
+            other, refused = None, error
+        shapes = [one for one in (other, found) if one is not None]
+        if not shapes:
+            assert refused is not None
+            raise refused
+        return min(shapes, key=lambda one: one.step_s or 0.0)
+
+    def _fastest(
+        self, options: SearchOptions, nodes: Sequence[str], cluster: Cluster, profile: Profile
+    ) -> tuple[Shape | None, ConfigError | None]:
+        """The best plan that the trainer takes, and why it does not take the first.
+
+        Raises:
+            ConfigError: there is no plan.
+        """
         request = Request(
             global_batch=self._config.batch.global_batch_size,
             schedules=self._schedules(),
-            options=replace(self._options(cluster), most_cpu_s=most_cpu_s),
+            options=options,
         )
         refused: ConfigError | None = None
         for row in propose(self._model, cluster, profile, request).rows:
             try:
-                return self._shape(row, nodes, cluster, profile)
+                return self._shape(row, nodes, cluster, profile), refused
             except ConfigError as error:
                 refused = refused or error
-        assert refused is not None
-        raise refused
+        return None, refused
+
+    def _with_unequal(self, options: SearchOptions) -> SearchOptions:
+        """Options under which the search also meets stages of unequal numbers of replicas.
+
+        It gives a narrow stage larger microbatches, of which a run deals out the parts.
+        """
+        samples = self._config.batch.global_batch_size
+        sizes = options.micro_batch and tuple(
+            size
+            for size in range(options.micro_batch[0], samples + 1, options.micro_batch[0])
+            if samples % size == 0
+        )
+        return replace(
+            options, unequal=True, micro_batch=sizes, tp=(1,), distributed_optimizer=(False,),
+            top=_UNEQUAL_PLANS,
+        )  # fmt: skip
 
     def _type_of(self, offer: Offer) -> NodeType | None:
         for name in (offer.name, *offer.hosts, *(host.partition(".")[0] for host in offer.hosts)):
@@ -254,12 +300,19 @@ class Planning:
             ConfigError: the trainer refuses it.
         """
         plan = row.plan
+        allowed = self._micro_batches()
+        if allowed and plan.micro_batch not in allowed:
+            raise ConfigError(
+                f"microbatches of {plan.micro_batch} samples: losses stay as they are with"
+                f" {allowed[0]}"
+            )
         document = plan_document(plan, self._model, cluster, row.prediction)
         left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
         left += ["recompute"] if self._is_given(_RECOMPUTE) else []
         told = {key: value for key, value in document.items() if key not in left}
         flags = plan_flags(told, PLAN_WITH)
-        world_size = plan.tp * plan.dp * plan.pp
+        counts = [len(place.replicas) for place in plan.places]
+        world_size = plan.tp * sum(counts)
         parse([*self._arguments, *flags], world_size=world_size, last_wins=True)
         used: dict[int, int] = {}
         for place in plan.places:
@@ -281,6 +334,7 @@ class Planning:
             places=tuple((nodes[node], count) for node, count in used.items()),
             step_s=row.prediction.seconds,
             pace=pace,
+            widths=() if len(set(counts)) == 1 else tuple(counts),
         )
 
     def _layers(self, plan: Plan) -> tuple[int, ...]:

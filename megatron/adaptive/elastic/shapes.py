@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megatron.adaptive.config.arguments import parse
@@ -28,6 +29,7 @@ __all__ = [
     "relative_time",
 ]
 
+_SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
 """Least part of a step that a shape must save for the job to move into it."""
 
@@ -56,15 +58,16 @@ class Shape:
     Attributes:
         tensor: tensor-parallel width.
         pipeline: pipeline ranks.
-        data: replicas.
+        data: replicas; of the first stage where ``widths`` are given.
         partition: layers of each stage.
         micro_batch: samples of a microbatch.
-        microbatches: of each replica in a step.
+        microbatches: of each replica in a step, of the first stage.
         flags: of the trainer, to be put after the user's own.
         places: processes on each node by name, at most, in the order of the ranks; empty for all
             nodes in their order.
         step_s: seconds of a step as the planner predicts them, ``None`` where the rule chose.
         pace: what a layer takes on each node by name, in any unit; empty where all are alike.
+        widths: replicas of each stage where they differ; empty where all stages are alike.
     """
 
     tensor: int
@@ -77,20 +80,25 @@ class Shape:
     places: tuple[tuple[str, int], ...] = ()
     step_s: float | None = None
     pace: Mapping[str, float] = field(default_factory=dict)
+    widths: tuple[int, ...] = ()
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What two shapes differ in, however they were chosen."""
         nodes = [name for name, _ in self.places]
-        return self.tensor, self.pipeline, self.partition, self.micro_batch, self.data, nodes
+        degrees = self.tensor, self.pipeline, self.data, self.widths
+        return *degrees, self.partition, self.micro_batch, nodes
 
     @property
     def world_size(self) -> int:
         """Processes that it takes."""
+        if self.widths:
+            return self.tensor * sum(self.widths)
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        text = f"PP {self.pipeline} x DP {self.data}"
+        replicas = "-".join(map(str, self.widths or (self.data,)))
+        text = f"PP {self.pipeline} x DP {replicas}"
         if self.tensor > 1:
             text += f" x TP {self.tensor}"
         text = f"{text}, layers {format_partition(self.partition)}"
@@ -190,8 +198,17 @@ def relative_time(shape: Shape, slowness: Sequence[float]) -> float:
         shape: the shape.
         slowness: of the node of each rank.
     """
-    weights = _by_stage(slowness, shape.pipeline, shape.world_size // shape.pipeline)
     layers: Sequence[float] = shape.partition
+    if shape.widths:
+        ends = list(accumulate(shape.widths, initial=0))
+        # Each replica has one of so many microbatches.
+        paces = [
+            count * max(slowness[begin:end]) / (end - begin)
+            for count, (begin, end) in zip(layers, pairwise(ends), strict=True)
+        ]
+        microbatches = shape.microbatches * shape.widths[0]
+        return (microbatches + shape.pipeline - 1) * shape.micro_batch * max(paces)
+    weights = _by_stage(slowness, shape.pipeline, shape.world_size // shape.pipeline)
     if len(layers) != shape.pipeline:  # several chunks on a rank
         layers = [sum(layers) / shape.pipeline] * shape.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
@@ -228,6 +245,11 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
         ConfigError: they break a rule in every world of up to 8 replicas; says the first.
     """
     words = list(arguments)
+    if any(word.partition("=")[0] == _SIZES for word in words):
+        raise ConfigError(
+            f"{_SIZES}: a job that changes shape chooses the ranks of its stages; leave it out, or"
+            " see --unequal"
+        )
     first: ConfigError | None = None
     for replicas in (1, *range(2, 9)):
         try:

@@ -67,6 +67,7 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
         ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
         ("SCHEDULE", "--pipeline-schedule"),
         ("PARTITION", "--partition"),
+        ("STAGE_DP_SIZES", "--stage-data-parallel-sizes"),
         ("TRAIN_ITERS", "--train-iters"),
     ):
         if conf[name] is not None:

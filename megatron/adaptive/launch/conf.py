@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.partition import parse_partition, parse_widths
 from megatron.adaptive.config.plan import read_plan
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.launch.settings import PASSED_ON, SETTINGS, check_names, read_value
@@ -252,6 +252,9 @@ def _check_sizes(conf: LaunchConf) -> None:
                 f"{counts} = {size}; leave it out to have it computed"
             )
     size = conf.world_size or 0
+    if values["STAGE_DP_SIZES"] is not None:
+        _check_stage_sizes(values, size)
+        return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
     names = "TENSOR_MP_SIZE x PIPELINE_MP_SIZE"
     product = f"{names} = {values['TENSOR_MP_SIZE']} x {values['PIPELINE_MP_SIZE']} = {model}"
@@ -264,6 +267,23 @@ def _check_sizes(conf: LaunchConf) -> None:
             f"must be {size // model}"
         )
     _check_batch(values, copies or (size // model if size else 0))
+
+
+def _check_stage_sizes(values: Mapping[str, Any], size: int) -> None:
+    """The ranks of unequal stages are those of the job."""
+    text = values["STAGE_DP_SIZES"]
+    try:
+        sizes = parse_widths(text)
+    except ValueError as error:
+        raise ConfigError(f"STAGE_DP_SIZES={text}: {error}") from error
+    if values["DP_SIZE"] is not None:
+        raise ConfigError(
+            f"STAGE_DP_SIZES={text}: DP_SIZE={values['DP_SIZE']} is for stages that are all alike; "
+            "leave one of them out"
+        )
+    ranks = sum(sizes) * values["TENSOR_MP_SIZE"]
+    if size and ranks != size:
+        raise ConfigError(f"STAGE_DP_SIZES={text}: its {ranks} ranks must be WORLD_SIZE = {size}")
 
 
 def _check_batch(values: Mapping[str, Any], copies: int) -> None:

@@ -40,6 +40,7 @@ SETTINGS: Mapping[str, Setting] = {
     "TENSOR_MP_SIZE": Setting("count", "1", "ranks that share each layer"),
     "PIPELINE_MP_SIZE": Setting("count", "1", "ranks that the layers are spread over"),
     "DP_SIZE": Setting("count", "", "copies of the model"),
+    "STAGE_DP_SIZES": Setting("text", "", "ranks of each stage where they differ, as in 2-1"),
     "MODEL_CHUNKS": Setting("count", "1", "model chunks of each pipeline rank"),
     "PARTITION": Setting("text", "", "layers of each stage, as in 0-11-8-8"),
     "SCHEDULE": Setting("text", "adaptive", "order of work in the pipeline"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from megatron.adaptive.pipeline.board import Describe, Links, MemoryLinks, Messa
 from megatron.adaptive.pipeline.executor import Executor
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.unequal import default_cap as unequal_cap
+from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.connect import (
     Payloads,
@@ -67,6 +70,7 @@ def build_executor(
     recorder: Recorder | None,
     transport: TransportConfig | None = None,
     in_flight: int | None = None,
+    widths: Widths | None = None,
 ) -> Wiring:
     """Make this rank's executor with its channels and agreement.
 
@@ -82,17 +86,24 @@ def build_executor(
         recorder: where spans go.
         transport: how to connect the ranks; chosen for each pair where ``None``.
         in_flight: most inputs that a rank keeps at a time, see :func:`inputs_in_flight`.
+        widths: of the stages where they are unequal.
     """
     pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    rank = dist.get_rank()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
     def describe(rank: int) -> str:
         place = places[rank]
         return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
 
+    if widths is None:
+        members = pp_ranks
+        peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
+    else:
+        members, peers = list(range(widths.num_ranks)), list(widths.neighbours_of(rank))
     channels = _connect(
-        pp_ranks,
-        placement,
+        members,
+        peers,
         accelerator,
         places,
         describe,
@@ -105,6 +116,7 @@ def build_executor(
         placement=placement,
         pp_rank=pp_rank,
         peer_of=pp_ranks.__getitem__,
+        route=None if widths is None else partial(widths.route, rank),
         transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),
@@ -120,16 +132,31 @@ def gather_places() -> list[dict[str, Any]]:
 
 
 def inputs_in_flight(
-    placement: Placement, num_microbatches: int, *, cap: float | None, keeps_all: bool = False
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    cap: float | None,
+    keeps_all: bool = False,
+    widths: Widths | None = None,
 ) -> int:
     """Most inputs from other stages that a rank keeps at a time, for the size of its channels.
 
     Args:
         placement: where stages live.
-        num_microbatches: microbatches of a step.
+        num_microbatches: microbatches of a step; of the whole job where stages are unequal.
         cap: activations that a rank may hold, in whole-rank microbatches; ``None`` for the default.
         keeps_all: the schedule runs all forwards before the first backward.
+        widths: of the stages where they are unequal.
     """
+    if widths is not None:
+        # Channels are alike on both sides: the most that any rank keeps.
+        own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
+        if keeps_all:
+            return max(own)
+        return max(
+            min(n, math.ceil(unequal_cap(widths, s, n) if cap is None else cap))
+            for s, n in enumerate(own)
+        )
     everything = num_microbatches * placement.num_chunks
     if keeps_all:
         return everything
@@ -145,8 +172,8 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _connect(
-    pp_ranks: list[int],
-    placement: Placement,
+    members: list[int],
+    peers: list[int],
     accelerator: Accelerator,
     places: list[dict[str, Any]],
     describe: Describe,
@@ -154,13 +181,17 @@ def _connect(
     options: TransportConfig,
     timeout_s: float,
 ) -> Transport | None:
-    """Connect this rank with its neighbours. Collective over all ranks."""
-    if len(pp_ranks) == 1:
+    """Connect this rank with its neighbours. Collective over all ranks.
+
+    Args:
+        members: ranks that exchange messages with each other alone, this one's among them.
+        peers: those that this rank exchanges messages with.
+    """
+    if len(members) == 1:
         return None
     rank = dist.get_rank()
-    peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
     groups = ProcessGroups(
-        members=pp_ranks,
+        members=members,
         gather=_gather,
         accelerator=accelerator,
         payloads=payloads,

@@ -112,6 +112,8 @@ class Executor:
         placement: where stages live.
         pp_rank: this rank's position in the pipeline.
         peer_of: global rank of a position in the pipeline.
+        route: global rank and microbatch there, of a position and a microbatch here, where a stage
+            has several ranks; ``peer_of`` where ``None``.
         transport: channels to the other ranks, ``None`` for a pipeline of one rank.
         agreement: keeps the ranks of a tensor-parallel group on one order.
         clock: takes the times of the trace.
@@ -133,6 +135,7 @@ class Executor:
         recorder: Recorder | None,
         timeout_s: float,
         launch_ahead: int = 1,
+        route: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         self._pp_rank = pp_rank
         self._num_chunks = placement.num_chunks
@@ -141,7 +144,7 @@ class Executor:
             ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
             ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
         }
-        self._peer_of = peer_of
+        self._route = route or (lambda rank, microbatch: (peer_of(rank), microbatch))
         self._transport = transport
         self._agreement = agreement
         self._clock = clock
@@ -355,7 +358,10 @@ class Executor:
             state.arrive(action.kind, chunk, action.microbatch)
             return 0
         assert self._transport is not None
-        peer, log = self._peer_of(rank), self._log
+        peer, microbatch = self._route(rank, of.microbatch)
+        if microbatch != of.microbatch:
+            action = Action(of.kind, chunk, microbatch)
+        log = self._log
         start_ns = 0 if log is None else time.monotonic_ns()
         self._transport.send(peer, Label(self._step, action), tensor)
         if log is not None:

@@ -21,7 +21,7 @@ from megatron.adaptive.pipeline.meter import ActivationMeter
 from megatron.adaptive.pipeline.record import Replay
 from megatron.adaptive.pipeline.stages import MegatronStages, default_process_groups
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
-from megatron.adaptive.schedule import interleaved
+from megatron.adaptive.schedule import interleaved, unequal
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
@@ -29,6 +29,7 @@ from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import is_rule, make_policies
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.widths import Widths
 
 
 class ForwardBackward:
@@ -47,6 +48,8 @@ class ForwardBackward:
         stores: where the chunks' layers leave their weight gradients, for split backwards.
         given: the schedule to follow where ``schedule`` is ``file``.
         replay: recorded orders to take in training steps; the caller says which step begins.
+        widths: of the stages where they are unequal; the loss is then the mean over the whole
+            step, and gradients are to be summed, not averaged, over the ranks of a stage.
         span: traces a block as a span of a kind; told of ``reduce`` where the caller does not do so
             himself.
     """
@@ -64,6 +67,7 @@ class ForwardBackward:
         stores: Sequence[WeightGradientStore] | None = None,
         given: Schedule | None = None,
         replay: Replay | None = None,
+        widths: Widths | None = None,
         span: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._executor = executor
@@ -76,6 +80,7 @@ class ForwardBackward:
         self._stores = stores
         self._given = given
         self._replay = replay
+        self._widths = widths
         self._span = span or _untraced
         self._meter = ActivationMeter()
         self._policies: dict[tuple[int, bool], Policy] = {}
@@ -136,6 +141,7 @@ class ForwardBackward:
             first_val_step=first_val_step,
             split=self._weight_pieces > 0 and not forward_only,
             stores=self._stores,
+            loss_parts=self._of_all(num_microbatches),
         )
         timers = stages.config.timers
         if timers is not None:
@@ -208,6 +214,12 @@ class ForwardBackward:
         """Bytes that one microbatch keeps in each chunk of this rank, 0 before the first."""
         return tuple(self._meter.bytes_of(chunk) for chunk in range(self._placement.num_chunks))
 
+    def _of_all(self, num_microbatches: int) -> int:
+        """Microbatches that the step's loss is the mean of, given those of this rank."""
+        if self._widths is None:
+            return num_microbatches
+        return num_microbatches * self._widths.sizes[self._pp_rank]
+
     def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         if self._replay is not None and not forward_only:
             return self._replay.policy(num_microbatches)
@@ -227,6 +239,8 @@ class ForwardBackward:
         name = "forward-only" if forward_only else self._schedule
         if name == "auto":
             name = "adaptive"  # until something was measured
+        if self._widths is not None:
+            return unequal.make_policy(name, self._widths, self._pp_rank, num_microbatches)
         policies = make_policies(
             name,
             self._placement,
@@ -249,6 +263,8 @@ class ForwardBackward:
     def _cap_for(self, num_microbatches: int) -> float:
         if self._cap is not None:
             return self._cap
+        if self._widths is not None:
+            return unequal.default_cap(self._widths, self._pp_rank, num_microbatches)
         return default_cap(self._placement, num_microbatches)
 
     def _state(self, num_microbatches: int, forward_only: bool) -> RankState:

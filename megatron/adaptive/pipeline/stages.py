@@ -157,6 +157,8 @@ class MegatronStages:
         first_val_step: as in megatron-core.
         split: backwards leave weight gradients to :meth:`weights`. Nothing changes in evaluation.
         stores: one per chunk, attached to its layers; needed only to split.
+        loss_parts: microbatches that the step's loss is the mean of; those of this rank where
+            ``None``.
 
     Raises:
         ConfigError: backwards are to be split and there is not one store per chunk.
@@ -178,6 +180,7 @@ class MegatronStages:
         first_val_step: bool | None,
         split: bool = False,
         stores: Sequence[WeightGradientStore] | None = None,
+        loss_parts: int | None = None,
     ) -> None:
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
@@ -187,6 +190,7 @@ class MegatronStages:
         self._data_iterators = data_iterators
         self._chunks = chunks
         self._num_microbatches = num_microbatches
+        self._loss_parts = num_microbatches if loss_parts is None else loss_parts
         self._cp_size = groups.cp.size()
         self._meter = meter
         self._forward_only = forward_only
@@ -219,7 +223,7 @@ class MegatronStages:
                 self._forward_step_func,
                 self._data_iterators[chunk],
                 model,
-                self._num_microbatches,
+                self._loss_parts,
                 received,
                 self.reduced_losses,
                 self.config,

@@ -17,6 +17,7 @@ import numpy as np
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import memory
+from megatron.adaptive.planner.binding import binding
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import (
     boundary_s,
@@ -24,11 +25,17 @@ from megatron.adaptive.planner.communication import (
     exposed_reduce_s,
     reduce_s,
 )
+from megatron.adaptive.planner.dealt import (
+    dealt_times,
+    dealt_widths,
+    even_share,
+    held_of,
+    hop_s,
+)
 from megatron.adaptive.planner.jitter import jitter_s
 from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import (
-    Limit,
     Plan,
     Prediction,
     StageMemory,
@@ -91,7 +98,7 @@ def predict(
         tokens_per_s=plan.global_batch * model.tokens_per_sample / seconds if seconds else 0.0,
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in plan.nodes),
         estimated=stages.estimated,
-        binding=_binding(parts, predicted),
+        binding=binding(parts, predicted),
     )
 
 
@@ -248,7 +255,11 @@ def _memory(
     runtime: Runtime,
 ) -> StageMemory:
     """The replica of a pipeline rank that has the least memory left."""
-    held = memory.in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
+    widths = dealt_widths(plan)
+    if widths is None:
+        held = memory.in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
+    else:
+        held = held_of(plan, widths)[rank]
     kinds = {(cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas}
     found = [
         memory.stage_memory(
@@ -308,6 +319,13 @@ def _messages(
             continue
         size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
+            if dealt_widths(plan) is not None:
+                ends = plan.places[sender], plan.places[receiver]
+                size_bytes = size * model.precision.element_bytes
+                latency[kind, row], occupancy[kind, row] = hop_s(
+                    *ends, cluster, profile, size_bytes
+                )
+                continue
             latency[kind, row], occupancy[kind, row] = boundary_s(
                 plan.places[sender],
                 plan.places[receiver],
@@ -337,6 +355,9 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
     """Time the pipeline: exactly for a static schedule, by simulation for a rule."""
     latency = stages.latency_s if messages else np.zeros_like(stages.latency_s)
     occupancy = stages.occupancy_s if messages else np.zeros_like(stages.latency_s)
+    if (widths := dealt_widths(plan)) is not None:
+        slow = stages.durations_s * stages.slowdown
+        return dealt_times(plan, widths, slow, latency + occupancy)
     if stages.buffered is not None:
         whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
         return rendezvous_times(
@@ -397,8 +418,11 @@ def _jitter_s(plan: Plan, stages: _Stages, sigma: float) -> float:
     """What jitter adds; a rule works around it, and so do processes that share cores."""
     if sigma <= 0 or registry.is_rule(plan.schedule) or stages.slowdown > 1:
         return 0.0
-    steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-    return jitter_s(steps, stages.durations_s, stages.latency_s + stages.occupancy_s, sigma)
+    count, durations = plan.num_microbatches, stages.durations_s
+    if (widths := dealt_widths(plan)) is not None:
+        count, durations = even_share(plan, widths, durations)
+    steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
+    return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
 
 
 def _exposed_reduce(plan: Plan, stages: _Stages, rank: int) -> float:
@@ -453,35 +477,3 @@ def _parts(
     }
     parts["bubble"] = seconds - sum(parts.values())
     return parts
-
-
-_NAMES = {
-    "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor-parallel ranks of stage {stage}",
-    "transfer": "transfers between stages",
-    "reduction": "gradient reduction of stage {stage}",
-    "embedding": "gradients of the tied embeddings",
-    "optimizer": "the optimizer step of stage {stage}",
-    "bubble": "idle time of the pipeline",
-    "jitter": "actions that take longer by chance",
-    "beside": "what a step does beside pipeline, reduction and optimizer",
-}
-
-
-def _binding(parts: dict[str, float], stages: tuple[StagePrediction, ...]) -> Limit:
-    """Name what holds a plan back: a stage that does not fit, else the largest part."""
-    short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
-    if short:
-        stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
-        gone = stages[stage].memory
-        text = (
-            f"stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
-            f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
-        )
-        return Limit(what="memory", stage=stage, text=text)
-    name = max(parts, key=lambda key: parts[key])
-    slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
-    whole = sum(parts.values())
-    share = 100 * parts[name] / whole if whole else 0.0
-    text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
-    return Limit(what=name, stage=slowest, text=text)

@@ -27,7 +27,7 @@ class SearchOptions:
         partition: layers of each stage, embedding and head included, if they are given.
         schedules: ``1f1b``, and ``interleaved`` to try that as well.
         all_nodes: whether every node has to be used.
-        unequal: whether stages may have different widths, which the trainer cannot run.
+        unequal: whether stages may have different widths; the trainer runs those of width 1.
         top: how many plans to return.
         most_leaves: pipelines to time for one shape and set of nodes.
         most_levels: see ``make_levels``.

@@ -41,8 +41,9 @@ class StagePlace:
 
     Attributes:
         replicas: in the order of data-parallel ranks.
-        micro_batch: samples of one microbatch on each replica. Differs from other stages' where
-            the number of replicas does: ``micro_batch * len(replicas)`` is the same everywhere.
+        micro_batch: samples of one microbatch on each replica. Where numbers of replicas differ,
+            it is the same everywhere if microbatches are dealt out to replicas (see ``dealt``),
+            else ``micro_batch * len(replicas)`` is.
     """
 
     replicas: tuple[Replica, ...]

@@ -26,8 +26,8 @@ def plan_document(
 ) -> dict[str, Any]:
     """Return a plan as its file holds it.
 
-    Plans whose stages have unequal widths also say the widths of each stage; the trainer refuses
-    them.
+    Plans whose stages have unequal widths also say those of each stage; the trainer runs those
+    without tensor parallelism.
     """
     told: dict[str, Any] = {
         "format": PLAN_FORMAT,
@@ -97,7 +97,7 @@ def conf_text(told: Mapping[str, Any]) -> str:
     """Return a plan as variables of ``conf.sh``.
 
     Raises:
-        ConfigError: its stages have unequal widths.
+        ConfigError: its stages have unequal widths that the trainer cannot run.
     """
     values = plan_variables(dict(told), "the plan")
     lines = [
@@ -116,7 +116,7 @@ def write_conf(told: Mapping[str, Any], path: Path) -> None:
     """Write a plan as variables of ``conf.sh``.
 
     Raises:
-        ConfigError: the file cannot be written, or the stages have unequal widths.
+        ConfigError: the file cannot be written, or the trainer cannot run such stages.
     """
     _write(conf_text(told), path)
 

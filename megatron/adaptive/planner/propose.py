@@ -14,6 +14,7 @@ from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.dealt import as_run
 from megatron.adaptive.planner.estimate import estimate_optimizer_s, make_estimator
 from megatron.adaptive.planner.gpus import find_gpu, known_gpu
 from megatron.adaptive.planner.infeasible import explain_limits, explain_memory
@@ -159,6 +160,9 @@ def scheduled(
         schedules: orders to choose from; that of the search stays where none of them is possible.
     """
     row = Row(plan=plan, prediction=predict(plan, model, cluster, profile))
+    if (run := as_run(plan)) != plan:
+        row = Row(plan=run, prediction=predict(run, model, cluster, profile))
+        plan = run
     if plan.pp == 1 or plan.chunks > 1:
         return row
     rows = [row] if plan.schedule in schedules else []

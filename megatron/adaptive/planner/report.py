@@ -48,7 +48,7 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster, tokens: float = 0
         full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
         chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
         cells = [
-            *(str(number), str(plan.tp), str(plan.dp), f"{plan.pp}{chunks}"),
+            *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
             f"{plan.num_microbatches}x{plan.micro_batch}",
             *(plan.schedule, plan.recompute),
             "sharded" if plan.distributed_optimizer else "whole",
@@ -140,6 +140,12 @@ def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
+
+
+def _replicas(plan: Plan) -> str:
+    """How many there are, of each stage where they differ."""
+    counts = [len(place.replicas) for place in plan.places]
+    return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
 
 
 def _bubble(seen: Prediction) -> float:

@@ -24,7 +24,7 @@ from megatron.adaptive.schedule.schedule import (
     check_one_chunk,
 )
 
-__all__ = ["make"]
+__all__ = ["make", "order_after"]
 
 
 def make(placement: Placement, num_microbatches: int) -> Schedule:
@@ -40,16 +40,17 @@ def make(placement: Placement, num_microbatches: int) -> Schedule:
         placement=placement,
         num_microbatches=num_microbatches,
         orders=tuple(
-            _order(placement.num_ranks - 1 - rank, num_microbatches)
+            order_after(placement.num_ranks - 1 - rank, num_microbatches)
             for rank in range(placement.num_ranks)
         ),
     )
 
 
-def _order(stages_after: int, num_microbatches: int) -> Order:
+def order_after(warmup: int, num_microbatches: int) -> Order:
+    """The order of a rank that does so many forwards, or all, before the first pair."""
     forwards = action_table(ActionKind.F, 1, num_microbatches)[0]
     backwards = action_table(ActionKind.B, 1, num_microbatches)[0]
-    warmup = min(stages_after, num_microbatches)
+    warmup = min(warmup, num_microbatches)
     order = list(forwards[:warmup])
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]

@@ -292,7 +292,7 @@ class Checkpoints:
                 self._optimizer, weights, content, loading=False
             )
         if not self._settings.no_save_rng:
-            whole["rng_state"] = state.sharded_rng()
+            whole["rng_state"] = state.sharded_rng(self._config)
         return state.without_local_copies(whole)
 
     def manifest(self, progress: Progress) -> Manifest:
@@ -371,7 +371,7 @@ class Checkpoints:
                 self._optimizer, weights, content, loading=True
             )
         if self._loads_rng(manifest):
-            whole["rng_state"] = state.sharded_rng()
+            whole["rng_state"] = state.sharded_rng(self._config)
         loaded = self._all.together(lambda: self._read_shards(whole, path))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
@@ -410,6 +410,9 @@ class Checkpoints:
         return state.with_own_storage(loaded)
 
     def _replicas(self) -> int:
+        """Ranks that can share out what they hold alike; all ranks of the job must agree on it."""
+        if self._config.parallel.unequal_sizes is not None:
+            return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 

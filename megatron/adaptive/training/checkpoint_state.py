@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -84,6 +85,9 @@ def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
     """Sizes of the mesh's axes and chunks of each pipeline rank."""
     parallel = config.parallel
+    if parallel.unequal_sizes is not None:
+        sizes = enumerate(parallel.unequal_sizes)
+        return {f"data of stage {stage}": size for stage, size in sizes}
     return {
         "tensor": parallel.tensor_model_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
@@ -378,9 +382,9 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
     return state["wd_incr_style"] == "constant" and state["start_wd"] == state["end_wd"]
 
 
-def sharded_rng() -> ShardedObject:
+def sharded_rng(config: TrainerConfig) -> ShardedObject:
     """Return the random states of this rank, which only the same mesh can use."""
-    shape, place = _mesh_place()
+    shape, place = _mesh_place(config)
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -400,8 +404,11 @@ def load_rng(state: Mapping[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _mesh_place() -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _mesh_place(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of the mesh's axes and this rank's position on each."""
+    if config.parallel.unequal_sizes is not None:
+        # No such axes: ranks one after the other.
+        return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -20,7 +20,8 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.pipeline.build import gather_places
 from megatron.adaptive.training.embedding import embedding_ranks
-from megatron.adaptive.training.layout import placement_of
+from megatron.adaptive.training.layout import placement_of, widths_of
+from megatron.adaptive.training.unequal import set_up_unequal_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Job:
 
         In a loop that is the last rank of all, as in Megatron-LM.
         """
+        if widths_of(self.config) is not None:
+            return self.environment.rank == self.environment.world_size - 1
         placement = placement_of(self.config)
         pp_rank, _ = placement.locate(placement.num_stages - 1)
         # Pipeline positions are the outermost axis of the mesh.
@@ -103,6 +106,10 @@ def start_job(config: TrainerConfig, environment: Environment, accelerator: Acce
 def set_up_mesh(config: TrainerConfig) -> None:
     """Make megatron-core's process groups as the run's settings say. Collective over all ranks."""
     parallel = config.parallel
+    widths = widths_of(config)
+    if widths is not None:
+        set_up_unequal_mesh(widths, parallel.distributed_timeout_minutes)
+        return
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,

@@ -15,8 +15,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.widths import Widths, chosen
 
-__all__ = ["PlacedLayout", "placement_of"]
+__all__ = ["PlacedLayout", "placement_of", "widths_of"]
 
 
 def placement_of(config: TrainerConfig) -> Placement:
@@ -26,6 +27,11 @@ def placement_of(config: TrainerConfig) -> Placement:
         num_chunks=config.parallel.num_chunks,
         kind=config.placement_kind,
     )
+
+
+def widths_of(config: TrainerConfig) -> Widths | None:
+    """Return the ranks of each stage where stages are unequal, else ``None``."""
+    return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from tqdm import tqdm
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.training.curves import Curves, perplexity
 from megatron.adaptive.training.flops import flops_per_token
@@ -41,7 +42,8 @@ _DEFAULT_COLUMNS = 100
 def startup_line(cfg: TrainerConfig) -> str:
     """Return Megatron-LM's line about the parallel sizes.
 
-    A context parallel size above 1 follows at the end, so that the beginning is always the same.
+    Unequal stages and a context parallel size above 1 follow at the end, so that the beginning is
+    always the same.
     """
     parallel = cfg.parallel
     line = (
@@ -50,6 +52,8 @@ def startup_line(cfg: TrainerConfig) -> str:
         f"tensor-model-parallel size: {parallel.tensor_model_parallel_size}, "
         f"pipeline-model-parallel size: {parallel.pipeline_model_parallel_size}"
     )
+    if parallel.unequal_sizes is not None:
+        line += f", ranks of each stage: {format_partition(parallel.unequal_sizes)}"
     if parallel.context_parallel_size > 1:
         line += f", context-parallel size: {parallel.context_parallel_size}"
     return line

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state
+
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.training import relocate
 from megatron.adaptive.training.auto import Decision, make_tuner, use
@@ -250,7 +252,9 @@ class Trainer:
         run, counters = self._run, self._counters
         start = time.perf_counter()
         batch = self._sizes.global_batch_size_at(counters.consumed_train_samples)
-        num_microbatches = self._sizes.num_microbatches_at(counters.consumed_train_samples)
+        num_microbatches = self._own(
+            self._sizes.num_microbatches_at(counters.consumed_train_samples)
+        )
         iteration = counters.iteration + 1
         self._tell_position(f"iteration {iteration}")
         self._profiler.step(counters.iteration)
@@ -305,6 +309,14 @@ class Trainer:
         if self._config.run.manual_gc and interval and iteration % interval == 0:
             gc.collect()
 
+    def _own(self, num_microbatches: int) -> int:
+        """Microbatches of this rank, given those of a copy of the model."""
+        parallel = self._config.parallel
+        if parallel.unequal_sizes is None:
+            return num_microbatches
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        return parallel.microbatches_of(pp_rank, num_microbatches)
+
     def _log_timers(self, iteration: int) -> None:
         """Report megatron-core's timers, where ``--timing-log-level`` asks for them. Collective."""
         timers, logging = self._run.core.timers, self._config.logging
@@ -335,7 +347,7 @@ class Trainer:
                 return self._step.evaluate(
                     loader,
                     config.run.eval_iters,
-                    config.num_microbatches,
+                    self._own(config.num_microbatches),
                     # Besides asking, this keeps the first stage from running ahead of the others.
                     until=lambda: self._stop.agreed(run.job.stop_group),
                 )

@@ -39,7 +39,8 @@ from megatron.adaptive.pipeline.deferred_layers import (
 )
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.training.embedding import start_equal
-from megatron.adaptive.training.layout import PlacedLayout, placement_of
+from megatron.adaptive.training.layout import PlacedLayout, placement_of, widths_of
+from megatron.adaptive.training.unequal import start_unequal, sum_gradients
 
 
 class KeyedInit:
@@ -258,6 +259,8 @@ def build_chunks(
         )
         chunks.append(model.to(accelerator.device))
     start_equal(chunks)
+    if (widths := widths_of(config)) is not None:
+        start_unequal(chunks, widths)
     if core.fp16 or core.bf16:
         chunks = [HalfPrecisionChunk(core, model) for model in chunks]
     return wrap(config, core, chunks)
@@ -268,10 +271,13 @@ def wrap(
 ) -> list[torch.nn.Module]:
     """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
     settings = _data_parallel_config(config)
-    return [
+    wrapped = [
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(chunks)
     ]
+    if config.parallel.unequal_sizes is not None:
+        sum_gradients(wrapped)
+    return wrapped
 
 
 def build_layer(

@@ -36,11 +36,12 @@ from megatron.adaptive.training.datasets import DataSpec, build_datasets
 from megatron.adaptive.training.embedding import finalize_gradients
 from megatron.adaptive.training.flops import stage_work
 from megatron.adaptive.training.initialize import Job
-from megatron.adaptive.training.layout import placement_of
+from megatron.adaptive.training.layout import placement_of, widths_of
 from megatron.adaptive.training.loader import MicrobatchLoader, OnRead
 from megatron.adaptive.training.model import build_chunks, transformer_config
 from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler
 from megatron.adaptive.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.training.unequal import UnequalGradients
 
 
 def _forward_backward(
@@ -67,6 +68,7 @@ def _forward_backward(
         stores=attach_stores(chunks) if config.splits_backward else None,
         given=given,
         replay=replay,
+        widths=widths_of(config),
     )
 
 
@@ -200,7 +202,11 @@ def build_run(job: Job) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_trace(job, placement, tokenizer.padded_vocab_size)
-    core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
+    widths = widths_of(config)
+    finalize = finalize_gradients
+    if widths is not None:
+        finalize = UnequalGradients(widths, config.parallel.distributed_timeout_minutes)
+    core.finalize_model_grads_func = tracing.around("reduce", finalize)
     replay = None
     wiring = None
     forward_backward: Callable[..., list[Any]]
@@ -219,6 +225,7 @@ def build_run(job: Job) -> Run:
             recorder=tracing.recorder,
             transport=config.transport,
             in_flight=_inputs_in_flight(config, placement),
+            widths=widths,
         )
         tracing.watch(wiring.executor.look)
         replay = _replay(job, placement)
@@ -240,11 +247,14 @@ def build_run(job: Job) -> Run:
 
 
 def _inputs_in_flight(config: TrainerConfig, placement: Placement) -> int:
+    widths = widths_of(config)
     return inputs_in_flight(
         placement,
-        config.num_microbatches,
+        # Of the whole job where stages are unequal.
+        config.num_microbatches * (1 if widths is None else widths.round_size),
         cap=config.schedule.activation_cap,
         keeps_all=config.schedule.pipeline_schedule in KEEPING_ALL,
+        widths=widths,
     )
 
 

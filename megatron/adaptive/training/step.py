@@ -206,6 +206,9 @@ def gather_parameters(run: Run) -> None:
 def params_norm(run: Run) -> float:
     """Return the L2 norm of all parameters of the model. Collective over all ranks."""
     gather_parameters(run)
+    replicas = parallel_state.get_data_parallel_world_size()
+    if run.job.config.parallel.unequal_sizes is not None:
+        replicas = 1  # further replicas of a stage have no parameter that is not shared
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
         for parameter in chunk.parameters():
@@ -215,7 +218,7 @@ def params_norm(run: Run) -> float:
             if split or parallel_state.get_tensor_model_parallel_rank() == 0:
                 total += float(parameter.detach().double().pow(2).sum())
     dist.all_reduce(total, group=run.job.control_group)
-    return float(total / parallel_state.get_data_parallel_world_size()) ** 0.5
+    return float(total / replicas) ** 0.5
 
 
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"

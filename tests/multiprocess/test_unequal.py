@@ -1,0 +1,193 @@
+"""Stages with unequal numbers of ranks: the numbers of one process, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from .launch import run_cases
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
+
+LIMIT_S = 600.0
+STEPS = 4
+REL = 1e-5
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
+    "--lr 1e-3 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+ONE = "--pipeline-schedule megatron"
+UNTIED = "--untie-embeddings-and-output-weights"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+HALF = "--bf16"
+
+
+def unequal(sizes: str, schedule: str, more: str = "") -> str:
+    """Flags of stages of those sizes."""
+    stages = len(sizes.split("-"))
+    flags = f"--pipeline-model-parallel-size {stages} --stage-data-parallel-sizes {sizes} "
+    return f"{flags}--pipeline-schedule {schedule} {more}".strip()
+
+
+# By the flags that change the numbers: cases of a world size that must give those of one process.
+CASES: dict[int, dict[str, list[str]]] = {
+    3: {
+        "": [
+            unequal("2-1", "1f1b"),
+            unequal("2-1", "adaptive"),
+            unequal("2-1", "gpipe", "--partition 3-1"),
+            unequal("1-2", "1f1b"),
+            unequal("1-2", "adaptive", "--activation-cap 1 --split-backward False"),
+            unequal("1-2", "1f1b", "--overlap-grad-reduce --transport gloo"),
+            unequal("2-1", "adaptive", "--transport tcp"),
+        ],
+        UNTIED: [unequal("2-1", "1f1b"), unequal("1-2", "adaptive")],
+        DROPOUT: [unequal("2-1", "1f1b"), unequal("1-2", "adaptive")],
+        HALF: [unequal("2-1", "adaptive")],
+    },
+    4: {
+        "": [
+            unequal("2-1-1", "1f1b", "--partition 2-1-1"),
+            unequal("2-1-1", "adaptive", "--partition 2-1-1"),
+            unequal("1-2-1", "adaptive", "--partition 1-2-1 --overlap-grad-reduce"),
+        ],
+    },
+}
+THREE = "--global-batch-size 6"  # microbatches that three ranks can share out
+CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
+
+PARTS = {  # jobs that go on from each other's checkpoints: flags, last iteration
+    3: [
+        (unequal("2-1", "1f1b"), 1),
+        ("--pipeline-model-parallel-size 3 --partition 2-1-1", 2),
+        (unequal("1-2", "adaptive"), 4),
+    ],
+    4: [
+        ("--pipeline-model-parallel-size 2", 1),
+        (unequal("2-1-1", "adaptive", "--partition 2-1-1"), 2),
+        ("--tensor-model-parallel-size 2", 3),
+        (unequal("1-1-2", "1f1b", "--partition 1-1-2"), 4),
+    ],
+}
+CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
+
+
+def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
+    """A case as ``worker.py`` takes it, which leaves a checkpoint."""
+    words = f"{BASE} {flags}".split()
+    return {
+        "name": name, "flags": words, "steps": steps, "evaluate_after": STEPS,
+        "after": after, "save": True,
+    }  # fmt: skip
+
+
+def part(size: int, number: int) -> str:
+    return f"part-{size}-{number}"
+
+
+def cases_of(size: int) -> list[dict[str, Any]]:
+    """Every case of a world size."""
+    if size == 1:
+        return [case(f"one {changes}".strip(), f"{changes} {ONE}") for changes in CHANGING]
+    found = [
+        case(f"{changes} {flags}".strip(), f"{changes} {flags}")
+        for changes, several in CASES[size].items()
+        for flags in several
+    ]
+    for number, (flags, steps) in enumerate(PARTS[size]):
+        before = part(size, number - 1) if number else None
+        found.append(case(part(size, number), flags, steps, before))
+    return found
+
+
+Outcome = Callable[[int, str], tuple[dict[str, Any], Path]]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What a case saw, and its checkpoints; all of a world size train in one job."""
+
+    @lru_cache
+    def results(size: int) -> tuple[dict[str, Any], str | None, Path]:
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        found = run_cases(cases_of(size), world_size=size, folder=folder, limit_s=LIMIT_S)
+        return (*found, folder)
+
+    def look_up(size: int, name: str) -> tuple[dict[str, Any], Path]:
+        found, error, folder = results(size)
+        if name not in found:
+            pytest.fail(f"{name}: no result. {error}", pytrace=False)
+        return found[name], folder / name
+
+    return look_up
+
+
+def told(seen: dict[str, Any], key: str) -> list[float]:
+    """What all ranks that know it agree on."""
+    first, *others = [values for values in seen[key] if values]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-6, abs=0)
+    found: list[float] = first
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint of the last iteration."""
+    whole = folder / "whole.pt"
+    if not whole.exists():
+        dcp_to_torch_save(folder / f"iter_{STEPS:07d}", whole)
+    loaded = torch.load(whole, weights_only=False)
+    return {
+        name: value
+        for name, value in loaded.items()
+        if isinstance(value, torch.Tensor) and not name.startswith("optimizer")
+    }
+
+
+def require_equal_numbers(
+    outcome: Outcome, size: int, name: str, changes: str, since: int = 0
+) -> None:
+    seen, folder = outcome(size, name)
+    expected, reference = outcome(1, f"one {changes}".strip())
+    # bf16 has 8 bits: what is tested there is that nothing is lost or counted twice.
+    rel = 0.02 if changes == HALF else REL
+    for key in ("losses", "grad_norms"):
+        assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)
+    for key in ("params_norm", "evaluated"):
+        assert told(seen, key) == pytest.approx(told(expected, key), rel=rel, abs=0)
+    if changes == HALF:
+        return
+    here, there = weights(folder), weights(reference)
+    assert here.keys() == there.keys()
+    for key, value in there.items():
+        torch.testing.assert_close(here[key], value, rtol=1e-4, atol=2e-6, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "flags"),
+    [(s, c, one) for s, several in CASES.items() for c, flags in several.items() for one in flags],
+    ids=str,
+)
+def test_unequal_stages_equal_one_process(
+    outcome: Outcome, size: int, changes: str, flags: str
+) -> None:
+    require_equal_numbers(outcome, size, f"{changes} {flags}".strip(), changes)
+
+
+@pytest.mark.parametrize("size", PARTS)
+def test_checkpoints_load_into_other_shapes_and_back(outcome: Outcome, size: int) -> None:
+    losses = []
+    for number in range(len(PARTS[size])):
+        losses += told(outcome(size, part(size, number))[0], "losses")
+    expected = told(outcome(1, "one")[0], "losses")
+    assert losses == pytest.approx(expected, rel=REL, abs=0)
+    since = PARTS[size][-2][1]
+    require_equal_numbers(outcome, size, part(size, len(PARTS[size]) - 1), "", since)
