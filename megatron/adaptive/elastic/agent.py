@@ -145,6 +145,8 @@ class Agent:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         nursery = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megatron.adaptive.elastic.nursery", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
