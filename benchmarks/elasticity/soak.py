@@ -47,7 +47,7 @@ _OURS = re.compile(
     r'File ".*/(elastic/(?!nursery)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
 _REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
-_KILLED = 128 + signal.SIGKILL
+_KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
@@ -281,7 +281,8 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} ended with status {node.status}: {reason}")
-            if not reason:
+            is_early = node.status == _TERMINATED and not node.said  # before it had begun
+            if not reason and not is_early:
                 self._fail(f"{node.name} ended with status {node.status} and no reason")
             if node.status == 1:
                 self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")

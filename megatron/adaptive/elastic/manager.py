@@ -96,7 +96,8 @@ class Manager:
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
         self._iteration = self._total = 0
-        self._stop: signal.Signals | None = None
+        self.notice: signal.Signals | None = None  # that came from outside
+        self._stop = self.notice
         self._is_deposed = self._has_worked = False
         self._failures = 0
         self._reconsider_s: float | None = None
@@ -119,15 +120,17 @@ class Manager:
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._lease.claim, {})
-        self._before_us = present_nodes(self._spec.checkpoints)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
+        await asyncio.to_thread(self._lease.claim, {})
+        self._before_us = present_nodes(self._spec.checkpoints)
         loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
         ticking = loop.create_task(self._tick())
         status = 2
         try:
-            self._check_latest()
+            if (latest := self._checkpoints.latest()) is not None:
+                self._checkpoints.open(latest)  # refuses one that ranks could not go on from
+                self._iteration = latest
             await self._members.start()
             told = {"address": self._members.address, "port": self._members.port}
             self._lease.tell({**told, "secret": self._secret})
@@ -443,6 +446,7 @@ class Manager:
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._stop = self._stop or number
+        self.notice = self.notice or (None if self._is_deposed else number)
         self._members.events.put_nowait(Event("stop", "", {}))
 
     async def _tick(self) -> None:
@@ -463,12 +467,6 @@ class Manager:
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
-
-    def _check_latest(self) -> None:
-        """Refuse a folder of checkpoints that ranks could not go on from."""
-        if (latest := self._checkpoints.latest()) is not None:
-            self._checkpoints.open(latest)
-            self._iteration = latest
 
     def _latest(self) -> int:
         return self._checkpoints.latest() or 0
