@@ -10,7 +10,7 @@ import pytest
 from megatron.adaptive.elastic.job import Epoch, EpochProgress, end_epochs, epoch_folder
 from megatron.adaptive.elastic.launching import JobSpec, Running, assign
 from megatron.adaptive.elastic.manager import Manager
-from megatron.adaptive.elastic.membership import Node
+from megatron.adaptive.elastic.membership import Event, Node
 from megatron.adaptive.elastic.shapes import ByRule, Shape
 from megatron.adaptive.training.progress import is_over
 
@@ -82,6 +82,27 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for node in manager._members.nodes.values():
         node.is_ready = False
     assert chosen() == ["a", "b", "c"]
+
+
+def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
+    """The next morph's time was counted from when nodes had become ready at the start."""
+    words = (*FLAGS, "--train-iters", "9")
+    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
+    manager = Manager(spec, ByRule())
+    node = Node(name="a", status="present", slots=1, is_ready=True)
+    manager._members.nodes["a"] = node
+    running = ended(0)
+    manager._epochs.append(running.epoch)
+
+    async def tell_ready() -> int | None:
+        manager._members.events.put_nowait(Event("ready", "a", {}))
+        await manager._next(None)
+        await manager._reconsider(running)
+        return manager._notice_ns
+
+    assert asyncio.run(tell_ready()) is None
+    running.stopping = "another plan"
+    assert asyncio.run(tell_ready()) is not None
 
 
 def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> None:

@@ -361,6 +361,8 @@ class Manager:
             wanted = [node.name for node in self._stragglers.wanted(found[1])]
             came = ", ".join(name for name in wanted if name not in running.epoch.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
+        elif not running.stopping:
+            self._notice_ns = None  # nothing follows from it
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
         if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
