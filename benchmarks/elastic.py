@@ -146,7 +146,11 @@ def shape_on(job: ElasticJob, names: str) -> None:
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.until(lambda: len(job.steps(epoch)) >= 5, f"steps on {names}", LIMIT_S)
-    job.until(lambda: "whole" in job.state()["epochs"][epoch - 1]["phases_s"], "times of the morph")
+
+    def is_told() -> bool:
+        return any("whole" in one["phases_s"] for one in job.state()["epochs"][epoch - 1 :])
+
+    job.until(is_told, "times of the morph")
 
 
 def undisturbed(job: ElasticJob, folder: Path, last: int) -> dict[int, float]:
@@ -196,12 +200,10 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
     folder.mkdir(parents=True)
     with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], environment(), say) as job:
         found = job.run(events, minutes * 60)
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(found.counts.items()) if count)
     told = ", ".join(f"{value} {name}" for name, value in found.figures.items())
-    print(f"seed {found.seed}: {sum(found.counts.values())} events: {counts}")
-    print(
-        f"went on {found.went_on} times, the slowest in {max(found.recoveries_s, default=0):.0f} s"
-    )
+    print(found.table())
+    went_on = sum(map(len, found.recoveries_s.values()))
+    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
     for line in found.ended:
         print(f"ended with the reason: {line}")
     print(told)

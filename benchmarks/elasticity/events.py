@@ -36,12 +36,12 @@ KINDS = {
     "kill-agent": Kind(weight=14),
     "kill-node": Kind(weight=8),
     "power-off": Kind(weight=5),
-    "stop-rank": Kind(weight=8, short_s=(1, 8), long_s=(24, 35)),
-    "stop-agent": Kind(weight=8, short_s=(1, 8), long_s=(22, 40)),
-    "stop-node": Kind(weight=6, short_s=(1, 8), long_s=(22, 40)),
-    "cut": Kind(weight=8, short_s=(1, 8), long_s=(22, 45)),
-    "unplug": Kind(weight=5, short_s=(1, 8), long_s=(22, 45)),
-    "disk-full": Kind(weight=9, short_s=(2, 8), long_s=(10, 40)),
+    "stop-rank": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
+    "stop-agent": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
+    "stop-node": Kind(weight=6, short_s=(1, 8), long_s=(22, 32)),
+    "cut": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
+    "unplug": Kind(weight=5, short_s=(1, 8), long_s=(22, 32)),
+    "disk-full": Kind(weight=9, short_s=(2, 8), long_s=(10, 30)),
     "notice": Kind(weight=15),
 }
 

@@ -228,14 +228,7 @@ class Nodes:
 
     def fill(self) -> None:
         """Leave no byte in the shared folder."""
-        file = os.open(self._filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            for size in (1 << 20, 1 << 12):
-                with contextlib.suppress(OSError):
-                    while True:
-                        os.write(file, bytes(size))
-        finally:
-            os.close(file)
+        fill(self._filler)
 
     def free(self) -> None:
         """Give the room back."""
@@ -244,6 +237,18 @@ class Nodes:
     def close(self) -> None:
         """Take everything away. Idempotent."""
         self._closing.close()
+
+
+def fill(path: Path) -> None:
+    """Give all room that is left where a file lies to this file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        for size in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(file, bytes(size))
+    finally:
+        os.close(file)
 
 
 def stop(processes: Sequence[psutil.Process]) -> None:

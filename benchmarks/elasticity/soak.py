@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ _OURS = re.compile(
     r'File ".*/(elastic/(?!nursery)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
 _REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
-_KILLED = 128 + signal.SIGKILL
+_KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
@@ -61,21 +62,34 @@ class Result:
         seed: of the random events.
         events: what was done, a line each.
         counts: events by kind.
-        went_on: events after which the job went on.
         ended: how often it ended with a reason, each with it.
         failures: what must not be, a text each.
-        recoveries_s: from an event, or its end where it lasts, to the next step.
+        recoveries_s: by kind, from an event, or its end where it lasts, until the job went on; of
+            several together it is the last one's.
         figures: about the whole.
     """
 
     seed: int
     events: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    went_on: int = 0
     ended: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    recoveries_s: list[float] = field(default_factory=list)
+    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """What followed each kind of event; others came before the job was over the rest."""
+        lines = [f"{'':12} {'events':>6} {'went on':>7} {'median s':>8} {'slowest s':>9}"]
+        for name in [*sorted(self.counts), "join", "all"]:
+            times_s = self.recoveries_s.get(name, [])
+            if name == "all":
+                times_s = [one for some in self.recoveries_s.values() for one in some]
+            count = {"all": self.counts.total(), "join": ""}.get(name, self.counts[name])
+            line = f"{name:12} {count:>6} {len(times_s):7}"
+            if times_s:
+                line += f" {statistics.median(times_s):8.1f} {max(times_s):9.1f}"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 class Patience:
@@ -133,6 +147,7 @@ class Soak:
         self._told: set[str] = set()  # nodes whose end was noticed
         self._start_s = time.monotonic()
         self._moment_ns = 0  # of the last event, or when it was over
+        self._last = "join"  # its kind
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
         self._events = Events(self._nodes, self._draw, self._note)
         self._checkpoints = self._nodes.shared / "checkpoints"
@@ -175,16 +190,18 @@ class Soak:
                 self._pass(1.0)
                 return
             self.result.counts[name] += 1
+            self._last = name
             self._note(what)
             self._moment_ns = time.time_ns()
         if self._draw.random() < _TOGETHER:
             self._pass(self._draw.uniform(0.0, 8.0))
         else:
             self._settle()
-            self._pass(self._draw.uniform(0.0, 4.0))
+            self._pass(self._draw.uniform(0.0, 2.0))
 
     def _join(self, node: Node) -> None:
         self._note(f"join {node.name}")
+        self._last = "join"
         self._boot(node)
 
     def _boot(self, node: Node) -> None:
@@ -229,8 +246,8 @@ class Soak:
                 continue
             lacking = self._lacking()
             if not lacking:
-                self.result.went_on += 1
-                self.result.recoveries_s.append(time.monotonic() - over_s)
+                took_s = time.monotonic() - over_s
+                self.result.recoveries_s.setdefault(self._last, []).append(took_s)
                 return
             if patience.is_over:
                 took_s = time.monotonic() - begin_s
@@ -264,7 +281,8 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} ended with status {node.status}: {reason}")
-            if not reason:
+            is_early = node.status == _TERMINATED and not node.said  # before it had begun
+            if not reason and not is_early:
                 self._fail(f"{node.name} ended with status {node.status} and no reason")
             if node.status == 1:
                 self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")

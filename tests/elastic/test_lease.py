@@ -95,6 +95,7 @@ def test_a_full_disk_does_not_look_like_a_manager_that_is_gone(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert lease.is_held(said.append)
+        assert lease.is_held(said.append)  # said once
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "beat-1").read_text() == before

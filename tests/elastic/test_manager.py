@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.elastic.job import Epoch, EpochProgress, end_epochs, epoch_folder
-from megatron.adaptive.elastic.launching import JobSpec, Running
+from megatron.adaptive.elastic.launching import JobSpec, Running, assign
 from megatron.adaptive.elastic.manager import Manager
-from megatron.adaptive.elastic.shapes import Shape
+from megatron.adaptive.elastic.membership import Event, Node
+from megatron.adaptive.elastic.shapes import ByRule, Shape
 from megatron.adaptive.training.progress import is_over
+
+from .jobs import FLAGS
 
 
 def ended(status: int) -> Running:
@@ -40,6 +44,65 @@ def test_only_what_never_worked_ends_the_job_at_once(
     assert manager._judge(running) == (None, running.fault)
     assert manager._judge(running) == (1, "")
     assert "3 failures without a checkpoint between them" in capsys.readouterr().err
+
+
+def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> None:
+    """Machines that came and went quickly ended the job, for want of a checkpoint between them."""
+    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=1)
+    manager = Manager(spec, lambda arguments, slots: None)
+    manager._before = EpochProgress(first_ns=1)
+    lost = ended(-9)
+    lost.fault = "node a was lost"
+    for _ in range(5):
+        assert manager._judge(lost) == (None, lost.fault)
+    killed = ended(-9)
+    assert manager._judge(killed) == (None, killed.fault)
+    assert manager._judge(lost) == (None, lost.fault)
+    assert manager._judge(killed) == (1, "")
+
+
+def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
+    """It waited for a node that had just come, until its ranks gave up meeting those there."""
+    words = (*FLAGS, "--train-iters", "9")
+    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
+    manager = Manager(spec, ByRule())
+
+    def chosen() -> list[str]:
+        found = asyncio.run(manager._shape())
+        assert found is not None
+        shape, nodes = found
+        return [place.node.name for place in assign(nodes, shape)]
+
+    for name, is_ready in (("a", False), ("b", True), ("c", True)):
+        node = Node(name=name, status="present", slots=1, is_ready=is_ready)
+        manager._members.nodes[name] = node
+    assert chosen() == ["a", "b", "c"]  # at the start all of them import
+    manager._epochs.append(ended(0).epoch)
+    assert chosen() == ["b", "c"]
+    for node in manager._members.nodes.values():
+        node.is_ready = False
+    assert chosen() == ["a", "b", "c"]
+
+
+def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
+    """The next morph's time was counted from when nodes had become ready at the start."""
+    words = (*FLAGS, "--train-iters", "9")
+    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
+    manager = Manager(spec, ByRule())
+    node = Node(name="a", status="present", slots=1, is_ready=True)
+    manager._members.nodes["a"] = node
+    running = ended(0)
+    manager._epochs.append(running.epoch)
+
+    async def tell_ready() -> int | None:
+        manager._members.events.put_nowait(Event("ready", "a", {}))
+        await manager._next(None)
+        await manager._reconsider(running)
+        return manager._notice_ns
+
+    assert asyncio.run(tell_ready()) is None
+    running.stopping = "another plan"
+    assert asyncio.run(tell_ready()) is not None
 
 
 def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from megatron.adaptive.cli.run import main
-from megatron.adaptive.elastic.job import Epoch, EpochProgress, phases, render_state, write_state
+from megatron.adaptive.elastic.job import Epoch, EpochProgress, StateFile, phases, render_state
 from megatron.adaptive.elastic.launching import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -111,11 +112,26 @@ def test_the_state_tells_parts_of_a_morph(
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
         "epochs": [epoch.told()],
     }
-    write_state(tmp_path / "elastic", told, print)
+    StateFile(tmp_path / "elastic", print).write(told)
     assert main(["--status", str(tmp_path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert {**read, **told} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
+
+
+def test_a_state_that_cannot_be_written_is_told_once_until_it_can(tmp_path: Path) -> None:
+    """A full disk filled the log with the same line."""
+    said: list[str] = []
+    file = StateFile(tmp_path / "elastic", said.append)
+    for _ in range(2):
+        for _ in range(3):
+            file.write({"iteration": 1})
+        (tmp_path / "elastic").mkdir()
+        file.write({"iteration": 2})
+        assert json.loads((tmp_path / "elastic" / "state.json").read_text())["iteration"] == 2
+        shutil.rmtree(tmp_path / "elastic")
+    assert len(said) == 2
+    assert "No such file or directory; the job goes on" in said[0]
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:
@@ -179,6 +195,9 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
         assert list(checkpoints.glob(".iter_*")) == []
+        said = (tmp_path / f"{left}.txt").read_text()
+        assert "Traceback" not in said
+        assert "frame #" not in said  # of C++, by a store that went with its rank
     finally:
         for node in nodes.values():
             if node.poll() is None:

@@ -137,16 +137,39 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     assert len(list(tmp_path.glob("iter_*"))) == 2
 
 
-def test_a_failure_behind_training_is_told_at_the_next_checkpoint(
-    make: Make, worker: Any, tmp_path: Path
+def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
+    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A disk that was full for a moment ended the run, and its steps were done again."""
     folder = tmp_path / "late"
     run = make(save=folder / "inner")
     folder.write_text("a file in the way")
     run.checkpoints.save_behind(worker.progress(1))
-    with pytest.raises(CheckpointError, match="iteration 1 was not written to .*Not a directory"):
+    with pytest.raises(CheckpointError, match="iteration 2 was not written to .*Not a directory"):
         run.checkpoints.save_behind(worker.progress(2))
+    (told,) = caplog.messages
+    assert "iteration 1 was not written to" in told
+    assert told.endswith("training waits until that of iteration 2 is there in its place")
     run.checkpoints.finish()
+
+    run.checkpoints.save_behind(worker.progress(3))
+    run.step(1)
+    state = run.state()
+    with pytest.raises(CheckpointError, match="iteration 3 was not written"):
+        run.checkpoints.finish()
+    run.checkpoints.save_behind(worker.progress(4))
+    assert run.checkpoints._pending is not None
+    run.checkpoints._pending.join()
+    folder.unlink()
+    path = run.checkpoints.save_behind(worker.progress(5))
+    assert path == CheckpointFolder(folder / "inner").complete_path(5)
+    resumed = make(load=folder / "inner")
+    assert resumed.checkpoints.load() == worker.progress(5)
+    worker.require_equal(resumed.state(), state, "resumed")
+
+    assert run.checkpoints.save_behind(worker.progress(6)) is None
+    assert run.checkpoints.save(worker.progress(7)).is_dir()
+    assert CheckpointFolder(folder / "inner").latest() == 7
 
 
 def test_ranks_that_the_job_went_on_without_save_nothing(

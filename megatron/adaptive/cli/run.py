@@ -15,19 +15,17 @@ import contextlib
 import json
 import re
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.adaptive.elastic.launching import JobSpec, Policy
     from megatron.adaptive.elastic.shapes import Chooser
 
 _SAVE = "--save"
-_AGAIN_S = 0.5
 _TRAINER = "pretrain_gpt.py"
 _DURATION = re.compile(r"\d+(\.\d+)?")
 
@@ -154,6 +152,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.elastic.copies import CopySpec
     from megatron.adaptive.elastic.launching import JobSpec
     from megatron.adaptive.elastic.manager import Manager
+    from megatron.adaptive.elastic.participant import Participant
     from megatron.adaptive.elastic.shapes import choose_shape
 
     script = options.script
@@ -191,7 +190,14 @@ def _run(options: argparse.Namespace) -> int:
         chooser = _chooser(options, spec, stack)
         if spec.machines is not None:
             return asyncio.run(Manager(spec, chooser).run())
-        return _take_part(spec, options, chooser)
+        part = Participant(
+            spec,
+            chooser,
+            name=options.name or socket.gethostname(),
+            slots=options.slots,
+            is_local=options.address == "127.0.0.1",
+        )
+        return asyncio.run(part.run())
 
 
 def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
@@ -232,48 +238,6 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     if late := process.check(spec.machines):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
     return ByPlan(process, options.plan_within, say)
-
-
-def _take_part(spec: JobSpec, options: argparse.Namespace, chooser: Chooser) -> int:
-    """Manage the job if nobody does, else join it, and again where its manager is lost."""
-    from megatron.adaptive.elastic.agent import Agent, AgentSpec
-    from megatron.adaptive.elastic.keeper import Keeper
-    from megatron.adaptive.elastic.lease import LeaseTakenError
-    from megatron.adaptive.elastic.machines import Machine
-    from megatron.adaptive.elastic.manager import Manager
-
-    name = options.name or socket.gethostname()
-    own = Machine(name=name, host="localhost", slots=options.slots)
-    # Copies outlive the manager that they were made under.
-    keeper = Keeper("127.0.0.1" if options.address == "127.0.0.1" else "")
-    until_s = time.monotonic() + spec.join_s
-    while True:
-        try:
-            return asyncio.run(Manager(spec, chooser, own, keeper).run())
-        except LeaseTakenError as error:
-            owner = error.owner
-        agent = Agent(
-            AgentSpec(
-                name=name,
-                address=owner.get("address", ""),
-                port=owner.get("port", 0),
-                secret=owner.get("secret", ""),
-                slots=options.slots,
-            ),
-            keeper=keeper,
-        )
-        try:
-            asyncio.run(agent.run())
-        except SetupError:
-            if time.monotonic() >= until_s:
-                raise
-            time.sleep(_AGAIN_S)
-            continue
-        if agent.status is not None:
-            print(f"[elastic] node {name} leaves: {agent.why}", flush=True)
-            return agent.status
-        print("[elastic] the manager of the job is lost: looking for another", flush=True)
-        until_s = time.monotonic() + spec.join_s
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

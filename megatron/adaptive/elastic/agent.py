@@ -70,6 +70,7 @@ class Agent:
         self._watch_input = watch_input
         self._status: int | None = None
         self.why = ""  # the manager let it go, where it said so
+        self.notice: signal.Signals | None = None  # that the node will be taken
         self._link: Link | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,8 +104,7 @@ class Agent:
         try:
             await self._serve(link)
         finally:
-            for number in (*_NOTICES, signal.SIGINT):
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(signal.SIGINT)  # notices are noted to the end
             assert self._orders is not None
             self._orders.close()  # the nursery kills its ranks and ends
             with contextlib.suppress(asyncio.TimeoutError):
@@ -145,6 +145,8 @@ class Agent:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         nursery = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megatron.adaptive.elastic.nursery", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
@@ -220,6 +222,7 @@ class Agent:
 
     def _notice(self, number: int) -> None:
         assert self._link is not None
+        self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
 
     def _leave_with_input(self) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Epoch",
     "EpochProgress",
     "SlowRank",
+    "StateFile",
     "end_epochs",
     "epoch_folder",
     "job_folder",
@@ -34,7 +35,6 @@ __all__ = [
     "read_state",
     "render_state",
     "say",
-    "write_state",
 ]
 
 _STATE = "state.json"
@@ -243,22 +243,39 @@ def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
     return {name: round(max(0.0, value), 3) for name, value in found.items()}
 
 
-def write_state(folder: Path, told: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Replace the state of a job that this process manages.
+class StateFile:
+    """The state of a job that this process manages.
 
     Args:
         folder: of the job.
-        told: what is known of it.
-        say: told, in a line, if the folder cannot be written; the state then stays as it was.
+        say: told, in a line, when the folder cannot be written; the state then stays as it was.
     """
-    manager = {"host": socket.gethostname(), "pid": os.getpid()}
-    own = {"manager": manager, "unix_ns": time.time_ns()}
-    draft = folder / f".{_STATE}.{os.getpid()}"
-    try:
-        draft.write_text(json.dumps({**own, **told}, indent=1) + "\n")
-        draft.replace(folder / _STATE)
-    except OSError as error:
-        say(f"warning: cannot write the state of the job in {folder}: {error.strerror}")
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._is_failing = False
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        """Replace it.
+
+        Args:
+            told: what is known of the job.
+        """
+        manager = {"host": socket.gethostname(), "pid": os.getpid()}
+        own = {"manager": manager, "unix_ns": time.time_ns()}
+        draft = self._folder / f".{_STATE}.{os.getpid()}"
+        try:
+            draft.write_text(json.dumps({**own, **told}, indent=1) + "\n")
+            draft.replace(self._folder / _STATE)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:  # once for as long as it lasts
+                self._say(
+                    f"warning: cannot write the state of the job in {self._folder}:"
+                    f" {error.strerror}; the job goes on, --status tells of the time before"
+                )
+            self._is_failing = True
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Lease:
         self.folder = folder
         self._number = 0
         self._count = 0
-        self._after_another = False
+        self._after_another = self._is_failing = False
 
     def claim(self, told: Mapping[str, Any]) -> None:
         """Become the manager.
@@ -120,13 +120,16 @@ class Lease:
         """Count up; whether the right is still held, as far as can be known.
 
         Args:
-            say: told, in a line, why it is not, or that the folder cannot be written.
+            say: told, in a line, why it is not, or once that the folder cannot be written.
         """
         try:
             if self.beat():
+                self._is_failing = False
                 return True
         except OSError as error:
-            say(f"warning: cannot write {self.folder}: {error.strerror}")
+            if not self._is_failing:
+                say(f"warning: cannot write {self.folder}: {error.strerror}")
+            self._is_failing = True
             return True
         say("warning: another manager took the job over while this one stood still")
         return False

@@ -24,13 +24,13 @@ from megatron.adaptive.elastic.copies import Copies
 from megatron.adaptive.elastic.job import (
     Epoch,
     EpochProgress,
+    StateFile,
     end_epochs,
     epoch_folder,
     job_folder,
     phases,
     present_nodes,
     say,
-    write_state,
 )
 from megatron.adaptive.elastic.keeper import Keeper
 from megatron.adaptive.elastic.launching import (
@@ -84,6 +84,7 @@ class Manager:
         self._spec = spec
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
+        self._state = StateFile(self._folder, say)
         self._checkpoints = CheckpointFolder(spec.checkpoints)
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
@@ -95,7 +96,8 @@ class Manager:
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
         self._iteration = self._total = 0
-        self._stop: signal.Signals | None = None
+        self.notice: signal.Signals | None = None  # that came from outside
+        self._stop = self.notice
         self._is_deposed = self._has_worked = False
         self._failures = 0
         self._reconsider_s: float | None = None
@@ -118,15 +120,17 @@ class Manager:
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._lease.claim, {})
-        self._before_us = present_nodes(self._spec.checkpoints)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
+        await asyncio.to_thread(self._lease.claim, {})
+        self._before_us = present_nodes(self._spec.checkpoints)
         loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
         ticking = loop.create_task(self._tick())
         status = 2
         try:
-            self._check_latest()
+            if (latest := self._checkpoints.latest()) is not None:
+                self._checkpoints.open(latest)  # refuses one that ranks could not go on from
+                self._iteration = latest
             await self._members.start()
             told = {"address": self._members.address, "port": self._members.port}
             self._lease.tell({**told, "secret": self._secret})
@@ -160,11 +164,11 @@ class Manager:
             await self._copies.recover(self._next, self._spec.stop_s)
         reason = "start"
         while True:
-            shape = await self._shape()
-            if shape is None:  # asked to stop before any shape fitted
+            found = await self._shape()
+            if found is None:  # asked to stop before any shape fitted
                 assert self._stop is not None
                 return 128 + int(self._stop)
-            running = await self._start(shape, reason)
+            running = await self._start(*found, reason)
             if running is None:
                 continue
             await self._watch(running)
@@ -190,15 +194,15 @@ class Manager:
                 return
             await self._next(until_s)
 
-    async def _shape(self) -> Shape | None:
+    async def _shape(self) -> tuple[Shape, list[Node]] | None:
         """Choose a shape for the nodes that are there; waits for nodes where none fits."""
         self._status = "waiting for machines"
         until_s = time.monotonic() + self._spec.wait_s
         said = False
         while self._stop is None:
-            shape = await self._fitting()
-            if shape is not None:
-                return shape
+            # A job that was training need not wait for what a new node imports.
+            if found := await self._fitting(ready=bool(self._epochs)) or await self._fitting():
+                return found
             why = f" ({self._stragglers.why})" if self._stragglers.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
@@ -214,14 +218,15 @@ class Manager:
             await self._next(until_s)
         return None
 
-    async def _fitting(self, *, ready: bool = False) -> Shape | None:
+    async def _fitting(self, *, ready: bool = False) -> tuple[Shape, list[Node]] | None:
         nodes = [node for node in self._members.usable() if node.is_ready or not ready]
-        return await self._stragglers.choose(nodes) if nodes else None
+        shape = await self._stragglers.choose(nodes) if nodes else None
+        return None if shape is None else (shape, nodes)
 
-    async def _start(self, shape: Shape, reason: str) -> Running | None:
+    async def _start(self, shape: Shape, nodes: list[Node], reason: str) -> Running | None:
         """Start the ranks of a shape; ``None`` if a node of it goes before it can."""
         planned_ns = time.time_ns()
-        places = assign(self._members.usable(), shape)
+        places = assign([node for node in nodes if node.status == "present"], shape)
         if len(places) < shape.world_size:
             return None
         first = places[0].node
@@ -351,11 +356,13 @@ class Manager:
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
             return
-        shape = await self._fitting(ready=True)
-        if shape is not None and is_better(shape, running.shape):
-            wanted = {node.name: node for node in self._stragglers.wanted(self._members.usable())}
+        found = await self._fitting(ready=True)
+        if found is not None and is_better(found[0], running.shape):
+            wanted = [node.name for node in self._stragglers.wanted(found[1])]
             came = ", ".join(name for name in wanted if name not in running.epoch.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
+        elif not running.stopping:
+            self._notice_ns = None  # nothing follows from it
 
     def _ask_to_save(self, running: Running, reason: str) -> None:
         if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
@@ -389,9 +396,9 @@ class Manager:
         say(f"error: {running.fault}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        saved = before.saved_ns is not None
-        self._failures = 1 if saved else self._failures + 1
         lost, statuses = running.fault.startswith("node "), running.statuses.values()
+        # A node that is taken is no failure of the program.
+        self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((one for one in statuses if one > 0), 1)
         own = not lost and not any(one < 0 for one in statuses)
         if own and not self._has_worked:
@@ -441,6 +448,7 @@ class Manager:
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._stop = self._stop or number
+        self.notice = self.notice or (None if self._is_deposed else number)
         self._members.events.put_nowait(Event("stop", "", {}))
 
     async def _tick(self) -> None:
@@ -461,12 +469,6 @@ class Manager:
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
-
-    def _check_latest(self) -> None:
-        """Refuse a folder of checkpoints that ranks could not go on from."""
-        if (latest := self._checkpoints.latest()) is not None:
-            self._checkpoints.open(latest)
-            self._iteration = latest
 
     def _latest(self) -> int:
         return self._checkpoints.latest() or 0
@@ -494,4 +496,4 @@ class Manager:
             "machines": [self._stragglers.told(node) for node in self._members.nodes.values()],
             "epochs": [epoch.told() for epoch in self._epochs],
         }
-        write_state(self._folder, told, say)
+        self._state.write(told)

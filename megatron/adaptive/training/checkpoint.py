@@ -94,7 +94,8 @@ class Checkpoints:
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint; the ones before it stay.
 
-        Blocks until it is complete and durable.
+        Blocks until it is complete and durable. One that could not be written behind training
+        before is told of; this one takes its place.
 
         Args:
             progress: how far the run has come; the iteration names the checkpoint.
@@ -105,21 +106,26 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written on some rank; nothing of it is left.
         """
-        self.finish()
+        self._is_former_lacking(progress.iteration)
         return self._take(progress, self._all, copy=False)()
 
-    def save_behind(self, progress: Progress) -> None:
+    def save_behind(self, progress: Progress) -> Path | None:
         """Copy the state into the host's memory and write it while training goes on.
 
-        Waits for the checkpoint before, if that is not complete yet.
+        Waits for the checkpoint before, if that is not complete yet. If that could not be written,
+        this one is written at once: a disk that was full for a while costs no steps.
 
         Args:
             progress: how far the run has come.
 
+        Returns:
+            Its folder where it was written at once.
+
         Raises:
-            CheckpointError: the checkpoint before it could not be written, or this one not begun.
+            CheckpointError: neither the checkpoint before it nor this one could be written.
         """
-        self.finish()
+        if self._is_former_lacking(progress.iteration):
+            return self._take(progress, self._all, copy=False)()
         if self._background is None:
             timeout = datetime.timedelta(minutes=self._config.parallel.distributed_timeout_minutes)
             # Its own: training's may be in use at the same moment.
@@ -127,6 +133,21 @@ class Checkpoints:
             self._background = Exchange(self._job.rank, group)
         write = self._take(progress, self._background, copy=True)
         self._pending = _Pending(write, progress.iteration)
+        return None
+
+    def _is_former_lacking(self, iteration: int) -> bool:
+        """Whether the checkpoint before that of ``iteration`` failed; the same on all ranks."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            if self._job.is_first:
+                _LOG.warning(
+                    "WARNING: %s; training waits until that of iteration %d is there in its place",
+                    error,
+                    iteration,
+                )
+            return True
+        return False
 
     def completed(self) -> tuple[int, Path] | None:
         """Iteration and folder of a checkpoint that was completed behind training; each once."""

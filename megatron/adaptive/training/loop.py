@@ -372,13 +372,10 @@ class Trainer:
         start = time.perf_counter()
         if self._recording is not None:
             self._recording.write(self._run.job.control_group)
-        path = None
         with self._run.tracing.host_span("checkpoint"):
             gather_parameters(self._run)
-            if behind:
-                self._checkpoints.save_behind(self._counters.progress())
-            else:
-                path = self._checkpoints.save(self._counters.progress())
+            save = self._checkpoints.save_behind if behind else self._checkpoints.save
+            path: Path | None = save(self._counters.progress())
         self._saved_at = self._counters.iteration
         self._waited_s = time.perf_counter() - start
         if path is not None:

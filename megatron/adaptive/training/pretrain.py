@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging as python_logging
 import os
+import re
 import sys
 import threading
 import time
@@ -23,9 +24,13 @@ from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
+_GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTILINE)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
+# Two looks of the watchers at the store.
+_PART_S = 4.0
+_LOOK_S = 0.05
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
@@ -65,7 +70,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     except BaseException as error:
         expected = _expected(error, environment.rank)
         if environment.world_size > 1:
-            _fail(expected, store, watcher)
+            _fail(expected, store, watcher, environment)
         if expected is not error:
             raise expected from error
         raise
@@ -154,14 +159,33 @@ def _no_meeting(environment: Environment, error: Exception) -> Exception:
 
 
 def _expected(error: BaseException, rank: int) -> BaseException:
-    """Return a full disk that nobody foresaw as an expected error, anything else as it is."""
+    """Return what nobody foresaw and no bug causes as an expected error, anything else as it is."""
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
             f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name other "
             "folders with --save, --tensorboard-dir and --trace-dir"
         )
+    cause: BaseException | None = error
+    while cause is not None:  # libraries wrap it
+        if (reason := _broken_connection(cause)) is not None:
+            return PeerLostError(
+                f"rank {rank} lost its connection with another rank ({reason}), which ended, hangs "
+                "or cannot be reached; the job cannot go on without it, start again from the last "
+                "checkpoint"
+            )
+        cause = cause.__cause__
     return error
+
+
+def _broken_connection(error: BaseException) -> str | None:
+    """What a library says of a connection that broke, ``None`` where an error is another one."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and (found := _GLOO.search(text)) is not None:
+        return found[1]
+    if isinstance(error, dist.DistNetworkError) or "ncclRemoteError" in text:
+        return (text.splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -170,21 +194,43 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def _fail(error: BaseException, store: dist.Store, watcher: Watcher) -> NoReturn:
+def _fail(
+    error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
+) -> NoReturn:
     """Report ``error`` once for the whole job and end this process."""
-    expected = isinstance(error, AdaptiveError)
+    expected, follows = isinstance(error, AdaptiveError), False
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(_VERDICT_S) is not None:
         # A connection broke because another rank ended; the watcher has named it.
-        expected = True
+        expected = follows = True
     elif expected:
         if _is_first(store):
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     watcher.report(str(error) or type(error).__name__, told=expected)
+    if not follows:
+        _part(store, environment)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_EXPECTED_ERROR if expected else EXIT_BUG)
+
+
+def _part(store: dist.Store, environment: Environment) -> None:
+    """Tell the first rank that this one has read the store; there, where it is served, wait.
+
+    Without it the others would say the same error again, and that the store is gone.
+    """
+    if environment.has_agent_store:
+        return
+    until_s = time.monotonic() + _PART_S
+    own = int(environment.rank != 0)
+    try:
+        parted = store.add("parted", own)
+        while not own and parted < environment.world_size - 1 and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            parted = store.add("parted", 0)
+    except RuntimeError:
+        return  # it went with its host
 
 
 def _is_first(store: dist.Store) -> bool:
