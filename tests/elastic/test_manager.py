@@ -10,7 +10,7 @@ from megatron.adaptive.elastic.job import Epoch, EpochProgress, end_epochs, epoc
 from megatron.adaptive.elastic.launching import JobSpec, Running
 from megatron.adaptive.elastic.manager import Manager
 from megatron.adaptive.elastic.shapes import Shape
-from megatron.adaptive.training.progress import is_over
+from megatron.adaptive.pipeline.progress import is_over
 
 
 def ended(status: int) -> Running:

@@ -46,9 +46,11 @@ from megatron.adaptive.elastic.launching import (
 from megatron.adaptive.elastic.lease import Lease
 from megatron.adaptive.elastic.machines import Machine
 from megatron.adaptive.elastic.membership import Event, Membership, Node
-from megatron.adaptive.elastic.shapes import Chooser, Shape, is_better
+from megatron.adaptive.elastic.programs import Start
+from megatron.adaptive.elastic.shapes import Chooser, Shape
 from megatron.adaptive.elastic.straggler import Stragglers
 from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.pipeline.progress import COMPLETE
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 
 __all__ = ["Manager"]
@@ -59,7 +61,6 @@ _GRACE_S = 8.0
 _KILL_S = 15.0
 _PORT_S = 15.0
 _RETURN_S = 15.0
-_COMPLETE = "all iterations are done"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -84,13 +85,14 @@ class Manager:
         self._spec = spec
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
-        self._checkpoints = CheckpointFolder(spec.checkpoints)
+        self._program = spec.program
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
         self._members = Membership(spec.machines, own, spec.address, self._secret, say)
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
-        self._copies = Copies(spec.copies, self._members, self._checkpoints, self._secret, had)
+        folder = CheckpointFolder(spec.checkpoints)
+        self._copies = Copies(spec.copies, self._members, folder, self._secret, had)
         self._copies_told = ""
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
@@ -126,7 +128,8 @@ class Manager:
         ticking = loop.create_task(self._tick())
         status = 2
         try:
-            self._check_latest()
+            self._iteration = self._latest()
+            self._program.check()
             await self._members.start()
             told = {"address": self._members.address, "port": self._members.port}
             self._lease.tell({**told, "secret": self._secret})
@@ -232,13 +235,16 @@ class Manager:
         epoch = self._next_epoch(shape, places, reason)
         epoch.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = epoch_folder(self._folder, epoch.number, self._secret)
+        arguments, told = self._program.told(
+            Start(shape=shape, epoch=epoch.number, resumed=epoch.resumed, progress=folder)
+        )
         orders = rank_orders(
-            self._spec,
-            shape,
+            self._spec.script,
+            arguments,
             places,
-            epoch,
-            folder=folder,
-            variables={
+            epoch.number,
+            {
+                **told,
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{epoch.number}",
@@ -318,7 +324,7 @@ class Manager:
     def _rank_ended(self, running: Running, event: Event) -> None:
         status = event.told["status"]
         running.statuses[event.told["key"]] = status
-        if status:
+        if not self._program.is_well(status):
             rank = event.told["key"].partition("/")[2]
             running.at_fault(f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
 
@@ -352,7 +358,7 @@ class Manager:
             self._ask_to_save(running, leaving.why)
             return
         shape = await self._fitting(ready=True)
-        if shape is not None and is_better(shape, running.shape):
+        if shape is not None and self._stragglers.is_better(shape, running.shape):
             wanted = {node.name: node for node in self._stragglers.wanted(self._members.usable())}
             came = ", ".join(name for name in wanted if name not in running.epoch.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
@@ -382,9 +388,10 @@ class Manager:
             if self._stop is not None:
                 say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
                 return 128 + int(self._stop), ""
-            if not running.stopping or before.ended == _COMPLETE:
-                return 0, ""  # the trainer's own reason; it has said which
-            return None, running.stopping
+            again = self._program.goes_on(before, running.statuses.values())
+            if again or (running.stopping and before.ended != COMPLETE):
+                return None, running.stopping or again
+            return 0, ""  # the program's own reason; it has said which
         self._notice_ns = None
         say(f"error: {running.fault}")
         if self._stop is not None:
@@ -392,7 +399,7 @@ class Manager:
         saved = before.saved_ns is not None
         self._failures = 1 if saved else self._failures + 1
         lost, statuses = running.fault.startswith("node "), running.statuses.values()
-        code = next((one for one in statuses if one > 0), 1)
+        code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
         own = not lost and not any(one < 0 for one in statuses)
         if own and not self._has_worked:
             return code, ""  # it never worked: its message is above
@@ -462,14 +469,8 @@ class Manager:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
-    def _check_latest(self) -> None:
-        """Refuse a folder of checkpoints that ranks could not go on from."""
-        if (latest := self._checkpoints.latest()) is not None:
-            self._checkpoints.open(latest)
-            self._iteration = latest
-
     def _latest(self) -> int:
-        return self._checkpoints.latest() or 0
+        return self._program.latest() or 0
 
     def _note_progress(self) -> None:
         if not self._epochs:
