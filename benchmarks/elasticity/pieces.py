@@ -46,10 +46,10 @@ def pieces(folder: Path, environment: Mapping[str, str], *, quick: bool) -> dict
         for one in found[name]:
             predicted, measured = one["predicted_s"] * 1e3, one["measured_s"] * 1e3
             low, _, high = (value * 1e3 for value in one["quartiles_s"])
+            off = predicted / measured - 1
             print(
                 f"{name}, steps of {samples} samples, {one['shape']}: {predicted:.1f} ms predicted,"
-                f" {measured:.1f} ms measured ({predicted / measured - 1:+.0%}; the middle half from"
-                f" {low:.1f} to {high:.1f})"
+                f" {measured:.1f} ms measured ({off:+.0%}; the middle half {low:.1f} to {high:.1f})"
             )
     return {"pieces": found}
 

@@ -48,11 +48,10 @@ def main() -> None:
     looping = {name: options.pop(name) for name in ("folder", "save_interval") if name in options}
     if wrong == "no pipeline":
         return
-    torch.manual_seed(1 if wrong != "another model" else os.getpid())
-    net = Net()
+    torch.manual_seed(1)
     if wrong == "another model":
-        net.add_module(f"unused_{os.environ['TORCHELASTIC_RESTART_COUNT']}", CutPoint())
-    pipeline = Pipeline(net, batch_of(0, size), **options)
+        options["memory_limit_bytes"] = 1e9 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pipeline = Pipeline(Net(), batch_of(0, size), **options)
     pipeline.set_optimizer(lambda ones: torch.optim.AdamW(ones, lr=1e-2), clip_norm=1.0)
     job = json.loads(os.environ.get("MEGATRON_ADAPTIVE_JOB", '{"epoch": 0}'))
     rank = int(os.environ.get("RANK", "0"))

@@ -101,16 +101,14 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert shapes[0] == "4 processes that measure the model"
     four, two, three = "PP 2 x DP 2", "PP 2 x DP 1", "PP 3 x DP 1"
     seen = [one.partition(",")[0] for one in shapes[1:]]
-    wanted = [four, two, three, three, four]
-    assert [one for one in seen if one in wanted] == seen
-    assert list(dict.fromkeys(seen)) == [four, two, three] or three in seen
+    assert set(seen) == {four, two, three}
     assert seen[0] == seen[-1] == four
     assert all("segments" in one for one in shapes[1:])
     assert all(one["predicted_step_s"] > 0 for one in state["epochs"][1:])
     # With notice nothing is done twice; without, what came after the last complete checkpoint.
     assert all(one["lost_steps"] == 0 for at, one in enumerate(state["epochs"]) if at != before)
     killed = state["epochs"][before]
-    assert killed["reason"] == "rank 1 on b was killed by signal SIGKILL"
+    assert killed["reason"].startswith("rank ")  # 1, or one that heard of it first
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
 
@@ -154,7 +152,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     [
         ({"wrong": "no pipeline"}, "pipeline_script.py ended without training"),
         ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
-        ({"wrong": "whole batches", **SHAPED}, "pipeline.share(batch)"),
+        ({"wrong": "whole batches", **SHAPED, "pipeline_size": 1}, "pipeline.share(batch)"),
         ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
         ({"micro_batch_size": 5}, "batch_size 12 does not divide into microbatches of 5"),
     ],
