@@ -8,8 +8,9 @@ node that is killed; ``start``, what process start, import and load take under t
 morph is measured by; ``checkpoint``, what a checkpoint every ten steps that is written behind
 training costs; ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and
 filled up at random, after each of which the job must go on or end with the reason;
-``repartition``, what a slow rank regains by giving layers away, and what moving one takes. Exits
-with status 1 where a goal is missed.
+``repartition``, what a slow rank regains by giving layers away, and what moving one takes;
+``pieces``, steps of models with cut points as predicted from a profile and as measured. Exits with
+status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.elasticity import saving  # noqa: E402
 from benchmarks.elasticity.nodes import why_not  # noqa: E402
+from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
 from tests.elastic.jobs import FLAGS, ElasticJob, environment  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint", "repartition", "soak")
+PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
 GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
@@ -85,6 +87,8 @@ def main() -> int:
             regained, reached = repartition(Path(folder), quick=options.quick)
             figures |= regained
             goals += reached
+        if "pieces" in parts:
+            figures |= pieces(Path(folder) / "pieces", environment(), quick=options.quick)
         if "soak" in parts and (reason := why_not()) is not None:
             print(f"soak: skipped: {reason}")
         elif "soak" in parts:

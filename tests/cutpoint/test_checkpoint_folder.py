@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cutpoint.checkpoint_folder import begin, commit, find, read_manifest
+from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, read_manifest
 from megatron.adaptive.errors import CheckpointError
 
 
 def write(folder: Path, step: int, text: str = "tensors", keep: int | None = None) -> Path:
-    partial = begin(folder, step)
-    (partial / "__0_0.distcp").write_text(text)
-    return commit(folder, step, {"step": step}, keep)
+    (PipelineFolder(folder).begin(step) / "__0_0.distcp").write_text(text)
+    return PipelineFolder(folder).commit(step, {"step": step}, keep)
+
+
+def find(folder: Path, step: int | None) -> Path:
+    return PipelineFolder(folder).find(step)
 
 
 def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
@@ -26,7 +29,7 @@ def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
 
 def test_one_that_was_being_written_is_not_there(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (begin(tmp_path, 2) / "__0_0.distcp").write_text("half")
+    (PipelineFolder(tmp_path).begin(2) / "__0_0.distcp").write_text("half")
     assert find(tmp_path, None).name == "step_00000001"
     write(tmp_path, 3)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
@@ -38,7 +41,7 @@ def test_the_former_comes_back_where_its_successor_died(tmp_path: Path) -> None:
     find(tmp_path, 1).rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find(tmp_path, None)
-    begin(tmp_path, 2)
+    PipelineFolder(tmp_path).begin(2)
     assert (find(tmp_path, None) / "__0_0.distcp").read_text() == "old"
 
 
@@ -52,6 +55,7 @@ def test_another_takes_its_place(tmp_path: Path) -> None:
 def test_the_oldest_go(tmp_path: Path) -> None:
     for step in (3, 5, 4):
         write(tmp_path, step, keep=2)
+    assert PipelineFolder(tmp_path).latest() == 5
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
 
 

@@ -36,11 +36,12 @@ def command(
     extra: Sequence[str],
     *own: str,
     script: Path = TRAINER,
+    flags: Sequence[str] = FLAGS,
 ) -> list[str]:
     """The command line of a manager."""
     words = [sys.executable, "-m", "megatron.adaptive", "run", "--machines", str(machines)]
     words += ["--checkpoint", str(checkpoints), *own, str(script)]
-    return [*words, *FLAGS, *extra]
+    return [*words, *flags, *extra]
 
 
 class ElasticJob:
@@ -52,6 +53,7 @@ class ElasticJob:
         extra: arguments of the trainer.
         own: options of the manager.
         script: that the ranks run.
+        flags: of it, before the others.
         variables: further environment of all processes.
     """
 
@@ -63,6 +65,7 @@ class ElasticJob:
         own: Sequence[str] = (),
         *,
         script: Path = TRAINER,
+        flags: Sequence[str] = FLAGS,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.machines, self.checkpoints = folder / "machines.txt", folder / "checkpoints"
@@ -71,7 +74,7 @@ class ElasticJob:
         self._write(names)
         with self.log.open("w") as output:
             self.manager = subprocess.Popen(
-                command(self.machines, self.checkpoints, extra, *own, script=script),
+                command(self.machines, self.checkpoints, extra, *own, script=script, flags=flags),
                 env={**environment(), **(variables or {})},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from megatron.adaptive.elastic.launching import JobSpec, Running, assign
 from megatron.adaptive.elastic.manager import Manager
 from megatron.adaptive.elastic.membership import Event, Node
 from megatron.adaptive.elastic.shapes import ByRule, Shape
-from megatron.adaptive.training.progress import is_over
+from megatron.adaptive.pipeline.progress import is_over
 
 from .jobs import FLAGS
 

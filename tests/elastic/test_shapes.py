@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.elastic.launching import assign, rank_arguments
+from megatron.adaptive.elastic.launching import assign
 from megatron.adaptive.elastic.membership import Node
+from megatron.adaptive.elastic.programs import Start, Trainer
 from megatron.adaptive.elastic.shapes import Shape, choose_shape, is_better
 from megatron.adaptive.errors import ConfigError
 
@@ -93,19 +94,13 @@ def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
     given = [*FLAGS, "--load", "other", "--finetune", "--ckpt-step", "5", "--trace-dir=traces"]
     shape = chosen([2])
 
-    def told(*, has_checkpoint: bool) -> list[str]:
-        return rank_arguments(
-            given,
-            shape,
-            checkpoints=Path("own"),
-            has_checkpoint=has_checkpoint,
-            progress=Path("progress"),
-            epoch=3,
-        )
+    def told(resumed: int) -> list[str]:
+        start = Start(shape=shape, epoch=3, resumed=resumed, progress=Path("progress"))
+        return Trainer(given, Path("own")).told(start)[0]
 
-    first = parse(told(has_checkpoint=False), world_size=2, last_wins=True).checkpoint
+    first = parse(told(0), world_size=2, last_wins=True).checkpoint
     assert (first.load, first.save, first.finetune, first.ckpt_step) == ("other", "own", True, 5)
-    later = parse(told(has_checkpoint=True), world_size=2, last_wins=True)
+    later = parse(told(7), world_size=2, last_wins=True)
     assert (later.checkpoint.load, later.checkpoint.finetune) == ("own", False)
     assert later.checkpoint.ckpt_step is None
     assert later.schedule.trace_dir == "traces/epoch-3"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.pipeline.progress import PROGRESS_NAME
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.training.progress import PROGRESS_NAME
 
 from .launch import torchrun
 

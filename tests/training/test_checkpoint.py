@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.progress import mark_over
 from megatron.adaptive.training.checkpoint import Progress
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
-from megatron.adaptive.training.progress import mark_over
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "multiprocess" / "checkpoint_worker.py"

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import PeerLostError, TransportError
+from megatron.adaptive.pipeline.stop import StopRequest
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.training.stop import StopRequest
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
 from megatron.adaptive.transport.liveness import Watcher, here

@@ -3,6 +3,7 @@
 ::
 
     python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...   from one machine
+    python -m megatron.adaptive run --checkpoint DIR train.py ...                 with a Pipeline
     python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...          on every node
     python -m megatron.adaptive run --status DIR                                  how the job is
 """
@@ -97,12 +98,19 @@ def _parser() -> argparse.ArgumentParser:
         help="about a node that stays slow: fewer layers for it, or leave it out; needs --trace-dir"
         " of the trainer (replan with it)",
     )
+    add(
+        "--runs",
+        choices=("trainer", "pipeline"),
+        help="what the script does where its text does not tell: take the trainer's arguments, or"
+        " train a Pipeline in Pipeline.loop",
+    )
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (0)"
     add("--replicate-every", type=_count_or_none, metavar="N", help=text)
     add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
     add("--agent", action="store_true", help=argparse.SUPPRESS)
-    add("script", nargs="?", type=Path, help=f"{_TRAINER}, then its arguments")
+    text = f"{_TRAINER}, or one that trains a Pipeline; then its arguments"
+    add("script", nargs="?", type=Path, help=text)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -153,6 +161,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.elastic.launching import JobSpec
     from megatron.adaptive.elastic.manager import Manager
     from megatron.adaptive.elastic.participant import Participant
+    from megatron.adaptive.elastic.programs import is_trainer
     from megatron.adaptive.elastic.shapes import choose_shape
 
     script = options.script
@@ -160,13 +169,21 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"run: name the script to train with, such as {_TRAINER}")
     if not script.is_file():
         raise ConfigError(f"run: {script}: no such file; name the script, such as {_TRAINER}")
-    folder = options.checkpoint or _saved_in(options.arguments)
-    if not folder:
-        raise ConfigError("run: a job that moves needs checkpoints: add --checkpoint DIR or --save")
-    arguments = (*options.arguments, _SAVE, str(folder))
-    # Says what is wrong with the trainer's arguments before anything starts.
-    choose_shape(arguments, [1])
-    on_straggler = _on_straggler(options.on_straggler, arguments)
+    is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
+    folder: Path | str | None
+    if is_pipeline:
+        arguments, folder = _of_pipeline(options)
+        on_straggler: Policy = "ignore"
+    else:
+        folder = options.checkpoint or _saved_in(options.arguments)
+        if not folder:
+            raise ConfigError(
+                "run: a job that moves needs checkpoints: add --checkpoint DIR or --save"
+            )
+        arguments = (*options.arguments, _SAVE, str(folder))
+        # Says what is wrong with the trainer's arguments before anything starts.
+        choose_shape(arguments, [1])
+        on_straggler = _on_straggler(options.on_straggler, arguments)
     spec = JobSpec(
         script=script.resolve(),
         arguments=arguments,
@@ -185,6 +202,7 @@ def _run(options: argparse.Namespace) -> int:
             limit_bytes=options.replicate_memory,
         ),
         on_straggler=on_straggler,
+        is_pipeline=is_pipeline,
     )
     with contextlib.ExitStack() as stack:
         chooser = _chooser(options, spec, stack)
@@ -198,6 +216,29 @@ def _run(options: argparse.Namespace) -> int:
             is_local=options.address == "127.0.0.1",
         )
         return asyncio.run(part.run())
+
+
+def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
+    """Arguments and checkpoints of a script with a ``Pipeline``; refuses what is the trainer's."""
+    what = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
+    what += " Pipeline"
+    if options.checkpoint is None:
+        raise ConfigError(
+            f"run: {what}: name the folder of its checkpoints with --checkpoint DIR, or say --runs"
+            " trainer"
+        )
+    for name, is_given, why in (
+        ("--plan-with", options.plan_with, "its shapes are planned by what it measures itself"),
+        ("--replicate-every", options.replicate_every, "copies in memory are of the trainer"),
+        (
+            "--on-straggler",
+            options.on_straggler not in (None, "ignore"),
+            "slow nodes are found by the trainer's diagnosis",
+        ),
+    ):
+        if is_given:
+            raise ConfigError(f"{name}: {what}, and {why}: leave it out, or say --runs trainer")
+    return tuple(options.arguments), options.checkpoint
 
 
 def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
@@ -219,8 +260,15 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     """What chooses shapes; a planner is started, checked, and closed with the stack."""
     from megatron.adaptive.elastic.job import say
     from megatron.adaptive.elastic.plan_process import ByPlan, PlanProcess
+    from megatron.adaptive.elastic.programs import model_file
     from megatron.adaptive.elastic.shapes import ByRule
 
+    if spec.is_pipeline:
+        from megatron.adaptive.elastic.script_planning import ByMeasuring
+
+        model = model_file(spec.checkpoints)
+        planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
+        return ByMeasuring(model, planner, options.plan_within, say)
     if not options.plan_with:
         if options.unequal:
             raise ConfigError(

@@ -40,6 +40,8 @@ class Environment:
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
         copies: how copies of the state are to be kept in memory, as ``run`` tells its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
+        job: what ``run`` tells a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``), see
+            :class:`~megatron.adaptive.config.job.JobOrder`; ``None`` without it.
     """
 
     rank: int = 0
@@ -57,6 +59,7 @@ class Environment:
     socket_interface: str | None = None
     has_agent_store: bool = False
     copies: str | None = None
+    job: str | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -96,6 +99,7 @@ class Environment:
             socket_interface=given.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None,
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=given.get("MEGATRON_ADAPTIVE_COPIES", "").strip() or None,
+            job=given.get("MEGATRON_ADAPTIVE_JOB", "").strip() or None,
         )
 
 

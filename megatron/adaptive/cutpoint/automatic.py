@@ -20,7 +20,7 @@ from megatron.adaptive.cutpoint.profiler import ProfileRequest, measure_profile
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner.running import Option, Running, choose_option
 
-__all__ = ["Chosen", "Wanted", "choose_shape"]
+__all__ = ["Chosen", "Wanted", "check_wanted", "choose_shape", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,56 @@ def choose_shape(
     Raises:
         ConfigError: nothing is possible; says what would help.
     """
+    wanted = check_wanted(wanted)
+    profile, chunks, splits = measure(job, forward, sample, cut, wanted, memory_limit_bytes)
+    answer: Chosen | AdaptiveError | None = None
+    if job.rank == 0:
+        try:
+            answer = _plan(profile, wanted, cut, chunks, splits=splits)
+        except AdaptiveError as error:
+            answer = error
+    answer = job.from_first(answer)
+    if isinstance(answer, AdaptiveError):
+        raise answer
+    assert answer is not None
+    if job.rank == 0:
+        print(f"plan: {answer}", flush=True)
+    return answer
+
+
+def check_wanted(wanted: Wanted) -> Wanted:
+    """Return what the user gave with a pipeline size that is a number or ``None``.
+
+    Raises:
+        ConfigError: a size is wrong.
+    """
     if type(wanted.batch_size) is not int or wanted.batch_size < 1:
         raise ConfigError(
             f"batch_size {wanted.batch_size!r}: give a whole number of samples from 1 on"
         )
     if wanted.pipeline_size == "auto":
-        wanted = dataclasses.replace(wanted, pipeline_size=None)
-    elif wanted.pipeline_size is not None:
+        return dataclasses.replace(wanted, pipeline_size=None)
+    if wanted.pipeline_size is not None:
         check_pipeline_size(wanted.pipeline_size)
+    return wanted
+
+
+def measure(
+    job: Job,
+    forward: Forward,
+    sample: Mapping[str, torch.Tensor],
+    cut: Cut,
+    wanted: Wanted,
+    memory_limit_bytes: float | None,
+) -> tuple[ModuleProfile, int, bool]:
+    """Profile a model as a plan needs it. Collective; arguments as of :func:`choose_shape`.
+
+    Returns:
+        The profile, stages of each process, and whether the schedule splits backwards.
+
+    Raises:
+        ConfigError: the model or a setting breaks a rule.
+    """
     size = wanted.micro_batch_size
     # As several ranks would run it; what is wrong with it is said before anything is measured.
     placement = choose_placement(wanted.schedule, 2, wanted.chunks)
@@ -124,20 +166,7 @@ def choose_shape(
         memory_limit_bytes=memory_limit_bytes,
         name=type(forward.model).__name__,
     )
-    profile = measure_profile(job, request)
-    answer: Chosen | AdaptiveError | None = None
-    if job.rank == 0:
-        try:
-            answer = _plan(profile, wanted, cut, placement.num_chunks, splits=splits)
-        except AdaptiveError as error:
-            answer = error
-    answer = job.from_first(answer)
-    if isinstance(answer, AdaptiveError):
-        raise answer
-    assert answer is not None
-    if job.rank == 0:
-        print(f"plan: {answer}", flush=True)
-    return answer
+    return measure_profile(job, request), placement.num_chunks, splits
 
 
 def _plan(profile: ModuleProfile, wanted: Wanted, cut: Cut, chunks: int, *, splits: bool) -> Chosen:

@@ -8,7 +8,7 @@ Running means of other replicas are not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron.adaptive.cutpoint import checkpoint_folder as folders
+from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, read_manifest
 from megatron.adaptive.cutpoint.gradients import LossScale
 from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.cutpoint.update import Update
@@ -28,6 +28,7 @@ from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 __all__ = ["Checkpointer"]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
+_STATE = "state.pt"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -61,8 +62,14 @@ class Checkpointer:
         seed: int,
         extra: Mapping[str, Any] | None,
         keep: int | None,
+        state: Mapping[str, Any] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> Path:
-        """Write a checkpoint; see :meth:`Pipeline.save`."""
+        """Write a checkpoint; see :meth:`Pipeline.save`.
+
+        Args:
+            check: called on rank 0 before anything takes its place; raises what it will.
+        """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
         try:
@@ -71,9 +78,11 @@ class Checkpointer:
             raise ConfigError(
                 f"extra cannot be written as JSON ({error}): give plain values"
             ) from None
-        folder, mesh = Path(folder), self._mesh
-        partial = self._on_first(lambda: folders.begin(folder, step), f"{folder}")
+        place, mesh = PipelineFolder(folder), self._mesh
+        partial = self._on_first(lambda: place.begin(step), f"{folder}")
         self._all_see(partial)
+        if state:
+            self._on_first(lambda: _write_state(partial / _STATE, state), f"{folder}")
         states, plain = self._states()
         tensors = {
             **{_MODEL + name: one for name, one in self._held.items()},
@@ -101,16 +110,21 @@ class Checkpointer:
             "states": {n: o for one in told for n, o in one["plain"].items()},
             "extra": dict(extra or {}),
         }
-        path: Path = self._on_first(
-            lambda: folders.commit(folder, step, manifest, keep), f"{folder}"
-        )
+        path: Path = self._on_first(lambda: place.commit(step, manifest, keep, check), f"{folder}")
         return path
 
-    def load(self, folder: str | Path, *, step: int | None, optimizer: bool) -> dict[str, Any]:
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None,
+        optimizer: bool,
+        state: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
-        path: Path = self._on_first(lambda: folders.find(Path(folder), step), f"{folder}")
+        path: Path = self._on_first(lambda: PipelineFolder(folder).find(step), f"{folder}")
         self._all_see(path)
-        manifest: dict[str, Any] = self._on_first(lambda: folders.read_manifest(path), f"{path}")
+        manifest: dict[str, Any] = self._on_first(lambda: read_manifest(path), f"{path}")
         has_optimizer = optimizer and manifest["optimizer"] is not None
         reader = FileSystemReader(path)
         wanted: dict[str, torch.Tensor] = {}
@@ -151,6 +165,8 @@ class Checkpointer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:
             self._update.scaler = LossScale(**manifest["loss_scale"])
+        if state:
+            _read_state(path, manifest, state)
         return manifest
 
     def _on_first(self, work: Any, where: str) -> Any:
@@ -296,6 +312,33 @@ class Checkpointer:
             for key, one in (options.get(names[0], {}) if names else {}).items():
                 saved[key] = _like(one, group.get(key))
         optimizer.load_state_dict(told)
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what the user's objects hold; plain values and tensors alone can be read again."""
+    torch.save({name: one.state_dict() for name, one in state.items()}, path)
+    try:
+        torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}): give"
+            " objects whose state_dict() has plain values and tensors alone"
+        ) from error
+
+
+def _read_state(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    told = {}
+    if _STATE in manifest["files"]:
+        told = torch.load(path / _STATE, weights_only=True, map_location="cpu")
+    missing = [name for name in state if name not in told]
+    if missing:
+        has = ", ".join(told) or "none"
+        raise CheckpointError(
+            f"{path}: it has no state of {missing[0]!r} (it has: {has}): give the names that it was"
+            " saved with"
+        )
+    for name, one in state.items():
+        one.load_state_dict(told[name])
 
 
 def _not_saved(model: torch.nn.Module) -> Iterator[str]:

@@ -6,6 +6,7 @@
       step_00000012/              a complete checkpoint
         pipeline.json             step, seed, loss scale, options of the optimizer by parameter,
                                   size of each other file
+        state.pt                  of the user's objects, such as a learning-rate scheduler
         .metadata __0_0.distcp    tensors by name, in torch.distributed.checkpoint's form
       .step_00000013.partial/     being written, or left behind by a crash
       .step_00000012.replaced/    the former one while another takes its place
@@ -16,114 +17,78 @@ What is written gets its name when all of it is durable. One process works on a 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.step_folders import StepFolders, write_durably
 
-__all__ = ["FORMAT", "begin", "commit", "find", "read_manifest"]
+__all__ = ["FORMAT", "PipelineFolder", "read_manifest"]
 
 FORMAT = 1
 _MANIFEST = "pipeline.json"
-_COMPLETE = re.compile(r"step_(\d{8,})")
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def begin(folder: Path, step: int) -> Path:
-    """Clear away what crashed runs left and make an empty partial checkpoint.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for former in folder.glob(".step_*.replaced"):
-        complete = folder / former.name[1 : -len(".replaced")]
-        if complete.exists():
-            shutil.rmtree(former)
-        else:
-            former.rename(complete)
-    for stale in folder.glob(".step_*.partial"):
-        shutil.rmtree(stale)
-    partial = folder / f".{_name(step)}.partial"
-    partial.mkdir()
-    return partial
-
-
-def commit(folder: Path, step: int, manifest: Mapping[str, Any], keep: int | None) -> Path:
-    """Turn the partial checkpoint of a step into a complete one.
+class PipelineFolder(StepFolders):
+    """A folder of checkpoints.
 
     Args:
-        folder: as given to :func:`begin`.
-        step: likewise.
-        manifest: what goes beside the tensors.
-        keep: how many of the newest stay; all where ``None``.
-
-    Raises:
-        OSError: writing failed; the partial checkpoint is still there.
+        path: the folder; it need not exist.
     """
-    partial, complete = folder / f".{_name(step)}.partial", folder / _name(step)
-    files = {one.name: one.stat().st_size for one in partial.iterdir()}
-    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **manifest, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for one in partial.iterdir():
-        _sync(one)
-    _sync(partial)
-    former = folder / f".{_name(step)}.replaced"
-    if complete.exists():
-        complete.rename(former)
-    partial.rename(complete)
-    _sync(folder)
-    if former.exists():
-        shutil.rmtree(former)
-    for old in sorted(_steps(folder))[: -keep if keep else 0]:
-        # Under a name that nobody loads from, before the first file goes.
-        doomed = folder / f".{_name(old)}.partial"
-        (folder / _name(old)).rename(doomed)
-        shutil.rmtree(doomed)
-    return complete
 
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, prefix="step_", digits=8, manifest=_MANIFEST)
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint, ``None`` where there is none."""
+        return max(self.steps(), default=None)
 
+    def commit(
+        self,
+        step: int,
+        manifest: Mapping[str, Any],
+        keep: int | None,
+        check: Callable[[], None] | None = None,
+    ) -> Path:
+        """Turn the partial checkpoint of a step into a complete one.
 
-def _steps(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints by step."""
-    found = ((_COMPLETE.fullmatch(one.name), one) for one in folder.glob("step_*"))
-    return {int(match[1]): one for match, one in found if match and (one / _MANIFEST).is_file()}
+        Args:
+            step: as given to :meth:`begin`.
+            manifest: what goes beside the tensors.
+            keep: how many of the newest stay; all where ``None``.
+            check: called before anything takes its place; raises what it will.
 
+        Raises:
+            OSError: writing failed; the partial checkpoint is still there.
+        """
+        partial = self.partial_path(step)
+        files = {one.name: one.stat().st_size for one in partial.iterdir()}
+        told = {"format": FORMAT, **manifest, "files": files}
+        write_durably(partial / _MANIFEST, json.dumps(told, indent=1))
+        complete = self.publish(step, check)
+        if keep is not None:
+            self.keep(keep)
+        return complete
 
-def find(folder: Path, step: int | None) -> Path:
-    """Return a complete checkpoint, the newest where ``step`` is ``None``.
+    def find(self, step: int | None) -> Path:
+        """Return a complete checkpoint, the newest where ``step`` is ``None``.
 
-    Raises:
-        CheckpointError: it is not there.
-    """
-    steps = _steps(folder)
-    if not steps:
-        raise CheckpointError(
-            f"{folder}: no complete checkpoint of a Pipeline is there; give the folder that "
-            "Pipeline.save was given"
-        )
-    if step is not None and step not in steps:
-        raise CheckpointError(
-            f"{folder}: no checkpoint of step {step}: there are steps "
-            f"{', '.join(map(str, sorted(steps)))}"
-        )
-    return steps[max(steps) if step is None else step]
+        Raises:
+            CheckpointError: it is not there.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(
+                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
+                "Pipeline.save was given"
+            )
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.path}: no checkpoint of step {step}: there are steps "
+                f"{', '.join(map(str, sorted(steps)))}"
+            )
+        return steps[max(steps) if step is None else step]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from megatron.adaptive.pipeline.calibrate import Sample, spread_of
 from megatron.adaptive.pipeline.link_profile import link_rows, reduce_rows
 from megatron.adaptive.planner import profile_file, schema
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
-from megatron.adaptive.planner.model import Model, Precision
-from megatron.adaptive.planner.model_file import listed_model
+from megatron.adaptive.planner.measured_module import module_model
+from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.schedule.action import ActionKind
 
@@ -37,6 +37,7 @@ class Part:
         tied_segments: the first and the last of these pieces.
         element_bytes: of most parameters.
         optimizer_s: of a step of the optimizer, for each parameter.
+        is_random: whether the model draws random numbers.
     """
 
     gpu: str
@@ -46,6 +47,7 @@ class Part:
     tied_segments: tuple[int, ...]
     element_bytes: int
     optimizer_s: float
+    is_random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,16 +159,7 @@ class ModuleProfile:
     @cached_property
     def model(self) -> Model:
         """The pieces as the planner sees them: parameters, gradients and Adam in their own type."""
-        size = self.parts[0].element_bytes
-        precision = Precision(
-            name="fp32" if size == 4 else f"{8 * size} bit",
-            element_bytes=_ELEMENT_BYTES,
-            parameter_bytes=size,
-            gradient_bytes=size,
-            optimizer_bytes=2 * size,
-            reduce_bytes=size,
-        )
-        return listed_model(self._model(), self.name, precision)
+        return module_model(self._model(), self.name, self.parts[0].element_bytes)
 
     def times(self, *, split: bool) -> Profile:
         """The durations as the planner sees them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,27 +14,25 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
-from megatron.adaptive.config.schedule import KEEPING_ALL  # noqa: E402
 from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
-from megatron.adaptive.cutpoint.assembly import Cut, assemble  # noqa: E402
-from megatron.adaptive.cutpoint.automatic import Chosen, Wanted, choose_shape  # noqa: E402
+from megatron.adaptive.cutpoint.assembly import Assembly, Cut, assemble  # noqa: E402
+from megatron.adaptive.cutpoint.automatic import Wanted  # noqa: E402
 from megatron.adaptive.cutpoint.batch import BatchShape, samples_in, stretched  # noqa: E402
 from megatron.adaptive.cutpoint.forwards import PRECISIONS, Forward, Slicing  # noqa: E402
 from megatron.adaptive.cutpoint.holding import check_groups  # noqa: E402
-from megatron.adaptive.cutpoint.mesh import join_job, make_mesh  # noqa: E402
+from megatron.adaptive.cutpoint.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
 from megatron.adaptive.cutpoint.orders import Orders, choose_placement  # noqa: E402
 from megatron.adaptive.cutpoint.program import RandomKey  # noqa: E402
+from megatron.adaptive.cutpoint.running_job import place  # noqa: E402
 from megatron.adaptive.cutpoint.stages import ProgramStages  # noqa: E402
 from megatron.adaptive.cutpoint.traces import start_trace  # noqa: E402
+from megatron.adaptive.cutpoint.wiring import connect  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
-from megatron.adaptive.pipeline.build import build_executor, inputs_in_flight  # noqa: E402
 from megatron.adaptive.pipeline.executor import StepTimes  # noqa: E402
 from megatron.adaptive.pipeline.meter import ActivationMeter  # noqa: E402
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore  # noqa: E402
 
 __all__ = ["Pipeline"]
-
-_LEAST_SLOT_BYTES = 4096
 
 
 class Pipeline:
@@ -77,11 +74,12 @@ class Pipeline:
 
     Attributes:
         model: as given.
-        plan: what the planner chose and why, ``None`` where it was not asked.
+        plan: what the planner chose and why, ``None`` where it was not asked here.
         micro_batch_size: samples of a microbatch.
         partition: segments of each stage.
         weights: what each segment costs; empty where nobody asked.
         cut_points: names of all cut points in the order of the forward.
+        loss: of the last step.
         grad_norm: norm of the whole model's gradient in the last step, before clipping.
         times: of this process in the last step.
 
@@ -124,9 +122,10 @@ class Pipeline:
             BatchShape(sample_batch, micro_batch_size)
         check_groups(model, shared_weights)
         self.model = model
-        self.grad_norm = 0.0
+        self.grad_norm = self.loss = 0.0
         self.times: StepTimes | None = None
-        self.plan: Chosen | None = None
+        self._loop: Loop | None = None
+        self._is_closed = False
         self._meter = ActivationMeter()
         self._step = 0
         forward = Forward(
@@ -145,8 +144,15 @@ class Pipeline:
             cap=activation_cap,
             split=split_backward,
         )
-        self._place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
-        self._order(forward, stretched(sample_batch, self.micro_batch_size))
+        placed = place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
+        self.plan, self._mesh, self._order_of_job = placed.plan, placed.mesh, placed.order
+        self._cut, self._wanted = placed.cut, placed.wanted
+        assert placed.wanted.micro_batch_size is not None
+        self.micro_batch_size = placed.wanted.micro_batch_size
+        made = self._order(forward, stretched(sample_batch, self.micro_batch_size))
+        order = self._order_of_job
+        if order is not None and trace_dir is not None:
+            trace_dir = f"{trace_dir}/epoch-{order.epoch}"
         self._tracing = start_trace(
             trace_dir,
             self._mesh,
@@ -156,7 +162,14 @@ class Pipeline:
             partition=self.partition,
             weights=self.weights,
         )
-        self._wiring = self._connect(transport or TransportConfig(), timeout_s)
+        self._wiring = connect(
+            self._orders,
+            self._mesh,
+            transport or TransportConfig(),
+            largest_message=made.largest_message,
+            recorder=self._tracing.recorder,
+            timeout_s=timeout_s,
+        )
         self._tracing.watch(self._wiring.executor.look)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
         split = self._orders.weight_pieces > 0
@@ -164,36 +177,7 @@ class Pipeline:
         self._update.start(is_fp16=mixed_precision == "fp16")
         self._mesh.settle()
 
-    def _place(
-        self,
-        forward: Forward,
-        sample: Mapping[str, torch.Tensor],
-        cut: Cut,
-        wanted: Wanted,
-        memory_limit_bytes: float | None,
-        timeout_s: float,
-    ) -> None:
-        """Meet the other processes, and take or choose the shape of the job."""
-        job = join_job(timeout_s)
-        try:
-            if wanted.is_open:
-                self.plan = choose_shape(job, forward, sample, cut, wanted, memory_limit_bytes)
-                best = self.plan.best
-                cut = dataclasses.replace(cut, partition=best.partition, weights=self.plan.weights)
-                wanted = dataclasses.replace(
-                    wanted,
-                    pipeline_size=best.pipeline_size,
-                    micro_batch_size=best.micro_batch_size,
-                )
-            assert wanted.micro_batch_size is not None
-            self.micro_batch_size = wanted.micro_batch_size
-            self._mesh = make_mesh(job, wanted.pipeline_size)  # type: ignore[arg-type]
-        except AdaptiveError:
-            job.close()
-            raise
-        self._cut, self._wanted = cut, wanted
-
-    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> None:
+    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> Assembly:
         """Find the order of work, and what this process has of the model."""
         wanted, mesh = self._wanted, self._mesh
         self._shape = BatchShape(sample, self.micro_batch_size)
@@ -217,7 +201,8 @@ class Pipeline:
         self.weights = made.weights
         self._programs, self._eval_programs = made.programs, made.eval_programs
         self._held, self._held_for_meter = made.held, made.for_meter
-        self._largest_message, self._update = made.largest_message, made.update
+        self._update = made.update
+        return made
 
     @property
     def device(self) -> torch.device:
@@ -312,6 +297,10 @@ class Pipeline:
             TransportError: another process is gone or silent.
         """
         count = self._shape.num_microbatches(batch)
+        if self._loop is not None:
+            self._loop.require(count * self.micro_batch_size)
+        elif self._order_of_job is not None:
+            raise ConfigError(NO_LOOP)
         self._step += 1
         self._tracing.begin_iteration(self._step, count, is_traced=True)
         for parameter in self._update.parameters.values():
@@ -319,13 +308,13 @@ class Pipeline:
         losses = self._run(batch, count, forward_only=False)
         with self._tracing.span("reduce"):
             self._update.reduce()
-            loss, self.grad_norm = self._update.totals(losses, count)
+            self.loss, self.grad_norm = self._update.totals(losses, count)
         with self._tracing.span("optimizer"):
             overflow = self._update.apply(self.grad_norm)
         self._mesh.accelerator.synchronize()
         self.times = self._wiring.executor.finish_step()
         self._tracing.end_iteration()
-        return loss, overflow
+        return self.loss, overflow
 
     def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Return the mean loss of a batch in evaluation mode; the same on all processes.
@@ -350,6 +339,7 @@ class Pipeline:
         *,
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save parameters, buffers, optimizer, loss scale, step and seed. Collective.
 
@@ -360,21 +350,31 @@ class Pipeline:
             folder: of checkpoints, seen by all nodes; this one becomes ``step_XXXXXXXX`` there.
             extra: plain values to keep with it, such as the state of a learning-rate scheduler.
             keep: complete checkpoints that stay, the newest; all where ``None``.
+            state: objects with ``state_dict`` and ``load_state_dict`` to keep with it, by name, the
+                same on all processes: those of the first are kept.
 
         Returns:
             Where it is.
 
         Raises:
             CheckpointError: the folder cannot be written, or is not shared.
-            ConfigError: ``extra`` or ``keep`` is wrong.
+            ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
         """
+        return self._save(folder, extra=extra, keep=keep, state=state)
+
+    def _save(self, folder: str | Path, **options: Any) -> Path:
         path: Path = self._checkpointer().save(
-            folder, step=self._step, seed=self._random.seed, extra=extra, keep=keep
+            folder, step=self._step, seed=self._random.seed, **options
         )
         return path
 
     def load(
-        self, folder: str | Path, *, step: int | None = None, optimizer: bool = True
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        optimizer: bool = True,
+        state: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Go on from a checkpoint of :meth:`save`. Collective; after :meth:`set_optimizer`.
 
@@ -382,6 +382,7 @@ class Pipeline:
             folder: as given to ``save``.
             step: which one; the newest where ``None``.
             optimizer: load its state as well.
+            state: objects that were saved with it, by name; each is told its state.
 
         Returns:
             The ``extra`` that was saved.
@@ -390,10 +391,52 @@ class Pipeline:
             CheckpointError: there is none, it is broken, or of another model or optimizer.
             ConfigError: it has the state of an optimizer, and none is set.
         """
-        told = self._checkpointer().load(folder, step=step, optimizer=optimizer)
+        told = self._checkpointer().load(folder, step=step, optimizer=optimizer, state=state)
         self._step, self._random.seed = told["step"], told["seed"]
         extra: dict[str, Any] = told["extra"]
         return extra
+
+    def loop(
+        self,
+        total_steps: int,
+        *,
+        folder: str | Path | None = None,
+        save_interval: int | None = None,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Loop:
+        """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
+
+        Collective; after :meth:`set_optimizer`. Each turn of a loop over them calls :meth:`step`
+        once. On SIGTERM, SIGINT or SIGUSR1 to any process all save after the same step and the
+        program ends there, with status 0. See ``docs/elastic.md``.
+
+        Args:
+            total_steps: of the whole training, those before a checkpoint included.
+            folder: of checkpoints; that of the job in one that changes its shape; none where
+                ``None``.
+            save_interval: steps from one checkpoint to the next; only when the steps end where
+                ``None``.
+            keep: complete checkpoints that stay, the newest; all where ``None``.
+            state: as of :meth:`save`; loaded from the checkpoint.
+
+        Raises:
+            CheckpointError: the newest checkpoint cannot be loaded, or its steps have another
+                number of samples.
+            ConfigError: a setting is wrong, or there is a loop already.
+        """
+        if self._loop is not None:
+            raise ConfigError("Pipeline.loop was called already: one loop has all steps")
+        settings = LoopSettings(
+            total_steps=total_steps,
+            folder=folder,
+            save_interval=save_interval,
+            keep=keep,
+            state=state or {},
+            batch_size=self._wanted.batch_size,
+        )
+        self._loop = Loop(self, settings, self._mesh, self._order_of_job)
+        return self._loop
 
     def _checkpointer(self) -> Any:
         # It imports much that most runs do without.
@@ -402,7 +445,15 @@ class Pipeline:
         return Checkpointer(self._mesh, self.model, self._held, self._update)
 
     def close(self) -> None:
-        """End the pipeline: channels, traces and the process groups that it made. Collective."""
+        """End the pipeline: channels, traces and the process groups that it made. Collective.
+
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop is not None:
+            self._loop.close()
         self._wiring.close()
         self._tracing.close()
         self._mesh.close()
@@ -447,25 +498,3 @@ class Pipeline:
             stages.finish()
             self._random.generator.set_state(before)
         return stages.losses
-
-    def _connect(self, transport: TransportConfig, timeout_s: float) -> Any:
-        placement = self._orders.placement
-        if transport.transport_slot_bytes is None:
-            size = max(_LEAST_SLOT_BYTES, self._largest_message)
-            transport = dataclasses.replace(transport, transport_slot_bytes=size)
-        return build_executor(
-            placement=placement,
-            accelerator=self._mesh.accelerator,
-            places=self._mesh.places,
-            payload_shape=None,
-            payload_dtype=torch.float32,
-            timeout_s=timeout_s,
-            recorder=self._tracing.recorder,
-            transport=transport,
-            in_flight=inputs_in_flight(
-                placement,
-                4 * placement.num_ranks,
-                cap=self._orders.cap,
-                keeps_all=self._orders.schedule in KEEPING_ALL,
-            ),
-        )

@@ -289,6 +289,7 @@ def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> Part | Adapt
             tied_segments=tied[1],
             element_bytes=_element_bytes(request.forward.model),
             optimizer_s=optimizer_seconds(request.forward.model, device, request.optimizer),
+            is_random=tapes[0].is_random,
         )
     except AdaptiveError as error:
         return error

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.training.progress import PROGRESS_NAME, mark_over
+from megatron.adaptive.pipeline.progress import PROGRESS_NAME, mark_over
 
 __all__ = [
+    "MEASURES",
     "Epoch",
     "EpochProgress",
     "SlowRank",
@@ -40,6 +41,8 @@ __all__ = [
 _STATE = "state.json"
 _FOLDER = "elastic"
 _EPOCH = "epoch"
+MEASURES = "processes that measure the model"
+"""The end of the words for a shape that is no shape yet."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -308,6 +311,11 @@ def present_nodes(checkpoints: Path) -> int:
     return sum(node["status"] == "present" for node in machines)
 
 
+def _morphs(epochs: Sequence[Mapping[str, Any]]) -> int:
+    """How often the shape changed; the one that measured a model is none."""
+    return max(0, sum(not epoch["shape"].endswith(MEASURES) for epoch in epochs) - 1)
+
+
 def render_state(told: Mapping[str, Any]) -> str:
     """Return a job's state as text."""
     done, total = told["iteration"], told["total_iterations"]
@@ -315,7 +323,7 @@ def render_state(told: Mapping[str, Any]) -> str:
     lines = [
         f"{told['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
         f" {told['checkpoint_iteration']}, {told['lost_steps']} steps lost in"
-        f" {max(0, len(told['epochs']) - 1)} morphs",
+        f" {_morphs(told['epochs'])} morphs",
         f"manager: process {told['manager']['pid']} on {told['manager']['host']}",
         "machines:",
     ]

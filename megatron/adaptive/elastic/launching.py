@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatron.adaptive.elastic.copies import CopySpec
 from megatron.adaptive.elastic.job import Epoch
 from megatron.adaptive.elastic.membership import Node
+from megatron.adaptive.elastic.programs import Program, Script, Trainer
 from megatron.adaptive.elastic.shapes import Shape
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "assign",
     "earliest",
     "how_ended",
-    "rank_arguments",
     "rank_orders",
 ]
 
@@ -35,10 +35,6 @@ NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
 """Tells a rank the name of its node in the job."""
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
-
-# How a run begins that has a checkpoint of another one; not how it goes on from its own.
-_FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-_OF_EPOCHS = ("--trace-dir",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +54,7 @@ class JobSpec:
         address: at which other machines reach the manager, ``None`` to find out.
         copies: of the state in memory, ``None`` for none.
         on_straggler: what is done about a node that stays slow.
+        is_pipeline: whether the script trains a ``Pipeline``, and has arguments of its own.
     """
 
     script: Path
@@ -72,6 +69,14 @@ class JobSpec:
     address: str | None = None
     copies: CopySpec | None = None
     on_straggler: Policy = "ignore"
+    is_pipeline: bool = False
+
+    @property
+    def program(self) -> Program:
+        """What the ranks run."""
+        if self.is_pipeline:
+            return Script(self.script, self.arguments, self.checkpoints)
+        return Trainer(self.arguments, self.checkpoints)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -181,84 +186,33 @@ def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
     return places
 
 
-def rank_arguments(
-    arguments: Sequence[str],
-    shape: Shape,
-    *,
-    checkpoints: Path,
-    has_checkpoint: bool,
-    progress: Path,
-    epoch: int,
-) -> list[str]:
-    """Return the trainer's arguments for one epoch; later ones win over the user's.
-
-    Args:
-        arguments: the user's.
-        shape: what is to run.
-        checkpoints: where it saves, and goes on from.
-        has_checkpoint: whether there is one of this job.
-        progress: where the ranks tell how far they are.
-        epoch: its number; every epoch has a folder of traces of its own.
-    """
-    words: list[str] = []
-    skip = 0
-    for at, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
-        if skip:
-            skip -= 1
-        elif has_checkpoint and name in _FIRST_ONLY:
-            skip = 0 if equals else _FIRST_ONLY[name]
-        else:
-            words.append(word)
-            if name in _OF_EPOCHS:
-                base = value if equals else arguments[at + 1]
-                words += [] if equals else [base]
-                skip = 0 if equals else 1
-                words += [name, f"{base}/epoch-{epoch}"]
-    words += [*shape.flags, "--save", str(checkpoints), "--progress-dir", str(progress)]
-    if has_checkpoint:
-        words += ["--load", str(checkpoints)]
-    return words
-
-
 def rank_orders(
-    spec: JobSpec,
-    shape: Shape,
+    script: Path,
+    arguments: Sequence[str],
     places: Sequence[Place],
-    epoch: Epoch,
-    *,
-    folder: Path,
+    epoch: int,
     variables: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what the agent of each node is told to start.
 
     Args:
-        spec: of the job.
-        shape: what is to run.
+        script: of every rank.
+        arguments: of the script.
         places: of the ranks.
-        epoch: that they begin.
-        folder: where the ranks tell how far they are.
+        epoch: number of the one that they begin.
         variables: that all ranks get.
     """
-    arguments = rank_arguments(
-        spec.arguments,
-        shape,
-        checkpoints=spec.checkpoints,
-        has_checkpoint=epoch.resumed > 0,
-        progress=folder,
-        epoch=epoch.number,
-    )
     orders: dict[str, list[dict[str, Any]]] = {}
     for rank, place in enumerate(places):
         order = {
-            "key": f"{epoch.number}/{rank}",
+            "key": f"{epoch}/{rank}",
             "variables": {
                 **place.variables(rank, len(places)),
                 NODE_VARIABLE: place.node.name,
                 **variables,
             },
-            "script": str(spec.script),
-            "arguments": arguments,
+            "script": str(script),
+            "arguments": list(arguments),
             "folder": os.getcwd(),
         }
         orders.setdefault(place.node.name, []).append(order)

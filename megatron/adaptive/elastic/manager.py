@@ -46,9 +46,11 @@ from megatron.adaptive.elastic.launching import (
 from megatron.adaptive.elastic.lease import Lease
 from megatron.adaptive.elastic.machines import Machine
 from megatron.adaptive.elastic.membership import Event, Membership, Node
-from megatron.adaptive.elastic.shapes import Chooser, Shape, is_better
+from megatron.adaptive.elastic.programs import Start
+from megatron.adaptive.elastic.shapes import Chooser, Shape
 from megatron.adaptive.elastic.straggler import Stragglers
 from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.pipeline.progress import COMPLETE
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 
 __all__ = ["Manager"]
@@ -59,7 +61,6 @@ _GRACE_S = 8.0
 _KILL_S = 15.0
 _PORT_S = 15.0
 _RETURN_S = 15.0
-_COMPLETE = "all iterations are done"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -85,19 +86,20 @@ class Manager:
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder, say)
-        self._checkpoints = CheckpointFolder(spec.checkpoints)
+        self._program = spec.program
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
         self._members = Membership(spec.machines, own, spec.address, self._secret, say)
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
-        self._copies = Copies(spec.copies, self._members, self._checkpoints, self._secret, had)
+        folder = CheckpointFolder(spec.checkpoints)
+        self._copies = Copies(spec.copies, self._members, folder, self._secret, had)
         self._copies_told = ""
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"
         self._iteration = self._total = 0
         self.notice: signal.Signals | None = None  # that came from outside
-        self._stop = self.notice
+        self._stop: signal.Signals | None = None
         self._is_deposed = self._has_worked = False
         self._failures = 0
         self._reconsider_s: float | None = None
@@ -128,9 +130,8 @@ class Manager:
         ticking = loop.create_task(self._tick())
         status = 2
         try:
-            if (latest := self._checkpoints.latest()) is not None:
-                self._checkpoints.open(latest)  # refuses one that ranks could not go on from
-                self._iteration = latest
+            self._iteration = self._latest()
+            self._program.check()
             await self._members.start()
             told = {"address": self._members.address, "port": self._members.port}
             self._lease.tell({**told, "secret": self._secret})
@@ -237,13 +238,16 @@ class Manager:
         epoch = self._next_epoch(shape, places, reason)
         epoch.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = epoch_folder(self._folder, epoch.number, self._secret)
+        arguments, told = self._program.told(
+            Start(shape=shape, epoch=epoch.number, resumed=epoch.resumed, progress=folder)
+        )
         orders = rank_orders(
-            self._spec,
-            shape,
+            self._spec.script,
+            arguments,
             places,
-            epoch,
-            folder=folder,
-            variables={
+            epoch.number,
+            {
+                **told,
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{epoch.number}",
@@ -323,7 +327,7 @@ class Manager:
     def _rank_ended(self, running: Running, event: Event) -> None:
         status = event.told["status"]
         running.statuses[event.told["key"]] = status
-        if status:
+        if not self._program.is_well(status):
             rank = event.told["key"].partition("/")[2]
             running.at_fault(f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
 
@@ -357,7 +361,7 @@ class Manager:
             self._ask_to_save(running, leaving.why)
             return
         found = await self._fitting(ready=True)
-        if found is not None and is_better(found[0], running.shape):
+        if found is not None and self._stragglers.is_better(found[0], running.shape):
             wanted = [node.name for node in self._stragglers.wanted(found[1])]
             came = ", ".join(name for name in wanted if name not in running.epoch.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
@@ -389,9 +393,10 @@ class Manager:
             if self._stop is not None:
                 say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
                 return 128 + int(self._stop), ""
-            if not running.stopping or before.ended == _COMPLETE:
-                return 0, ""  # the trainer's own reason; it has said which
-            return None, running.stopping
+            again = self._program.goes_on(before, running.statuses.values())
+            if again or (running.stopping and before.ended != COMPLETE):
+                return None, running.stopping or again
+            return 0, ""  # the program's own reason; it has said which
         self._notice_ns = None
         say(f"error: {running.fault}")
         if self._stop is not None:
@@ -399,7 +404,7 @@ class Manager:
         lost, statuses = running.fault.startswith("node "), running.statuses.values()
         # A node that is taken is no failure of the program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
-        code = next((one for one in statuses if one > 0), 1)
+        code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
         own = not lost and not any(one < 0 for one in statuses)
         if own and not self._has_worked:
             return code, ""  # it never worked: its message is above
@@ -435,11 +440,7 @@ class Manager:
             say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
-            node.why = (
-                f"notice {event.told['signal']} on {node.name}"
-                if event.kind == "notice"
-                else f"{node.name} was taken from the machines file"
-            )
+            node.why = event.why_it_leaves
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
             if not self._epochs or node.name not in self._epochs[-1].nodes:
@@ -471,7 +472,7 @@ class Manager:
         return not self._is_deposed
 
     def _latest(self) -> int:
-        return self._checkpoints.latest() or 0
+        return self._program.latest() or 0
 
     def _note_progress(self) -> None:
         if not self._epochs:

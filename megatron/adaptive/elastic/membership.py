@@ -53,6 +53,13 @@ class Event(NamedTuple):
     node: str
     told: dict[str, Any]
 
+    @property
+    def why_it_leaves(self) -> str:
+        """What ``notice`` and ``removed`` mean for the node."""
+        if self.kind == "notice":
+            return f"notice {self.told['signal']} on {self.node}"
+        return f"{self.node} was taken from the machines file"
+
 
 @dataclass(kw_only=True, eq=False)
 class Node:

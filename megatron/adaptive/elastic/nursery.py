@@ -35,7 +35,13 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 _SET_DEATH_SIGNAL = 1
-_MODULES = ("pretrain", "initialize", "setup", "loop", "checkpoint", "logging", "profiler", "stop")
+_TRAINER = "pretrain initialize setup loop checkpoint logging profiler"
+_PIPELINE = "pipeline loop checkpoint running_job"
+_MODULES = (
+    *(f"training.{name}" for name in _TRAINER.split()),
+    "pipeline.stop",
+    *(f"cutpoint.{name}" for name in _PIPELINE.split()),
+)
 
 
 def main(descriptor: int) -> None:
@@ -67,7 +73,7 @@ def _import() -> None:
         device.install()
         device.quiet_libraries()
         for name in _MODULES:
-            importlib.import_module(f"megatron.adaptive.training.{name}")
+            importlib.import_module(f"megatron.adaptive.{name}")
 
 
 def _has_gpu() -> bool:
@@ -148,8 +154,8 @@ class _Nursery:
             status = 0
         except SystemExit as end_:
             status = _status(end_)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            status = _told(error)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -187,6 +193,16 @@ def _ended() -> Iterator[tuple[int, int]]:
         if pid == 0:
             return
         yield pid, status
+
+
+def _told(error: BaseException) -> int:
+    """Print an error that nobody caught; returns the status of the process."""
+    errors = sys.modules.get("megatron.adaptive.errors")
+    if errors is not None and isinstance(error, errors.AdaptiveError):
+        print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    traceback.print_exc()
+    return 1
 
 
 def _status(end: SystemExit) -> int:

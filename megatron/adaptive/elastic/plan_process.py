@@ -4,7 +4,7 @@ It is started once, reads the files, and loads the compiled search while machine
 A question is a line of JSON on its input, the answer a line on its output; both have a number, for
 an answer that comes after its time limit is passed over::
 
-    {"paths": [...], "arguments": [...], "unequal": false}      the first line
+    {"paths": [...], "arguments": [...], "unequal": false, "model": null}     the first line
     {"number": 2, "offers": [{"name": "a", "slots": 1, ...}], "within_s": 10}
     {"number": 2, "shape": {...}, "unknown": ["x"]}    {"number": 2, "none": "why nothing fits"}
     {"number": 1, "wrong": "a message for the user"}            to ``check``
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.elastic.machines import Machine, read_machines
-from megatron.adaptive.elastic.shapes import Offer, Shape, choose_shape
+from megatron.adaptive.elastic.shapes import Offer, Shape, choose_shape, is_better
 from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = ["ByPlan", "PlanProcess", "main"]
@@ -49,10 +49,16 @@ class PlanProcess:
         paths: see ``planning.Planning``.
         arguments: of the trainer.
         unequal: see ``planning.Planning``.
+        model: of a script with a ``Pipeline``, see ``script_planning``; in place of the others.
     """
 
     def __init__(
-        self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
+        self,
+        paths: Sequence[Path],
+        arguments: Sequence[str],
+        *,
+        unequal: bool = False,
+        model: Path | None = None,
     ) -> None:
         others = os.environ.get("PYTHONPATH")
         path = f"{_ROOT}:{others}" if others else str(_ROOT)
@@ -66,8 +72,14 @@ class PlanProcess:
         self._number = 0
         self._rest = b""
         self._lock = threading.Lock()
-        files = [str(one) for one in paths]
-        self._send({"paths": files, "arguments": list(arguments), "unequal": unequal})
+        self._send(
+            {
+                "paths": [str(one) for one in paths],
+                "arguments": list(arguments),
+                "unequal": unequal,
+                "model": None if model is None else str(model),
+            }
+        )
 
     def check(self, machines: Path | None) -> str:
         """Have the files looked at, and a plan made for all machines that may come. Blocks.
@@ -187,6 +199,10 @@ class ByPlan:
         self.why = "" if shape is not None else text
         return shape
 
+    def is_better(self, shape: Shape, running: Shape) -> bool:
+        """See ``shapes.Chooser``."""
+        return is_better(shape, running)
+
 
 def _shape_of(told: dict[str, Any]) -> Shape:
     return Shape(
@@ -209,11 +225,16 @@ def main() -> int:
     first = json.loads(lines.readline() or b"null")
     if first is None:
         return 0
-    planning: Planning | None = None
+    planning: Any = None
     wrong = ""
     try:
-        files = [Path(one) for one in first["paths"]]
-        planning = Planning(files, first["arguments"], unequal=first["unequal"])
+        if first["model"] is not None:
+            from megatron.adaptive.elastic.script_planning import ScriptPlanning
+
+            planning = ScriptPlanning(Path(first["model"]))
+        else:
+            files = [Path(one) for one in first["paths"]]
+            planning = Planning(files, first["arguments"], unequal=first["unequal"])
     except (ConfigError, SetupError) as error:
         wrong = str(error)
     for line in lines:

@@ -16,6 +16,7 @@ from typing import Protocol
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.partition import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.elastic.job import MEASURES
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
@@ -68,6 +69,7 @@ class Shape:
         step_s: seconds of a step as the planner predicts them, ``None`` where the rule chose.
         pace: what a layer takes on each node by name, in any unit; empty where all are alike.
         widths: replicas of each stage where they differ; empty where all stages are alike.
+        unit: what the partition counts.
     """
 
     tensor: int
@@ -81,6 +83,12 @@ class Shape:
     step_s: float | None = None
     pace: Mapping[str, float] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
+    unit: str = "layers"
+
+    @property
+    def is_to_be_measured(self) -> bool:
+        """Whether nothing is known of what is run, which is to be found out first."""
+        return not self.partition
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -97,11 +105,13 @@ class Shape:
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
+        if self.is_to_be_measured:
+            return f"{self.world_size} {MEASURES}"
         replicas = "-".join(map(str, self.widths or (self.data,)))
         text = f"PP {self.pipeline} x DP {replicas}"
         if self.tensor > 1:
             text += f" x TP {self.tensor}"
-        text = f"{text}, layers {format_partition(self.partition)}"
+        text = f"{text}, {self.unit} {format_partition(self.partition)}"
         return text if self.step_s is None else f"{text}, micro-batch {self.micro_batch}"
 
 
@@ -125,6 +135,14 @@ class Chooser(Protocol):
             The shape, ``None`` where none fits.
         """
 
+    def is_better(self, shape: Shape, running: Shape) -> bool:
+        """Whether a job should leave a shape for another one.
+
+        Args:
+            shape: the other one.
+            running: the present one.
+        """
+
 
 class ByRule:
     """Chooses by the rule of this module."""
@@ -136,6 +154,10 @@ class ByRule:
         return choose_shape(
             arguments, [one.slots for one in offers], [one.slowness for one in offers]
         )
+
+    def is_better(self, shape: Shape, running: Shape) -> bool:
+        """See :class:`Chooser`."""
+        return is_better(shape, running)
 
 
 def choose_shape(

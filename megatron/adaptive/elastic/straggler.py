@@ -60,6 +60,10 @@ class Stragglers:
         """Why the chooser found no shape, empty where it does not say."""
         return self._chooser.why
 
+    def is_better(self, shape: Shape, running: Shape) -> bool:
+        """Whether the job should leave a shape for another one; see ``shapes.Chooser``."""
+        return self._chooser.is_better(shape, running)
+
     async def choose(self, nodes: Sequence[Node]) -> Shape | None:
         """Choose a shape; nodes that were left out take part only where there is none without.
 

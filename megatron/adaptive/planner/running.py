@@ -34,7 +34,7 @@ from megatron.adaptive.planner.shared import slowdown
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Option", "Running", "choose_option", "least_largest"]
+__all__ = ["Option", "Running", "choose_option", "least_largest", "least_largest_of"]
 
 # What a rule takes on shared cores is not simulated; an order of the same chunks stands for it.
 _STAND_INS = {1: "1f1b", 2: "zb-v"}
@@ -122,6 +122,7 @@ def choose_option(
     micro_batches: Sequence[int] = (),
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
     most: int = 0,
+    timed: bool = True,
 ) -> list[Option]:
     """Return the best shape and the next best ones, as far as they were timed.
 
@@ -131,6 +132,7 @@ def choose_option(
         micro_batches: likewise.
         partition: returns that of so many stages where it is given, ``None`` where not.
         most: samples of the largest microbatch, where none is given.
+        timed: whole steps are; else the work of the busiest process stands for them.
 
     Raises:
         ConfigError: no shape divides processes and samples, or none fits into memory.
@@ -147,6 +149,8 @@ def choose_option(
     fitting = [(shape, one) for shape, one in untimed if one.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([one for _, one in untimed]))
+    if not timed:
+        return sorted((one for _, one in fitting), key=lambda one: one.seconds)
     found: list[Option] = []
     for shape, one in sorted(fitting, key=lambda pair: pair[1].seconds):
         # What is there of seconds is a bound yet.
@@ -313,6 +317,16 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
         parts.append(end - begin)
         end = begin
     return tuple(reversed(parts))
+
+
+def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
+    """Divide pieces of known weight likewise; ``None`` if there are too few.
+
+    Args:
+        weights: of each piece.
+        num_stages: each of one piece at least.
+    """
+    return least_largest([_sums(weights)] * num_stages)
 
 
 def _sums(values: Any) -> Any:

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training import checkpoint_state as state
 from megatron.adaptive.training.checkpoint_exchange import (
     Exchange,
@@ -41,7 +42,6 @@ from megatron.adaptive.training.checkpoint_exchange import (
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.initialize import Job
-from megatron.adaptive.training.progress import is_over
 
 __all__ = ["Checkpoints", "Progress"]
 
@@ -263,7 +263,7 @@ class Checkpoints:
         partial = folder.partial_path(iteration)
 
         def begin() -> None:
-            self._require_current()
+            require_current(self._config.progress_dir)
             folder.begin(iteration)
             # megatron-core's `save` does the same, but a failure of rank 0 in its own part would
             # leave the others waiting in a collective.
@@ -271,7 +271,9 @@ class Checkpoints:
 
         def complete() -> Path:
             save_config(CheckpointingConfig(saver.backend, saver.version), str(partial))
-            path = folder.commit(iteration, manifest, self._require_current)
+            path = folder.commit(
+                iteration, manifest, lambda: require_current(self._config.progress_dir)
+            )
             if self._settings.keep_checkpoints is not None:
                 folder.keep(self._settings.keep_checkpoints)
             return path
@@ -292,11 +294,6 @@ class Checkpoints:
                     "or name another folder with --save"
                 ) from error
             raise
-
-    def _require_current(self) -> None:
-        """Keep ranks that stood still from writing over what the job did without them."""
-        if is_over(self._config.progress_dir):
-            raise CheckpointError("the job has gone on without these ranks, which end now")
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)

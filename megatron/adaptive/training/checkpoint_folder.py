@@ -19,18 +19,15 @@ Nothing here knows of other ranks or of tensors; one process works on a folder a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.step_folders import StepFolders, sync, write_durably
 
 __all__ = ["FORMAT_VERSION", "CheckpointFolder", "Manifest"]
 
@@ -39,7 +36,6 @@ _FORMAT = "megatron-adaptive-checkpoint"
 _MANIFEST = "manifest.json"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
-_COMPLETE = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,7 @@ class Manifest:
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-class CheckpointFolder:
+class CheckpointFolder(StepFolders):
     """A folder of checkpoints.
 
     Args:
@@ -73,34 +69,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def partial_path(self, iteration: int) -> Path:
-        """Where the checkpoint of ``iteration`` is written before it is complete."""
-        return self.path / f".{_name(iteration)}.partial"
-
-    def complete_path(self, iteration: int) -> Path:
-        """Where the checkpoint of ``iteration`` is when it is complete."""
-        return self.path / _name(iteration)
-
-    def begin(self, iteration: int) -> Path:
-        """Clear away what crashed runs left and make an empty partial checkpoint.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        for former in self.path.glob(".iter_*.replaced"):
-            complete = self.path / former.name[1 : -len(".replaced")]
-            if complete.exists():
-                shutil.rmtree(former)
-            else:
-                former.rename(complete)
-        for stale in self.path.glob(".iter_*.partial"):
-            shutil.rmtree(stale)
-        partial = self.partial_path(iteration)
-        partial.mkdir()
-        return partial
+        super().__init__(path, prefix="iter_", digits=7, manifest=_MANIFEST)
 
     def commit(
         self, iteration: int, manifest: Manifest, check: Callable[[], None] | None = None
@@ -118,44 +87,12 @@ class CheckpointFolder:
         Raises:
             OSError: writing failed; the partial checkpoint is still there.
         """
-        partial, complete = self.partial_path(iteration), self.complete_path(iteration)
+        partial = self.partial_path(iteration)
         files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
         body = {"format": _FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
         body["files"] = files
-        _write_durably(partial / _MANIFEST, json.dumps(body, indent=1) + "\n")
-        for name in files:
-            _sync(partial / name)
-        _sync(partial)
-        if check is not None:
-            check()
-        former = self._replaced_path(iteration)
-        if complete.exists():
-            complete.rename(former)
-        partial.rename(complete)
-        _sync(self.path)
-        self._write_tracker(iteration)
-        if former.exists():
-            shutil.rmtree(former)
-        return complete
-
-    def keep(self, number: int) -> None:
-        """Remove all but the last complete checkpoints, as far as the file system lets us.
-
-        Args:
-            number: of those that stay.
-        """
-        found = (_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests())
-        iterations = sorted(int(match[1]) for match in found if match)
-        for iteration in iterations[:-number]:
-            # Under a name that nobody loads from, before the first file goes.
-            doomed = self.partial_path(iteration)
-            with contextlib.suppress(OSError):
-                self.complete_path(iteration).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-    def abandon(self, iteration: int) -> None:
-        """Remove the partial checkpoint of ``iteration``, as far as the file system lets us."""
-        shutil.rmtree(self.partial_path(iteration), ignore_errors=True)
+        write_durably(partial / _MANIFEST, json.dumps(body, indent=1) + "\n")
+        return self.publish(iteration, check, lambda: self._write_tracker(iteration))
 
     def latest(self) -> int | None:
         """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
@@ -171,8 +108,7 @@ class CheckpointFolder:
             raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
         tracker = self.path / _TRACKER
         if not tracker.exists():
-            found = [_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests()]
-            return max((int(match[1]) for match in found if match), default=None)
+            return max(self.steps(), default=None)
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if not text.isdecimal():
             raise CheckpointError(
@@ -188,8 +124,8 @@ class CheckpointFolder:
             CheckpointError: it is missing, incomplete, of a newer format or not of this program.
         """
         path = self.complete_path(iteration)
-        if not path.exists() and self._replaced_path(iteration).exists():
-            path = self._replaced_path(iteration)
+        if not path.exists() and self.replaced_path(iteration).exists():
+            path = self.replaced_path(iteration)
         if not path.is_dir():
             raise CheckpointError(
                 f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
@@ -261,40 +197,13 @@ class CheckpointFolder:
 
     def _others(self, iteration: int) -> str:
         """What to do when the checkpoint of ``iteration`` cannot be used."""
-        found = (_COMPLETE.fullmatch(entry.parent.name) for entry in self._manifests())
-        others = sorted({int(match[1]) for match in found if match} - {iteration})
+        others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
         return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
 
-    def _manifests(self) -> list[Path]:
-        return list(self.path.glob(f"iter_*/{_MANIFEST}"))
-
-    def _replaced_path(self, iteration: int) -> Path:
-        return self.path / f".{_name(iteration)}.replaced"
-
     def _write_tracker(self, iteration: int) -> None:
         temporary = self.path / f".{_TRACKER}.partial"
-        _write_durably(temporary, f"{iteration}")
+        write_durably(temporary, f"{iteration}")
         temporary.replace(self.path / _TRACKER)
-        _sync(self.path)
-
-
-def _name(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(self.path)

@@ -13,6 +13,8 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.progress import COMPLETE, saved_line
+from megatron.adaptive.pipeline.stop import StopRequest
 from megatron.adaptive.training import relocate
 from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
@@ -25,7 +27,6 @@ from megatron.adaptive.training.repartition import Move, make_repartitioner
 from megatron.adaptive.training.restage import restage
 from megatron.adaptive.training.setup import Run, make_loader, make_recording
 from megatron.adaptive.training.step import Step, gather_parameters, params_norm
-from megatron.adaptive.training.stop import StopRequest
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Trainer:
             are no channels.
     """
 
-    COMPLETE = "all iterations are done"
+    COMPLETE = COMPLETE
 
     def __init__(
         self,
@@ -383,13 +384,8 @@ class Trainer:
 
     def _tell_saved(self, iteration: int, path: Path) -> None:
         self._log.tell(saved=iteration, seconds=self._waited_s)
-        self._log.message(
-            f"  successfully saved checkpoint from iteration {iteration:7d} to {path} "
-            f"(training waited {self._waited_s:.2f} s)"
-            if self._config.checkpoint.async_save
-            else f"  successfully saved checkpoint from iteration {iteration:7d} to {path} "
-            f"({self._waited_s:.2f} s)"
-        )
+        behind = self._config.checkpoint.async_save
+        self._log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
 
     def _early_end(self) -> str | None:
         """Return why training ends before its time, ``None`` if it goes on; all ranks agree."""

@@ -79,13 +79,13 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
+    from megatron.adaptive.pipeline.stop import StopRequest
     from megatron.adaptive.training.checkpoint import Checkpoints
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
     from megatron.adaptive.training.profiler import make_profiler
     from megatron.adaptive.training.repartition import resume_partition
     from megatron.adaptive.training.setup import build_run
-    from megatron.adaptive.training.stop import StopRequest
 
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.training import progress
-from megatron.adaptive.training.progress import PROGRESS_NAME, ProgressFile, is_over, mark_over
+from megatron.adaptive.pipeline import progress
+from megatron.adaptive.pipeline.progress import PROGRESS_NAME, ProgressFile, is_over, mark_over
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

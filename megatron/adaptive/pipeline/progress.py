@@ -26,7 +26,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["PROGRESS_NAME", "ProgressFile", "is_over", "mark_over"]
+from megatron.adaptive.errors import CheckpointError
+
+__all__ = [
+    "COMPLETE",
+    "PROGRESS_NAME",
+    "ProgressFile",
+    "is_over",
+    "mark_over",
+    "require_current",
+    "saved_line",
+]
+
+COMPLETE = "all iterations are done"
+"""Why a training ends that did all that it was to do."""
 
 PROGRESS_NAME = "progress.jsonl"
 PERIOD_S = 0.5
@@ -44,6 +57,29 @@ def mark_over(folder: Path) -> None:
 def is_over(folder: str | None) -> bool:
     """Whether the job goes on without the processes that write to a folder of progress."""
     return folder is not None and (Path(folder) / _OVER).exists()
+
+
+def require_current(folder: str | None) -> None:
+    """Keep ranks that stood still from writing over what the job did without them.
+
+    Raises:
+        CheckpointError: the job has gone on.
+    """
+    if is_over(folder):
+        raise CheckpointError("the job has gone on without these ranks, which end now")
+
+
+def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
+    """The line of the log about a checkpoint.
+
+    Args:
+        iteration: that it is of.
+        path: where it is.
+        seconds: that training waited for it.
+        is_behind: whether it was written behind training.
+    """
+    waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
+    return f"  successfully saved checkpoint from iteration {iteration:7d} to {path} ({waited})"
 
 
 class ProgressFile:

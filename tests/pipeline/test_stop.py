@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.training.stop import StopRequest
+from megatron.adaptive.pipeline.stop import StopRequest
 
 WATCHDOG_S = 60.0
 RANKS = """
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.adaptive.errors import PeerLostError
-from megatron.adaptive.training.stop import StopRequest
+from megatron.adaptive.pipeline.stop import StopRequest
 
 how, folder, rank, num_ranks, minutes = JOB
 folder = Path(folder)

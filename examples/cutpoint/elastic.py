@@ -1,0 +1,90 @@
+"""A training that goes on in another shape when machines come or go.
+
+python -m megatron.adaptive run --machines machines.txt --checkpoint checkpoints \
+    examples/cutpoint/elastic.py --steps 2000
+
+The same program runs under torchrun, and in one process: ``--save FOLDER`` then says where it saves
+and what it goes on from.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from megatron.adaptive import CutPoint, Pipeline
+
+WIDTH, LAYERS, CLASSES = 64, 8, 10
+
+
+class Net(torch.nn.Module):
+    """Residual layers with dropout, and a cut point after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Dropout(0.1)
+            )
+            for _ in range(LAYERS)
+        )
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(LAYERS))
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ``x [n, WIDTH]`` with classes ``label [n]``."""
+        for layer, cut in zip(self.layers, self.cuts, strict=True):
+            x = cut(x + layer(x))
+        return torch.nn.functional.cross_entropy(self.head(x), label)
+
+
+def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
+    """Return the whole batch of a step, the same whenever and wherever it is asked for."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(samples, WIDTH, generator=generator)
+    return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="of the whole training")
+    parser.add_argument("--batch-size", type=int, default=24, help="samples of all replicas")
+    parser.add_argument("--save", metavar="FOLDER", help="of checkpoints, without `run`")
+    parser.add_argument("--save-interval", type=int, default=50, help="steps")
+    parser.add_argument("--log-interval", type=int, default=10, help="steps")
+    given = parser.parse_args()
+
+    torch.manual_seed(1)  # all processes build the same model
+    with Pipeline(Net(), batch_of(0, given.batch_size)) as pipeline:
+        optimizers = []
+
+        def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            optimizers.append(torch.optim.AdamW(parameters, lr=1e-3))
+            return optimizers[0]
+
+        pipeline.set_optimizer(make, clip_norm=1.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], given.steps)
+        steps = pipeline.loop(
+            given.steps,
+            folder=given.save,
+            save_interval=given.save_interval,
+            keep=2,
+            state={"scheduler": scheduler},
+        )
+        first = torch.distributed.get_rank() == 0
+        for step in steps:
+            loss, _ = pipeline.step(pipeline.share(batch_of(step, given.batch_size)))
+            scheduler.step()
+            if first and (step + 1) % given.log_interval == 0:
+                shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
+                print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
+        # Only once all steps are done: a notice ends the program within the loop.
+        evaluated = pipeline.eval(pipeline.share(batch_of(given.steps, given.batch_size)))
+        if first:
+            print(f"evaluation: loss {evaluated:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

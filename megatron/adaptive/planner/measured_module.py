@@ -1,0 +1,158 @@
+"""A measured module with cut points as a running job keeps it, to plan anew when machines change.
+
+Its ranks write it once, before the first shape; whoever plans reads it. JSON, whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.model import Model, Precision
+from megatron.adaptive.planner.model_file import listed_model
+from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile_file import make_profile
+
+__all__ = ["MeasuredHost", "MeasuredModule", "module_model"]
+
+FORMAT = 1
+_ELEMENT_BYTES = 4  # in which the sizes of messages are told
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredHost:
+    """A node as its processes found it.
+
+    Attributes:
+        host: its own name.
+        type: of nodes, as in the profile.
+        gpu: its device, as in the profile.
+        processes: that it had.
+        cores: that they shared, 0 where each had a device of its own.
+        memory_bytes: that each of them may use.
+        shares_memory: whether fewer processes have more of it each.
+    """
+
+    host: str
+    type: str
+    gpu: str
+    processes: int
+    cores: int
+    memory_bytes: float
+    shares_memory: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredModule:
+    """What shapes of a module are planned with.
+
+    Attributes:
+        signature: of the model and of what the script gave; another one is another module.
+        name: of the model.
+        whole: a profile with whole backwards.
+        split: one with split backwards, ``None`` where the schedule splits none.
+        element_bytes: of most parameters.
+        hosts: the nodes that it was measured on, one of each name.
+        batch_size: samples of a step over all replicas.
+        most: samples of the largest microbatch that was measured.
+        schedule: order of work.
+        chunks: stages of each process.
+        cap: most activations that a process keeps under a rule, ``None`` for the rule's own.
+        pipeline_size: processes of a pipeline that are wished for.
+        micro_batch_size: samples of a microbatch, where they must stay.
+        partition: segments of each stage, for pipelines of so many stages.
+        weights: what each segment costs, where the user says so.
+        is_random: whether the model draws random numbers, which depend on the microbatch.
+    """
+
+    signature: str
+    name: str
+    whole: Mapping[str, Any]
+    split: Mapping[str, Any] | None
+    element_bytes: int
+    hosts: tuple[MeasuredHost, ...]
+    batch_size: int
+    most: int
+    schedule: str
+    chunks: int
+    cap: float | None = None
+    pipeline_size: int | None = None
+    micro_batch_size: int | None = None
+    partition: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    is_random: bool = False
+
+    @cached_property
+    def model(self) -> Model:
+        """Its pieces."""
+        return module_model(self.whole["model"], self.name, self.element_bytes)
+
+    def profile(self, *, split: bool) -> Profile:
+        """Its durations.
+
+        Args:
+            split: of backwards in two halves.
+        """
+        return make_profile(self.split if split and self.split is not None else self.whole)
+
+    def write(self, path: Path) -> None:
+        """Replace the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, **asdict(self)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> MeasuredModule | None:
+        """Read the file; ``None`` where there is none, or of another version of this program.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error}): remove it, and the model is measured anew"
+            ) from None
+        names = {one.name for one in fields(cls)}
+        if not isinstance(told, dict) or told.pop("format", None) != FORMAT or set(told) != names:
+            return None
+        for name in ("partition", "weights"):
+            told[name] = None if told[name] is None else tuple(told[name])
+        hosts = tuple(MeasuredHost(**one) for one in told["hosts"])
+        return cls(**{**told, "hosts": hosts})
+
+
+def module_model(told: Mapping[str, Any], name: str, element_bytes: int) -> Model:
+    """Return the pieces of a module: parameters, gradients and Adam in their own type.
+
+    Args:
+        told: the model of its profile.
+        name: of it.
+        element_bytes: of most parameters.
+    """
+    precision = Precision(
+        name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",
+        element_bytes=_ELEMENT_BYTES,
+        parameter_bytes=element_bytes,
+        gradient_bytes=element_bytes,
+        optimizer_bytes=2 * element_bytes,
+        reduce_bytes=element_bytes,
+    )
+    return listed_model(dict(told), name, precision)

@@ -1,0 +1,78 @@
+"""A user's script with a Pipeline: tells of every step on every rank what it trained on.
+
+Its arguments: total steps, samples of a step, a folder for what it tells, and JSON of further ones:
+``folder`` and ``save_interval`` of the loop, all else of the Pipeline; ``wrong`` does something
+that a job must refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.adaptive import CutPoint, Pipeline
+
+WIDTH = 8
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = torch.nn.functional.dropout(torch.tanh(block(x)) + x, 0.1, self.training)
+            if number < 5:
+                x = self.cuts[number](x)
+        return x.square().mean()
+
+
+def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
+    """The first number of a sample tells which one it is."""
+    x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
+    x[:, 0] = (step * size + torch.arange(size)) / 1e3
+    return {"x": x}
+
+
+def main() -> None:
+    total, size, told, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    options: dict[str, Any] = json.loads(more)
+    wrong = options.pop("wrong", "")
+    looping = {name: options.pop(name) for name in ("folder", "save_interval") if name in options}
+    if wrong == "no pipeline":
+        return
+    torch.manual_seed(1)
+    if wrong == "another model":
+        options["memory_limit_bytes"] = 1e9 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pipeline = Pipeline(Net(), batch_of(0, size), **options)
+    pipeline.set_optimizer(lambda ones: torch.optim.AdamW(ones, lr=1e-2), clip_norm=1.0)
+    job = json.loads(os.environ.get("MEGATRON_ADAPTIVE_JOB", '{"epoch": 0}'))
+    rank = int(os.environ.get("RANK", "0"))
+    if wrong == "no loop":
+        pipeline.step(pipeline.share(batch_of(0, size)))
+    with (told / f"epoch-{job['epoch']}-{rank}.jsonl").open("a") as output:
+        for step in pipeline.loop(total, **looping):
+            batch = batch_of(step, size)
+            part = batch if wrong == "whole batches" else pipeline.share(batch)
+            loss, _ = pipeline.step(part)
+            line = {
+                "step": step,
+                "loss": loss,
+                "shape": [pipeline.pipeline_size, pipeline.replicas],
+                "samples": [round(float(one) * 1e3) for one in part["x"][:, 0]],
+            }
+            output.write(json.dumps(line) + "\n")
+            output.flush()
+    (told / f"after-{rank}").touch()
+    pipeline.close()
+
+
+if __name__ == "__main__":
+    main()
