@@ -117,10 +117,14 @@ class GptRank:
         dist.barrier(group=self._job.control_group)
         end_job()
 
-    def train(self) -> None:
-        """Take a step."""
+    def train(self, before_update: Callable[[], None] = lambda: None) -> None:
+        """Take a step.
+
+        Args:
+            before_update: called when the state is about to change.
+        """
         microbatches = None if self._loader is None else self._loader.step(self._microbatches)
-        self._step.train(microbatches, self._microbatches, self._iteration)
+        self._step.train(microbatches, self._microbatches, self._iteration, before_update)
 
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], names: tuple[str, str]

@@ -30,8 +30,9 @@ MODEL = (
     " --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0"
     f" --micro-batch-size 1 --global-batch-size {MICROBATCHES} --lr 1e-4 --train-iters 100000"
     " --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer --eval-iters 0"
-    f" --pipeline-model-parallel-size {RANKS} --keep-checkpoints 2 --async-save --save-interval 10"
+    f" --pipeline-model-parallel-size {RANKS}"
 ).split()
+SAVING = "--keep-checkpoints 2 --async-save --save-interval 10".split()
 
 
 def measure(rounds: int, limit_s: float = 900.0) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Rank(GptRank):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__([*MODEL, "--save", str(folder)])
+        super().__init__([*MODEL, *SAVING, "--save", str(folder)])
         from megatron.adaptive.training.checkpoint import Checkpoints
 
         run = self._run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +59,30 @@ def test_a_slow_node_gets_fewer_layers_once() -> None:
     assert job.choose().partition == (3, 2, 3)
     assert job.heed(slow(1, 4.0)) == ""  # one move for each node
     assert job.stragglers.told(job.nodes[1])["slowness"] == 2.0
-    job.stragglers.joined("b")  # as good as new
+    job.stragglers.joined(job.nodes[1], pid=0)  # as good as new
     assert job.choose().partition == (2, 3, 3)
+
+
+@pytest.mark.parametrize("policy", ["replan", "exclude"])
+def test_what_is_known_of_a_node_outlives_its_manager(policy: Policy) -> None:
+    """The next one gave a slow node as many layers as others, and moved for it a second time."""
+    before = Job(policy, "abc")
+    for pid, node in enumerate(before.nodes, 10):
+        node.host, node.pid = f"host-{node.name}", pid
+    assert before.heed(slow(1, 4.0)) != ""
+    told = [before.stragglers.told(node) for node in before.nodes]
+    after = Job(policy, "abc")
+    after.stragglers.recall(json.loads(json.dumps(told)))
+    assert after.choose().partition == (2, 3, 3)  # none is here yet
+    after.nodes = before.nodes
+    for node in after.nodes:
+        after.stragglers.joined(node, pid=node.pid)
+    assert after.choose() == before.choose()
+    assert [after.stragglers.told(node) for node in after.nodes] == told
+    assert after.heed(slow(1, 4.0)) == ""  # one move for each node
+    after.stragglers.joined(after.nodes[1], pid=99)  # started anew since: it may have been mended
+    assert after.choose().partition == (2, 3, 3)
+    assert after.stragglers.told(after.nodes[1])["slowness"] == 1.0
 
 
 def test_a_job_moves_three_times_in_an_hour() -> None:

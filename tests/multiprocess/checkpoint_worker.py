@@ -29,13 +29,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.training.checkpoint_shards import ShardFile  # noqa: E402
 from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
 from megatron.adaptive.training.initialize import (  # noqa: E402
     Job,
@@ -240,8 +240,11 @@ def reshape(
     """Load what each source saves into each target; all must go on as if never interrupted."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
-        run.step(2)
-        run.checkpoints.save(progress(2))
+        run.step()
+        run.checkpoints.save(progress(1))  # the next one is written as this one was
+        run.step()
+        run.checkpoints.save_behind(progress(2))
+        run.checkpoints.finish()
     for target in targets:
         run = Training(jobs, common | target)
         run.step(2)
@@ -346,13 +349,13 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
     run.step(2)
     run.checkpoints.save(progress(1))
     if dist.get_rank() == 1:
-        write = FileSystemWriter.write_data
+        write = ShardFile.write
 
         def write_and_die(*args: Any) -> None:
             write(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        FileSystemWriter.write_data = write_and_die
+        ShardFile.write = write_and_die
     run.checkpoints.save(progress(2))
 
 

@@ -14,6 +14,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,13 +27,14 @@ __all__ = [
     "MEASURES",
     "Epoch",
     "EpochProgress",
+    "ProgressReader",
     "SlowRank",
     "StateFile",
     "end_epochs",
     "epoch_folder",
     "job_folder",
+    "known_machines",
     "phases",
-    "present_nodes",
     "read_state",
     "render_state",
     "say",
@@ -146,6 +148,7 @@ class SlowRank:
     pace_ns: Sequence[float] = ()
 
 
+_STEPS = 1000
 _SLOW = tuple(one.name for one in fields(SlowRank))
 
 
@@ -163,7 +166,7 @@ class EpochProgress:
         saved_ns: when the last checkpoint was complete.
         saving_s: how long training waited for it.
         copies: of the state in memory, in words; the empty text before they are known.
-        step_s: median of a step, without the first.
+        step_s: median of the last thousand steps told of, without the first.
         slow: ranks that the diagnosis named, in order.
     """
 
@@ -179,41 +182,69 @@ class EpochProgress:
     step_s: float | None = None
     slow: tuple[SlowRank, ...] = ()
 
-    @classmethod
-    def read(cls, folder: Path) -> EpochProgress:
-        """Read what is there; a line that is just being written is left out."""
-        found: dict[str, Any] = {}
-        steps_ms: list[float] = []
-        slow: list[SlowRank] = []
+
+class ProgressReader:
+    """Reads what ranks write of themselves, each line once."""
+
+    def __init__(self) -> None:
+        self._begin(Path())
+
+    def _begin(self, folder: Path) -> None:
+        self._folder = folder
+        self._offset = 0
+        self._found: dict[str, Any] = {}
+        self._slow: list[SlowRank] = []
+        self._steps_ms: deque[float] = deque(maxlen=_STEPS)
+        self._progress = EpochProgress()
+
+    def read(self, folder: Path) -> EpochProgress:
+        """Return what is known by now; a line that is just being written is left for later.
+
+        Args:
+            folder: where the ranks of one shape write.
+        """
+        if folder != self._folder:
+            self._begin(folder)
         try:
-            lines = (folder / PROGRESS_NAME).read_text(encoding="utf-8").splitlines()
+            with (folder / PROGRESS_NAME).open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
         except OSError:
-            return cls()
-        for line in lines:
+            return self._progress
+        whole = added[: added.rfind(b"\n") + 1]
+        if not whole:
+            return self._progress
+        self._offset += len(whole)
+        for line in whole.splitlines():
             try:
                 told = json.loads(line)
             except ValueError:
                 continue
-            at = told["unix_ns"]
-            if "total_iterations" in told:
-                found |= {"total": told["total_iterations"], "begun_ns": at}
-            elif "loaded_s" in told:
-                found["loaded_s"] = told["loaded_s"]
-            elif "iteration" in told:
-                found.setdefault("first_ns", at)
-                found["iteration"] = told["iteration"]
-                steps_ms.append(told.get("step_ms") or 0.0)
-            elif "slow_rank" in told:
-                slow.append(SlowRank(**{name: told[name] for name in _SLOW}))
-            elif "saved" in told:
-                found |= {"saved_ns": at, "saving_s": told["seconds"]}
-            elif "copies" in told:
-                found["copies"] = told["copies"]
-            elif "ended" in told:
-                found["ended"] = told["ended"]
-        if len(steps_ms) > 1:
-            found["step_s"] = statistics.median(steps_ms[1:]) / 1e3
-        return cls(**found, slow=tuple(slow))
+            self._note(told)
+        if self._steps_ms:
+            self._found["step_s"] = statistics.median(self._steps_ms) / 1e3
+        self._progress = EpochProgress(**self._found, slow=tuple(self._slow))
+        return self._progress
+
+    def _note(self, told: Mapping[str, Any]) -> None:
+        at, found = told["unix_ns"], self._found
+        if "total_iterations" in told:
+            found |= {"total": told["total_iterations"], "begun_ns": at}
+        elif "loaded_s" in told:
+            found["loaded_s"] = told["loaded_s"]
+        elif "iteration" in told:
+            if "first_ns" in found:
+                self._steps_ms.append(told.get("step_ms") or 0.0)
+            found.setdefault("first_ns", at)
+            found["iteration"] = told["iteration"]
+        elif "slow_rank" in told:
+            self._slow.append(SlowRank(**{name: told[name] for name in _SLOW}))
+        elif "saved" in told:
+            found |= {"saved_ns": at, "saving_s": told["seconds"]}
+        elif "copies" in told:
+            found["copies"] = told["copies"]
+        elif "ended" in told:
+            found["ended"] = told["ended"]
 
 
 def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
@@ -302,13 +333,13 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     return told
 
 
-def present_nodes(checkpoints: Path) -> int:
-    """Nodes that took part in a job when its state was written last."""
+def known_machines(checkpoints: Path) -> list[dict[str, Any]]:
+    """Machines of a job as its state told of them last, empty where there is none."""
     try:
         machines = read_state(checkpoints).get("machines", [])
     except ConfigError:
-        return 0
-    return sum(node["status"] == "present" for node in machines)
+        return []
+    return [dict(machine) for machine in machines]
 
 
 def _morphs(epochs: Sequence[Mapping[str, Any]]) -> int:

@@ -24,12 +24,13 @@ from megatron.adaptive.elastic.copies import Copies
 from megatron.adaptive.elastic.job import (
     Epoch,
     EpochProgress,
+    ProgressReader,
     StateFile,
     end_epochs,
     epoch_folder,
     job_folder,
+    known_machines,
     phases,
-    present_nodes,
     say,
 )
 from megatron.adaptive.elastic.keeper import Keeper
@@ -58,9 +59,7 @@ __all__ = ["Manager"]
 _TICK_S = 2.0
 _SETTLE_S = 0.5
 _GRACE_S = 8.0
-_KILL_S = 15.0
-_PORT_S = 15.0
-_RETURN_S = 15.0
+_KILL_S = _PORT_S = _RETURN_S = 15.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -100,13 +99,12 @@ class Manager:
         self._iteration = self._total = 0
         self.notice: signal.Signals | None = None  # that came from outside
         self._stop: signal.Signals | None = None
-        self._is_deposed = self._has_worked = False
-        self._failures = 0
+        self._is_deposed = self._has_worked = self._has_slow = False
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: EpochProgress | None = None
-        self._has_slow = False
-        self._ended_ns = 0
+        self._progress = ProgressReader()
+        self._failures = self._ended_ns = 0
         self._ports: dict[str, int] = {}
 
     async def run(self) -> int:
@@ -125,7 +123,7 @@ class Manager:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         await asyncio.to_thread(self._lease.claim, {})
-        self._before_us = present_nodes(self._spec.checkpoints)
+        self._before_us = self._stragglers.recall(known_machines(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
         ticking = loop.create_task(self._tick())
         status = 2
@@ -321,7 +319,7 @@ class Manager:
             if running.deadline_s is not None and now_s >= running.deadline_s:
                 self._overdue(running)
         self._ended_ns = time.time_ns()
-        self._before = EpochProgress.read(running.folder)
+        self._before = self._progress.read(running.folder)
         self._note_progress()
 
     def _rank_ended(self, running: Running, event: Event) -> None:
@@ -350,7 +348,7 @@ class Manager:
     async def _heed_slow(self, running: Running) -> None:
         """Ask the ranks to save and end if another shape is better for a node that stays slow."""
         # Of this epoch: the event may be of the one before.
-        told, nodes = EpochProgress.read(running.folder).slow, self._members.usable()
+        told, nodes = self._progress.read(running.folder).slow, self._members.usable()
         if reason := await self._stragglers.heed(told, running, nodes):
             self._ask_to_save(running, reason)
 
@@ -428,7 +426,7 @@ class Manager:
             return event
         now_s = time.monotonic()
         if event.kind == "joined":
-            self._stragglers.joined(node.name)
+            self._stragglers.joined(node, pid=self._members.lasting_pid(node))
         elif event.kind == "ready":  # training need not wait for what a new node imports
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
@@ -478,7 +476,7 @@ class Manager:
         if not self._epochs:
             return
         epoch = self._epochs[-1]
-        now = EpochProgress.read(epoch_folder(self._folder, epoch.number, self._secret))
+        now = self._progress.read(epoch_folder(self._folder, epoch.number, self._secret))
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
         self._copies_told = now.copies

@@ -172,6 +172,11 @@ class Membership:
         """Whether an agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
+    def lasting_pid(self, node: Node) -> int:
+        """The process on a node that stays when another node manages the job."""
+        is_own = self._own is not None and node.name == self._own.name
+        return os.getpid() if is_own else node.pid
+
     def address_of(self, node: Node) -> str:
         """At which the other nodes reach a node."""
         assert node.link is not None

@@ -3,7 +3,7 @@
 The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
 slow it is goes into every later shape: its stage gets fewer layers. The job moves for it once for
 each node, three times within an hour, and only where the new shape should be faster. A node that
-joins anew is as good as any.
+joins anew is as good as any; one that only comes to another manager of the job is the same as ever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ _IN_A_ROW = 2
 _LEAST = 1.1
 """What is slower by less than this, beside what the planner knew of it, is left alone."""
 _MOST_SLOW = 8.0
+_LEFT_OUT = "left out: slow"
 _MOST_MOVES, _WITHIN_S = 3, 3600.0
 
 
@@ -54,6 +55,7 @@ class Stragglers:
         self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
         self._moves: deque[float] = deque(maxlen=_MOST_MOVES)
+        self._recalled: dict[str, Mapping[str, Any]] = {}
 
     @property
     def why(self) -> str:
@@ -80,17 +82,46 @@ class Stragglers:
         """Nodes that were not left out."""
         return [node for node in nodes if node.name not in self._aside]
 
-    def joined(self, name: str) -> None:
-        """Forget what was known of a node: it may have been mended."""
+    def recall(self, machines: Sequence[Mapping[str, Any]]) -> int:
+        """Take over what the manager before knew.
+
+        Args:
+            machines: what :meth:`told` said of each node under it.
+
+        Returns:
+            How many nodes took part then.
+        """
+        self._recalled = {one["name"]: one for one in machines if one.get("slowness", 1.0) > 1}
+        return sum(one["status"] == "present" for one in machines)
+
+    def joined(self, node: Node, *, pid: int) -> None:
+        """Forget what was known of a node: it may have been mended.
+
+        Args:
+            node: which.
+            pid: of what joined for it; the same as under the manager before where only that is new.
+        """
+        name = node.name
         self._slowness.pop(name, None)
         self._aside.pop(name, None)
         self._judged.discard(name)
+        known = self._recalled.pop(name, None)
+        if known is None or (known["host"], known["pid"]) != (node.host, pid):
+            return
+        self._slowness[name] = known["slowness"]
+        self._judged.add(name)
+        if known.get("is_left_out"):
+            self._aside[name] = _LEFT_OUT
 
     def told(self, node: Node) -> dict[str, Any]:
         """What the state of the job holds of a node."""
         why = self._aside.get(node.name, "") if node.status == "present" else ""
-        slowness = round(self._slowness.get(node.name, 1.0), 3)
-        return {**node.told(), "slowness": slowness, **({"why": why} if why else {})}
+        return {
+            **node.told(),
+            "slowness": round(self._slowness.get(node.name, 1.0), 3),
+            "is_left_out": node.name in self._aside,
+            **({"why": why} if why else {}),
+        }
 
     async def heed(self, found: Sequence[SlowRank], running: Running, nodes: Sequence[Node]) -> str:
         """Decide whether to move to another shape for a slow rank.
@@ -149,7 +180,7 @@ class Stragglers:
             self._say(f"warning: {text}; it stays: no shape {other} is faster")
             return ""
         if self._policy == "exclude":
-            self._aside[name] = "left out: slow"
+            self._aside[name] = _LEFT_OUT
         self._moves.append(now_s)
         return text
 

@@ -33,14 +33,11 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training import checkpoint_state as state
-from megatron.adaptive.training.checkpoint_exchange import (
-    Exchange,
-    InProcessSaver,
-    by_name,
-    common_bytes,
-)
+from megatron.adaptive.training.checkpoint_exchange import Exchange, by_name, common_bytes
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
+from megatron.adaptive.training.checkpoint_saver import InProcessSaver, Shards
+from megatron.adaptive.training.checkpoint_standing import Standing
 from megatron.adaptive.training.initialize import Job
 
 __all__ = ["Checkpoints", "Progress"]
@@ -82,13 +79,17 @@ class Checkpoints:
     ) -> None:
         self._job = job
         self._config = job.config
+        self._config_told = job.config.to_dict()
         self._settings = job.config.checkpoint
         self._chunks = chunks
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._all = Exchange(job.rank, job.control_group)
         self._background: Exchange | None = None
-        self._strategy: Any = None
+        self._saver = InProcessSaver()
+        self._sharing: FullyParallelSaveStrategyWrapper | None = None
+        self._is_checked = False
+        self._standing: Standing | None = None
         self._pending: _Pending | None = None
 
     def save(self, progress: Progress) -> Path:
@@ -193,7 +194,8 @@ class Checkpoints:
             "progress": dataclasses.asdict(progress),
             _SCHEDULER: self._scheduler.state_dict(),
         }
-        state.refresh_optimizer(common["optimizer"], self._optimizer)
+        if "optimizer" in common:
+            state.refresh_optimizer(common["optimizer"], self._optimizer)
 
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
@@ -216,6 +218,7 @@ class Checkpoints:
         if found is None:
             return None
         path, manifest = found
+        self._standing = None
         self._read(path, manifest)
         if self._settings.finetune:
             return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
@@ -235,28 +238,50 @@ class Checkpoints:
         if self._settings.save is None:
             raise CheckpointError("there is no folder to save a checkpoint in: add --save")
         folder = CheckpointFolder(self._settings.save)
+        shards, common = self._again(progress) or self._apart(progress)
+        shards = self._saver.taken(shards, copy=copy)
+        content, manifest = common_bytes(common), self.manifest(progress)
+        return lambda: self._write(folder, manifest, content, shards, ranks)
+
+    def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
+        """Take the state apart; returns what this rank writes, and what all have in common."""
         sharded, common = save_preprocess(
             self._state_to_save(progress),
             # All of a run's checkpoints are cut alike.
-            validate_access_integrity=self._strategy is None,
+            validate_access_integrity=not self._is_checked,
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
-        if self._strategy is None:
-            self._strategy = self._saver()
-        if isinstance(self._strategy, FullyParallelSaveStrategyWrapper):
-            self._strategy.apply_saving_parallelization(sharded)
-        saver = InProcessSaver(ranks.group)
-        parts = saver.parts(sharded, copy=copy)
-        content, manifest = common_bytes(common), self.manifest(progress)
-        return lambda: self._write(folder, manifest, content, parts, saver, ranks)
+        self._is_checked = True
+        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+            if self._sharing is None:
+                self._sharing = FullyParallelSaveStrategyWrapper(
+                    self._saver, _replica_group(), do_cache_distribution=True
+                )
+            self._sharing.apply_saving_parallelization(sharded)
+        shards = by_name(sharded, own=True)
+        if self._settings.no_save_optim or not state.is_sharded(self._optimizer):
+            self._standing = Standing.of(shards, common, self._chunks, self._optimizer)
+        return shards, common
+
+    def _again(self, progress: Progress) -> tuple[Shards, dict[str, Any]] | None:
+        """The same at less cost, where the state is where it was when it was last taken apart."""
+        standing = self._standing
+        if standing is None:
+            return None
+        if standing.addresses != state.addresses(self._chunks, self._optimizer):
+            self._standing = None
+            return None
+        self.refresh(standing.common, progress)
+        for shard in standing.random:
+            shard.data = state.sharded_rng(self._config).data
+        return standing.shards, standing.common
 
     def _write(
         self,
         folder: CheckpointFolder,
         manifest: Manifest,
         common: memoryview,
-        parts: dict[str, Any],
-        saver: InProcessSaver,
+        shards: Shards,
         ranks: Exchange,
     ) -> Path:
         iteration = manifest.progress["iteration"]
@@ -269,19 +294,19 @@ class Checkpoints:
             # leave the others waiting in a collective.
             (partial / COMMON_STATE_FNAME).write_bytes(common)
 
-        def complete() -> Path:
-            save_config(CheckpointingConfig(saver.backend, saver.version), str(partial))
-            path = folder.commit(
-                iteration, manifest, lambda: require_current(self._config.progress_dir)
-            )
+        def complete() -> None:
+            self._saver.write_metadata(partial)
+            config = CheckpointingConfig(self._saver.backend, self._saver.version)
+            save_config(config, str(partial))
+            folder.commit(iteration, manifest, lambda: require_current(self._config.progress_dir))
             if self._settings.keep_checkpoints is not None:
                 folder.keep(self._settings.keep_checkpoints)
-            return path
 
         try:
-            ranks.on_first(begin)
-            ranks.together(lambda: saver.write(parts, partial))
-            return ranks.on_first(complete)
+            ranks.first(begin)
+            self._saver.write(shards, partial, ranks)
+            ranks.first(complete)
+            return folder.complete_path(iteration)
         except BaseException as error:
             # Of a job that went on without us, what is there now is not ours.
             if self._job.is_first and not is_over(self._config.progress_dir):
@@ -310,27 +335,19 @@ class Checkpoints:
                 self._optimizer, weights, content, loading=False
             )
         if not self._settings.no_save_rng:
-            whole["rng_state"] = state.sharded_rng(self._config)
+            whole[state.RNG] = state.sharded_rng(self._config)
         return state.without_local_copies(whole)
 
     def manifest(self, progress: Progress) -> Manifest:
         """What a checkpoint of now says of itself."""
         return Manifest(
             progress=dataclasses.asdict(progress),
-            config=self._config.to_dict(),
+            config=self._config_told,
             shape=state.mesh_shape(self._config),
             padded_vocab_size=state.padded_vocab_size(self._chunks),
             has_optimizer=not self._settings.no_save_optim,
             has_rng=not self._settings.no_save_rng,
         )
-
-    def _saver(self) -> Any:
-        saver = InProcessSaver(self._job.control_group)
-        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
-            return FullyParallelSaveStrategyWrapper(
-                saver, _replica_group(), do_cache_distribution=True
-            )
-        return saver
 
     def _find(self) -> tuple[Path, Manifest] | None:
         """Return the checkpoint to load; on rank 0 only."""
@@ -389,7 +406,7 @@ class Checkpoints:
                 self._optimizer, weights, content, loading=True
             )
         if self._loads_rng(manifest):
-            whole["rng_state"] = state.sharded_rng(self._config)
+            whole[state.RNG] = state.sharded_rng(self._config)
         loaded = self._all.together(lambda: self._read_shards(whole, path))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
@@ -400,7 +417,7 @@ class Checkpoints:
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
-            state.load_rng(loaded["rng_state"])
+            state.load_rng(loaded[state.RNG])
 
     def _require_same_groups(self, common: dict[str, Any], path: Path) -> None:
         before, now = state.saved_groups(common["optimizer"]), state.count_groups(self._optimizer)

@@ -1,4 +1,4 @@
-"""What all ranks that write or read a checkpoint do together: agree, fail alike, write their parts.
+"""What all ranks that write or read a checkpoint do together: agree, and fail alike.
 
 What fails on one rank fails on all: after each part that only some ranks do, all ranks exchange
 what went wrong, over gloo, and raise the same :class:`CheckpointError`.
@@ -6,28 +6,22 @@ what went wrong, over gloo, and raise the same :class:`CheckpointError`.
 
 from __future__ import annotations
 
-import copy as copy_module
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
-__all__ = ["Exchange", "InProcessSaver", "by_name", "common_bytes"]
+__all__ = ["Exchange", "by_name", "common_bytes"]
 
 # What a full disk, a damaged file or a missing permission looks like. torch raises the last one as
 # a BaseException. Anything else is a mistake of ours and keeps its traceback.
@@ -55,6 +49,17 @@ class Exchange:
         self._rank = rank
         self.group = group
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on any rank."""
+        found = torch.tensor([int(flag)])
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on rank 0 and raise its failure on all ranks."""
+        self.together(lambda: action() if self._rank == 0 else None)
+
     def on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
         result = self.together(lambda: action() if self._rank == 0 else None, name_ranks=name_rank)
@@ -75,6 +80,9 @@ class Exchange:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
+        # As a rule nothing failed, and one number tells that for less than objects do.
+        if not self.any(failure is not None):
+            return result
         own = None if failure is None else (_is_expected(failure), _describe(failure, self._rank))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own, group=self.group)
@@ -124,60 +132,14 @@ def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
     return "; ".join(parts)
 
 
-def by_name(sharded_state_dict: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return megatron-core's shards by their names in a checkpoint, other replicas' too."""
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-    return dict(flat)
-
-
-class InProcessSaver(SaveShardedStrategy):  # type: ignore[misc]
-    """Writes megatron-core's ``torch_dist`` with torch's own file writer, without other processes.
+def by_name(sharded_state_dict: dict[str, Any], *, own: bool = False) -> dict[str, list[Any]]:
+    """Return megatron-core's shards by their names in a checkpoint.
 
     Args:
-        group: all ranks, on gloo: what is exchanged are plans and results.
+        sharded_state_dict: with the shards at its leaves.
+        own: only what this rank writes, of all that it has.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__("torch_dist", 1)
-        self._group = group
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Objects that differ between ranks are written among the tensors."""
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write this rank's part; collective, raises the same failure on all ranks."""
-        self.write(self.parts(sharded_state_dict, copy=False), checkpoint_dir)
-
-    @staticmethod
-    def parts(sharded_state_dict: dict[str, Any], *, copy: bool) -> dict[str, Any]:
-        """Return what this rank writes.
-
-        Args:
-            sharded_state_dict: its state.
-            copy: whether tensors are copied into the host's memory, so that training may go on.
-        """
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        if copy:
-            for shards in flat.values():
-                for shard in shards:
-                    shard.data = _copied(shard.data)
-        return dict(mcore_to_pyt_state_dict(flat, False))
-
-    def write(self, parts: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write what :meth:`parts` returned; collective over the group."""
-        torch_checkpoint.save(
-            parts,
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=False),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
-
-
-def _copied(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.detach().to("cpu", copy=True)
-    return copy_module.deepcopy(data)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        sharded_state_dict, keep_only_main_replica=own
+    )
+    return dict(flat)

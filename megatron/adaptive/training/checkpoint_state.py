@@ -7,8 +7,9 @@ Knows nothing of folders.
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,12 @@ from megatron.adaptive.errors import CheckpointError
 
 __all__ = [
     "METADATA",
+    "RNG",
+    "addresses",
     "count_groups",
     "has_parameters",
+    "is_nothing",
+    "is_sharded",
     "lives_in_place",
     "load_model",
     "load_optimizer",
@@ -54,6 +59,9 @@ METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
+
+# The key of the random states.
+RNG = "rng_state"
 
 # Settings of the scheduler in a checkpoint and the flags that they come from.
 _SCHEDULE_FLAGS = {
@@ -185,14 +193,37 @@ def lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any)
 
     Such tensors hold the state of every later step as well; others were made for one.
     """
+    places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
+    return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
+
+
+def is_nothing(data: Any) -> bool:
+    """Whether what a layer saves beside its tensors is empty, as it is without 8-bit types."""
+    if isinstance(data, io.BytesIO):
+        return not data.getbuffer().nbytes
+    return data is None or (isinstance(data, torch.Tensor) and not data.numel())
+
+
+def addresses(chunks: Any, optimizer: Any) -> list[int]:
+    """Where the weights and the optimizer's state are in memory."""
+    return [one.data_ptr() for one in _own_tensors(chunks, optimizer)]
+
+
+def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     inner = _leaf(optimizer).optimizer
-    own: list[Any] = [value for state in inner.state.values() for value in state.values()]
-    own += [parameter for group in inner.param_groups for parameter in group["params"]]
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for group in inner.param_groups:
+        yield from group["params"]
     for chunk in chunks:
         model = unwrapped(chunk)
-        own += [*model.parameters(), *model.buffers()]
-    places = {one.untyped_storage().data_ptr() for one in own if isinstance(one, torch.Tensor)}
-    return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether ranks that are replicas of each other share the optimizer's state."""
+    return isinstance(_leaf(optimizer), DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
@@ -392,7 +423,7 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("rng_state", state, shape, place, replica_id=0)
+    return ShardedObject(RNG, state, shape, place, replica_id=0)
 
 
 def load_rng(state: Mapping[str, Any]) -> None:

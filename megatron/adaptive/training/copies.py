@@ -317,10 +317,11 @@ class StateCopies(NoCopies):
         start = file.extra_offset(slot)
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
-            if event is None:
-                for target in self._targets:
-                    target.slots[slot].copy_(target.source)
-            else:
+            if event is None and self._targets:
+                # One call: between many, the thread that trains would wait its turn many times.
+                slots = [target.slots[slot] for target in self._targets]
+                torch._foreach_copy_(slots, [target.source for target in self._targets])
+            elif event is not None:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(event)
                     for target in self._targets:
