@@ -60,7 +60,7 @@ def main() -> None:
     with (told / f"epoch-{job['epoch']}-{rank}.jsonl").open("a") as output:
         for step in pipeline.loop(total, **looping):
             batch = batch_of(step, size)
-            part = batch if wrong == "whole batches" else pipeline.share(batch)
+            part = pipeline.share(batch)
             loss, _ = pipeline.step(part)
             line = {
                 "step": step,

@@ -152,7 +152,6 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     [
         ({"wrong": "no pipeline"}, "pipeline_script.py ended without training"),
         ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
-        ({"wrong": "whole batches", **SHAPED, "pipeline_size": 1}, "pipeline.share(batch)"),
         ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
         ({"micro_batch_size": 5}, "batch_size 12 does not divide into microbatches of 5"),
     ],
