@@ -27,6 +27,7 @@ from megatron.adaptive.planner.communication import (
 from megatron.adaptive.planner.jitter import jitter_s
 from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
 from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.plan import (
     Limit,
     Plan,
@@ -115,6 +116,7 @@ class _Stages:
         processes: of each pipeline rank, and the node it lies on, see ``shared``.
         nodes: of each pipeline rank, that of its first replica.
         cores: of each node; 0 for as many as it needs.
+        paces: of each node.
         estimated: whether a duration was estimated.
     """
 
@@ -132,6 +134,7 @@ class _Stages:
     processes: tuple[int, ...]
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
+    paces: tuple[Pace, ...]
     estimated: bool
 
     @classmethod
@@ -182,6 +185,7 @@ class _Stages:
             processes=tuple(place.num_gpus for place in plan.places),
             nodes=tuple(place.replicas[0].node for place in plan.places),
             cores=tuple(node.cores for node in cluster.nodes),
+            paces=tuple(profile.pace(node.gpu, plan.tp) for node in cluster.nodes),
             estimated=any(table.estimated for row in tables for table in row),
         )
 
@@ -189,6 +193,13 @@ class _Stages:
     def slowdown(self) -> float:
         """Of work that all ranks do at once."""
         return slowdown(self.processes, self.nodes, self.cores)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether speed depends on how many ranks are at work."""
+        return self.slowdown > 1 or any(
+            cores and pace.alone != 1 for cores, pace in zip(self.cores, self.paces, strict=True)
+        )
 
 
 def _durations(
@@ -348,7 +359,7 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
         )
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        if stages.slowdown > 1:
+        if stages.shares_cores:
             return shared_times(
                 steps,
                 stages.durations_s,
@@ -356,6 +367,7 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
                 processes=stages.processes,
                 nodes=stages.nodes,
                 cores=stages.cores,
+                paces=stages.paces,
             )
         return step_times(
             steps,
