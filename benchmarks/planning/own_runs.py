@@ -1,6 +1,6 @@
 """The cost model against our own runs: 12 plans of a small GPT on the CPUs of this machine.
 
-    python benchmarks/planning/own_runs.py [--quick] [--json FILE]
+    python benchmarks/planning/own_runs.py [--quick] [--json FILE] [--keep DIR | --kept DIR]
 
 Runs of at most as many processes as there are cores are traced and a profile is fitted to them;
 the plans are other runs, between them. Other programs on the machine disturb all of them: only
@@ -16,19 +16,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.planning.watch import Watch  # noqa: E402
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers  # noqa: E402
 from megatron.adaptive.planner.cluster import (  # noqa: E402
     Cluster,
@@ -55,8 +52,8 @@ MODEL_FLAGS = (
 ).split()
 QUIET = 0.06
 """Most that other programs may take of the machine in an iteration that counts."""
-FEWEST, ROUNDS, DEADLINE_S = 4, 3, 240.0
-_TICKS = os.sysconf("SC_CLK_TCK")
+ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 240.0
+KEPT = "kept.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +97,8 @@ TEACHERS = (
     Shape(pp=2, layers=(3, 3), micro_batch=2),
     Shape(tp=2),
     Shape(dp=2),
+    Shape(),
+    Shape(dp=4, micro_batch=2),
 )
 PLANS = (
     Shape(pp=4, layers=(1, 2, 2, 1)),
@@ -117,75 +116,6 @@ PLANS = (
 )
 
 
-class Watch(threading.Thread):
-    """Samples how busy the machine is, and how much of that a process and its descendants are."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__(daemon=True)
-        self._first, self._done = first, threading.Event()
-        self.samples: list[tuple[int, float, float]] = []
-
-    def run(self) -> None:
-        """Sample every 250 ms until stopped."""
-        while not self._done.wait(0.25):
-            self._sample()
-
-    def start(self) -> None:
-        """Begin, with a sample of now."""
-        self._sample()
-        super().start()
-
-    def stop(self) -> None:
-        """End with a sample of now; blocks until it has."""
-        self._done.set()
-        self.join(timeout=5)
-        self._sample()
-
-    def _sample(self) -> None:
-        self.samples.append((time.monotonic_ns(), _busy_s(), _family_s(self._first)))
-
-    def others(self, start_ns: int, end_ns: int) -> float:
-        """Part of the machine that others took between two moments."""
-        at = np.array([sample[0] for sample in self.samples])
-        low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
-        high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
-        first, last = self.samples[low], self.samples[high]
-        seconds = (last[0] - first[0]) / 1e9
-        if seconds <= 0:
-            return 1.0
-        taken = (last[1] - first[1]) - (last[2] - first[2])
-        return max(0.0, taken / seconds / (os.cpu_count() or 1))
-
-
-def _busy_s() -> float:
-    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
-    numbers = [int(field) for field in fields]
-    idle = numbers[3] + numbers[4]
-    return (sum(numbers[:8]) - idle) / _TICKS
-
-
-def _family_s(first: int) -> float:
-    """Processor seconds of a process and all that it started."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(folder.name)] = int(fields[1])
-        seconds[int(folder.name)] = (int(fields[11]) + int(fields[12])) / _TICKS
-    total = 0.0
-    for process in parents:
-        above = process
-        while above in parents and above != first:
-            above = parents[above]
-        total += seconds[process] if above == first else 0.0
-    return total
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A traced run: its iterations that count."""
@@ -199,6 +129,8 @@ class Outcome:
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
     """Train until enough iterations were quiet, at most ``ROUNDS`` times.
 
+    What is needed to do without another run is kept in ``folder``.
+
     Raises:
         RuntimeError: the trainer failed, or the machine was never quiet.
     """
@@ -209,22 +141,43 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
         trace = read_run(place)
         complete = trace.complete_iterations()[2:]
         figures = run_figures(trace, complete)
-        whole = figures.kind_ns[:, :, KINDS.index("step")].max(axis=1)
-        begin = figures.start_ns.min(axis=1)
+        whole = figures.kind_ns[:, :, KINDS.index("step")].max(axis=1).tolist()
+        begin = figures.start_ns.min(axis=1).tolist()
         others = [
-            watch.others(int(begin[i]), int(begin[i] + whole[i])) for i in range(len(complete))
+            watch.others(start, start + long) for start, long in zip(begin, whole, strict=True)
         ]
         quiet = [i for i, part in enumerate(others) if part < QUIET]
         seen.append((len(quiet), number))
         if len(quiet) >= FEWEST:
-            steps = [float(whole[i]) / 1e9 for i in quiet]
-            return Outcome(
-                trace=trace,
-                iterations=tuple(complete[i] for i in quiet),
-                step_s=statistics.median(steps),
-                spread=(max(steps) - min(steps)) / statistics.median(steps),
-            )
+            kept = {
+                "shape": str(shape),
+                "run": place.name,
+                "iterations": complete,
+                "steps_s": [one / 1e9 for one in whole],
+                "others": others,
+            }
+            (folder / KEPT).write_text(json.dumps(kept) + "\n", encoding="utf-8")
+            return reload(shape, folder)
     raise RuntimeError(f"{shape}: others kept the machine busy: quiet iterations {seen}")
+
+
+def reload(shape: Shape, folder: Path) -> Outcome:
+    """A run that was kept.
+
+    Raises:
+        RuntimeError: it was a run of another shape.
+    """
+    kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+    if kept["shape"] != str(shape):
+        raise RuntimeError(f"{folder}: holds {kept['shape']}, not {shape}: measure anew")
+    quiet = [i for i, part in enumerate(kept["others"]) if part < QUIET]
+    steps = [kept["steps_s"][i] for i in quiet]
+    return Outcome(
+        trace=read_run(folder / kept["run"]),
+        iterations=tuple(kept["iterations"][i] for i in quiet),
+        step_s=statistics.median(steps),
+        spread=(max(steps) - min(steps)) / statistics.median(steps),
+    )
 
 
 def _train(shape: Shape, place: Path, iterations: int) -> Watch:
@@ -334,40 +287,52 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
 
 def rows(quick: bool = False) -> list[dict[str, Any]]:
     """One row for each figure: what, measured, goal, and whether it is met."""
-    return summary(measure(quick))
+    with tempfile.TemporaryDirectory() as folder:
+        return summary(measure(Path(folder), quick))
 
 
-def measure(quick: bool = False) -> list[dict[str, Any]]:
-    """Run everything; one record for each plan."""
-    iterations, rounds = (10, 1) if quick else (10, 3)
+def measure(folder: Path, quick: bool = False, *, again: bool = True) -> list[dict[str, Any]]:
+    """Run everything; one record for each plan.
+
+    Args:
+        folder: where the runs are kept, of 6 MB or so.
+        quick: one round of every third plan.
+        again: whether to run; otherwise all runs are those in the folder.
+    """
     plans = PLANS[::3] if quick else PLANS
     model = small_gpt()
     seen: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in plans}
-    for number in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            done = {
-                shape: run(shape, Path(folder) / f"{i}", iterations)
-                for i, shape in enumerate(in_turn(TEACHERS, plans))
-            }
-            taught = [
-                TracedRun(
-                    trace=done[shape].trace,
-                    micro_batch=shape.micro_batch,
-                    iterations=done[shape].iterations,
-                )
-                for shape in TEACHERS
-            ]
-            profile = calibrate(model, taught)
+    rounds = (1 if quick else 3) if again else len(list(folder.glob("round-*")))
+    for number in range(1, rounds + 1):
+        done = {}
+        for shape in in_turn(TEACHERS, plans):
+            place = folder / f"round-{number}" / str(shape).replace(" ", "_")
+            done[shape] = run(shape, place, ITERATIONS) if again else reload(shape, place)
+        profile = taught({shape: done[shape] for shape in TEACHERS}, model)
         for shape in plans:
             predicted = predicted_s(shape, model, profile)
             seen[shape].append((done[shape].step_s, predicted))
             print(
-                f"round {number + 1}, {shape}: measured {done[shape].step_s:.3f} s"
+                f"round {number}, {shape}: measured {done[shape].step_s:.3f} s"
                 f" (+-{done[shape].spread / 2:.0%}), predicted {predicted:.3f} s,"
                 f" {predicted / done[shape].step_s - 1:+.1%}",
                 flush=True,
             )
     return [_record(shape, pairs) for shape, pairs in seen.items()]
+
+
+def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
+    """The profile that the runs of teachers tell."""
+    runs = [
+        TracedRun(
+            trace=outcome.trace,
+            micro_batch=shape.micro_batch,
+            iterations=outcome.iterations,
+            cores={one.header.host: os.cpu_count() or 1 for one in outcome.trace.ranks.values()},
+        )
+        for shape, outcome in done.items()
+    ]
+    return calibrate(model, runs)
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
@@ -419,8 +384,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every third plan")
     parser.add_argument("--json", type=Path, help="also write the records here")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs' traces here")
+    where.add_argument("--kept", type=Path, metavar="DIR", help="predict runs kept there anew")
     options = parser.parse_args()
-    records = measure(options.quick)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = options.keep or options.kept or Path(temporary)
+        records = measure(place, options.quick, again=options.kept is None)
     found = summary(records)
     for row in found:
         met = "met" if row["met"] else "MISSED"

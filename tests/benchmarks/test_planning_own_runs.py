@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.planning import own_runs
+from benchmarks.planning.watch import Watch
 from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 
 def _profile(seconds: float) -> Profile:
@@ -63,7 +67,7 @@ def test_teachers_run_between_the_plans() -> None:
 
 
 def test_the_watch_tells_own_work_from_that_of_others() -> None:
-    watch = own_runs.Watch(os.getpid())
+    watch = Watch(os.getpid())
     watch.start()
     begin = time.monotonic_ns()
     until = time.process_time() + 0.4
@@ -73,3 +77,23 @@ def test_the_watch_tells_own_work_from_that_of_others() -> None:
     first, last = watch.samples[0], watch.samples[-1]
     assert last[2] - first[2] > 0.2
     assert 0 <= watch.others(begin, time.monotonic_ns()) <= 1.1
+
+
+def test_kept_runs_are_judged_without_running(tmp_path: Path) -> None:
+    shape = own_runs.Shape(pp=2, layers=(4, 2))
+    write_synthetic(tmp_path / "1", SyntheticRun(num_ranks=2, schedule="1f1b", iterations=6))
+    busy = own_runs.QUIET * 2
+    kept = {
+        "shape": str(shape),
+        "run": "1",
+        "iterations": [3, 4, 5, 6],
+        "steps_s": [1.0, 1.2, 9.0, 1.1],
+        "others": [0.0, 0.01, busy, 0.02],
+    }
+    (tmp_path / own_runs.KEPT).write_text(json.dumps(kept))
+    found = own_runs.reload(shape, tmp_path)
+    assert found.iterations == (3, 4, 6)
+    assert found.step_s == pytest.approx(1.1)
+    assert found.trace.num_ranks == 2
+    with pytest.raises(RuntimeError, match="measure anew"):
+        own_runs.reload(own_runs.Shape(), tmp_path)

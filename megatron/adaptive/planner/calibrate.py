@@ -5,8 +5,10 @@ solution over all stages of all runs given; where stages do not tell two kinds a
 embedding from the layers behind it, they are divided as their operations are. Runs with partitions
 that differ, and with stages that hold neither embedding nor head, tell more.
 
-Durations are taken as they were. Where ranks shared cores they are longer than a rank alone would
-need: trace a run with no more ranks than cores.
+Where the cores of hosts are given, durations are those of as many ranks as there are cores: what a
+rank gains alone, and all lose where more ranks work than there are cores, is fitted beside them
+(``beside``). Runs with more ranks than cores then tell that loss and the reduction between as many
+replicas, and nothing else. Where the cores are not given durations are taken as they were.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import numpy as np
 
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.beside import Beside, crowds, fit_pace, work_s
 from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
@@ -51,6 +55,7 @@ class TracedRun:
         gpu: name of the accelerator.
         nodes: node type by host; empty: all are of type ``node``.
         node: name of the node type.
+        cores: of each host whose ranks compute on its processors; empty: they do not.
         skip: iterations at the beginning that do not count.
         iterations: those that count, instead; empty for all but the skipped.
         distributed_optimizer: whether replicas divided the optimizer state.
@@ -62,6 +67,7 @@ class TracedRun:
     gpu: str = "cpu"
     nodes: Mapping[str, str] = field(default_factory=dict)
     node: str = "node"
+    cores: Mapping[str, int] = field(default_factory=dict)
     skip: int = 2
     iterations: tuple[int, ...] = ()
     distributed_optimizer: bool = False
@@ -69,6 +75,13 @@ class TracedRun:
     def gpu_of(self, host: str) -> str:
         """Name of the accelerator there."""
         return self.gpus.get(host, self.gpu)
+
+    @property
+    def crowd(self) -> float:
+        """Ranks for each core of the host that has the most, at least 1."""
+        hosts = [one.header.host for one in self.trace.ranks.values()]
+        known = {host: cores for host, cores in self.cores.items() if cores}
+        return max([1.0, *(hosts.count(host) / cores for host, cores in known.items())])
 
     def node_of(self, host: str) -> str:
         """Name of the node type there."""
@@ -89,16 +102,26 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     """
     if not runs:
         raise ConfigError("calibrating: no run: give the folder of a traced run")
-    stages: dict[tuple[str, int, int], list[_Stage]] = {}
-    found = _Found()
+    stages: dict[_Key, list[_Stage]] = {}
+    found, crowded = _Found(), []
     for run in runs:
         figures = run_figures(run.trace, _iterations(run))
         for key, rows in _stages(model, run, figures).items():
             stages.setdefault(key, []).extend(rows)
-        _learn(found, model, run, figures)
+        if run.crowd > 1:
+            crowded.append((run, figures))
+        else:
+            _learn(found, model, run, figures)
+    paces = _paces(model, stages)
+    for run, figures in crowded:
+        if len(crowded) == len(runs):
+            _learn(found, model, run, figures)
+        else:
+            _learn_reduction(found, model, run, figures, run.crowd)
     layers = {}
     for (gpu, tp, micro_batch), rows in stages.items():
-        for kind, times in _layer_times(model, rows).items():
+        calm = [row for row in rows if not row.is_crowded] or rows
+        for kind, times in _layer_times(model, calm, paces.get(gpu, Pace())).items():
             layers[kind, gpu, tp, micro_batch] = replace(times, tp_included=tp > 1)
     return Profile(
         layers=layers,
@@ -109,6 +132,7 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
         optimizer_s_per_parameter={gpu: median(each) for gpu, each in found.optimizer.items()},
         step_s={gpu: median(each) for gpu, each in found.rest.items()},
         action_sigma=median(found.spread) if found.spread else 0.0,
+        paces=paces,
     )
 
 
@@ -152,10 +176,29 @@ def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...],
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
+    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none).
+
+    ``parts`` are ``[3, ranks + 1]``, see ``beside.crowds``; ``cores`` those of its host, 0 for
+    unknown.
+    """
 
     layers: tuple[int, ...]
     seconds: tuple[float, float, float]
+    parts: Any
+    cores: int
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more ranks than cores were at work for most of it."""
+        return bool(self.cores and self.parts[:, self.cores + 1 :].sum(axis=1).max() > 0.5)
+
+    def work_s(self, pace: Pace) -> Any:
+        """``[3]``, its seconds with one process on each core."""
+        return work_s(np.array(self.seconds), self.parts, pace, self.cores)
+
+
+_Key = tuple[str, int, int]
+"""GPU, tensor-parallel ranks, samples of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,35 +255,65 @@ def _dp(run: TracedRun) -> int:
     return 1 + max(trace.header.dp_rank for trace in run.trace.ranks.values())
 
 
-def _stages(
-    model: Model, run: TracedRun, figures: RunFigures
-) -> dict[tuple[str, int, int], list[_Stage]]:
+def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
     """One row for each rank and chunk, by GPU, width and microbatch."""
-    rows: dict[tuple[str, int, int], list[_Stage]] = {}
+    rows: dict[_Key, list[_Stage]] = {}
+    beside = crowds(run.trace, figures.iterations.tolist(), run.trace.num_chunks)
     known = np.isfinite(figures.median_ns).any(axis=0)
     typical = np.nanmedian(np.where(known, figures.median_ns, 0.0), axis=0)
     typical[~known] = np.nan
     pieces = figures.count.max(axis=0)
     for column, rank in enumerate(figures.ranks.tolist()):
-        gpu = run.gpu_of(run.trace.ranks[rank].header.host)
+        host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
             # A weight gradient that was cut takes all its pieces.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
-            key = (gpu, _tp(run), run.micro_batch)
-            seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
-            rows.setdefault(key, []).append(_Stage(layers=layers, seconds=seconds))
+            key = (run.gpu_of(host), _tp(run), run.micro_batch)
+            stage = _Stage(
+                layers=layers,
+                seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W])),
+                parts=beside[rank][chunk],
+                cores=run.cores.get(host, 0),
+            )
+            rows.setdefault(key, []).append(stage)
     return rows
 
 
-def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
+def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
+    """Kinds of layers, and ``[rows, kinds]`` how many each row holds."""
     kinds = sorted({model.layers[i] for row in rows for i in row.layers})
-    counts = np.array(
-        [[sum(model.layers[i] == kind for i in row.layers) for kind in kinds] for row in rows],
-        dtype=np.float64,
-    )
+    held = [[sum(model.layers[i] == kind for i in row.layers) for kind in kinds] for row in rows]
+    return kinds, np.array(held, dtype=np.float64)
+
+
+def _paces(model: Model, stages: Mapping[_Key, Sequence[_Stage]]) -> dict[str, Pace]:
+    """Of every GPU whose ranks shared cores that are known."""
+    groups: dict[str, list[list[Beside]]] = {}
+    for (gpu, _, _), rows in stages.items():
+        known = [row for row in rows if row.cores]
+        if not known:
+            continue
+        _, counts = _counts(model, known)
+        for kinds in ([_F], [_B, _W]):
+            group = []
+            for row, held in zip(known, counts, strict=True):
+                seconds = np.nan_to_num(np.array(row.seconds)[kinds])
+                if seconds.sum() > 0:
+                    group.append(
+                        Beside(
+                            counts=held, seconds=seconds, parts=row.parts[kinds], cores=row.cores
+                        )
+                    )
+            if group:
+                groups.setdefault(gpu, []).append(group)
+    return {gpu: fit_pace(found) for gpu, found in groups.items()}
+
+
+def _layer_times(model: Model, rows: Sequence[_Stage], pace: Pace) -> dict[str, LayerTimes]:
+    kinds, counts = _counts(model, rows)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
-    measured = np.array([row.seconds for row in rows])
+    measured = np.array([row.work_s(pace) for row in rows])
     split = ~np.isnan(measured[:, _W])
     forward = _solve(counts, measured[:, _F], flops)
     whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)
@@ -294,12 +367,9 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
-    tp, dp = _tp(run), _dp(run)
+    dp = _dp(run)
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
-    held = [
-        sum(model.layer(i).held_parameters(tp) for chunk in _held(model, run, rank) for i in chunk)
-        for rank in ranks
-    ]
+    held = _held_parameters(model, run, ranks)
     for i, header in enumerate(headers):
         gpu = run.gpu_of(header.host)
         updated = held[i] / (dp if run.distributed_optimizer else 1)
@@ -310,19 +380,39 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
         rest -= column["reduce"][i] + column["optimizer"][i]
         if column["step"][i] > 0:
             found.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
-    if dp > 1 and len({header.host for header in headers}) == 1:
-        # The replica that comes last waits for nobody.
-        for pp_rank in range(run.trace.num_ranks):
-            mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
-            size = round(held[mine[0]] * model.precision.reduce_bytes)
-            seconds = min(float(column["reduce"][i]) for i in mine) / 1e9
-            key = (run.node_of(headers[0].host), dp)
-            if seconds > 0 and size:
-                found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
+    _learn_reduction(found, model, run, figures, 1.0)
     known = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
     part = figures.mad_ns[..., :_W][known] / figures.median_ns[..., :_W][known]
     found.spread.extend((_SIGMA_OF_MAD * part).tolist())
     _messages(found, run, figures)
+
+
+def _held_parameters(model: Model, run: TracedRun, ranks: Sequence[int]) -> list[float]:
+    tp = _tp(run)
+    return [
+        sum(model.layer(i).held_parameters(tp) for chunk in _held(model, run, rank) for i in chunk)
+        for rank in ranks
+    ]
+
+
+def _learn_reduction(
+    found: _Found, model: Model, run: TracedRun, figures: RunFigures, slowdown: float
+) -> None:
+    """Of gradients between the replicas of one host; ``slowdown`` as all ranks had it there."""
+    dp, ranks = _dp(run), figures.ranks.tolist()
+    headers = [run.trace.ranks[rank].header for rank in ranks]
+    if dp < 2 or len({header.host for header in headers}) > 1:
+        return
+    held = _held_parameters(model, run, ranks)
+    reduce = np.median(figures.kind_ns[:, :, KINDS.index("reduce")], axis=0)
+    # The replica that comes last waits for nobody.
+    for pp_rank in range(run.trace.num_ranks):
+        mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
+        size = round(held[mine[0]] * model.precision.reduce_bytes)
+        seconds = min(float(reduce[i]) for i in mine) / 1e9 / slowdown
+        key = (run.node_of(headers[0].host), dp)
+        if seconds > 0 and size:
+            found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
 
 
 def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:

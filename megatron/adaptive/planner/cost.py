@@ -35,6 +35,7 @@ from megatron.adaptive.planner.dealt import (
 from megatron.adaptive.planner.jitter import jitter_s
 from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
 from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.plan import (
     Plan,
     Prediction,
@@ -122,6 +123,7 @@ class _Stages:
         processes: of each pipeline rank, and the node it lies on, see ``shared``.
         nodes: of each pipeline rank, that of its first replica.
         cores: of each node; 0 for as many as it needs.
+        paces: of each node.
         estimated: whether a duration was estimated.
     """
 
@@ -139,6 +141,7 @@ class _Stages:
     processes: tuple[int, ...]
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
+    paces: tuple[Pace, ...]
     estimated: bool
 
     @classmethod
@@ -189,6 +192,7 @@ class _Stages:
             processes=tuple(place.num_gpus for place in plan.places),
             nodes=tuple(place.replicas[0].node for place in plan.places),
             cores=tuple(node.cores for node in cluster.nodes),
+            paces=tuple(profile.pace(node.gpu, plan.tp) for node in cluster.nodes),
             estimated=any(table.estimated for row in tables for table in row),
         )
 
@@ -196,6 +200,13 @@ class _Stages:
     def slowdown(self) -> float:
         """Of work that all ranks do at once."""
         return slowdown(self.processes, self.nodes, self.cores)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether speed depends on how many ranks are at work."""
+        return self.slowdown > 1 or any(
+            cores and pace.alone != 1 for cores, pace in zip(self.cores, self.paces, strict=True)
+        )
 
 
 def _durations(
@@ -369,7 +380,7 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
         )
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        if stages.slowdown > 1:
+        if stages.shares_cores:
             return shared_times(
                 steps,
                 stages.durations_s,
@@ -377,6 +388,7 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
                 processes=stages.processes,
                 nodes=stages.nodes,
                 cores=stages.cores,
+                paces=stages.paces,
             )
         return step_times(
             steps,

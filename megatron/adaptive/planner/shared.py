@@ -1,7 +1,8 @@
 """Times of a fixed order where ranks share the cores of their nodes.
 
 On GPUs every rank has its own device. Ranks that compute on CPUs share cores: while more processes
-work on a node than it has cores, all of them get slower alike, and get faster when others wait:
+work on a node than it has cores, all of them get slower alike, and get faster when others wait. How
+much is a node's ``Pace``, here 1 for all cores whatever works:
 
 ::
 
@@ -18,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.timing import Steps, StepTimes
 
 __all__ = ["slowdown", "shared_times"]
 
 
 def slowdown(processes: Sequence[int], nodes: Sequence[int], cores: Sequence[int]) -> float:
-    """How many times longer work takes that all ranks do at once.
+    """How many times longer work takes that all ranks do at once, at least 1.
 
     Args:
         processes: of each rank.
@@ -47,23 +49,26 @@ def shared_times(
     processes: Sequence[int],
     nodes: Sequence[int],
     cores: Sequence[int],
+    paces: Sequence[Pace] = (),
 ) -> StepTimes:
     """Time one step.
 
     Args:
         steps: of the schedule.
-        durations_s: ``[3, stages]``: forward, backward by inputs, by weights, with a core for each
-            process.
+        durations_s: ``[3, stages]``: forward, backward by inputs, by weights, while all cores work
+            and each has one process.
         message_s: ``[2, stages]``: of the message after each stage's forward and backward.
         processes: of each rank, its replicas and their tensor-parallel ranks.
         nodes: where each rank lies.
         cores: of each node; 0 for as many as it needs.
+        paces: of each node; none for those of a node that loses nothing.
     """
     durations = np.array(durations_s, dtype=np.float64)
     if not steps.split:
         durations[1] += durations[2]
         durations[2] = 0.0
-    return _Fluid(steps, durations, message_s, processes, nodes, cores).run()
+    held = paces or [Pace()] * len(cores)
+    return _Fluid(steps, durations, message_s, processes, nodes, cores, held).run()
 
 
 class _Fluid:
@@ -77,12 +82,14 @@ class _Fluid:
         processes: Sequence[int],
         nodes: Sequence[int],
         cores: Sequence[int],
+        paces: Sequence[Pace],
     ) -> None:
         ranks = steps.placement.num_ranks
         rows = [tuple(map(int, row)) for row in steps.rows]
         self.steps, self.durations, self.messages = steps, durations, messages
         self.orders = [[row for row in rows if row[3] == rank] for rank in range(ranks)]
-        self.processes, self.nodes, self.cores = processes, nodes, cores
+        self.processes, self.nodes = processes, nodes
+        self.cores, self.paces = cores, paces
         self.at = [0] * ranks
         self.left: list[float | None] = [None] * ranks
         self.end = np.zeros(ranks)
@@ -119,8 +126,8 @@ class _Fluid:
             if left is not None:
                 busy[self.nodes[rank]] += self.processes[rank]
         return [
-            min(1.0, count / active) if count and active else 1.0
-            for count, active in zip(self.cores, busy, strict=True)
+            pace.speed(active, count) if active else 1.0
+            for count, active, pace in zip(self.cores, busy, self.paces, strict=True)
         ]
 
     def _next_event(self, speeds: list[float]) -> float:
