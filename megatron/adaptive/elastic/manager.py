@@ -97,7 +97,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = self._total = 0
         self.notice: signal.Signals | None = None  # that came from outside
-        self._stop = self.notice
+        self._stop: signal.Signals | None = None
         self._is_deposed = self._has_worked = False
         self._failures = 0
         self._reconsider_s: float | None = None
