@@ -21,8 +21,8 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmar
                   ibverbs-utils, perftest)
   --views         also what the tests open a trace's views with: LibreOffice Calc without its
                   windows, Chromium and its driver (Debian 12)
-  --lab           also the system packages for tests/labs: those of the nodes and those that their
-                  kernel is compiled with (Debian 12)
+  --lab           also the system packages for tests/labs: those of the nodes, those that their
+                  kernel is compiled with, and QEMU for those with sanitizers (Debian 12)
   --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
                   not started (Debian 12)
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
@@ -74,6 +74,7 @@ view_packages=(libreoffice-calc-nogui chromium chromium-driver)
 lab_packages=(
   ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
   linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
+  qemu-system-x86 busybox-static cpio kmod
 )
 slurm_packages=(
   slurmctld slurmd slurm-client slurmdbd mariadb-server-core munge iproute2 util-linux

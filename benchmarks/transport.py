@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, bench: Bench) -> report.Result:
         "1f1b": lambda: jobs.one_f_one_b(bench),
         "ranks": lambda: jobs.four_ranks(10 if quick else 30),
         "soak": lambda: jobs.long_run(bench, options.messages),
-        "kills": lambda: jobs.kills(options.kills),
+        "kills": lambda: kills(options.kills),
         "rdma": lambda: lab.measure(options.repetitions),
     }
     total = report.Result()
@@ -78,6 +78,14 @@ def run(options: argparse.Namespace, bench: Bench) -> report.Result:
         if part.points:
             print(report.bandwidths(part.points))
         sys.stdout.flush()
+    return total
+
+
+def kills(count: int) -> report.Result:
+    """Kill so many ranks over each transport of this machine, and over RDMA in its lab."""
+    total = report.Result()
+    for part in (jobs.kills(count, "shm"), jobs.kills(count, "tcp"), lab.kills(count)):
+        total.add(part)
     return total
 
 

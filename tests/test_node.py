@@ -270,6 +270,26 @@ class TestQueue:
             with pytest.raises(ValueError, match="timeout_s"):
                 loop.wait(wrong)
 
+    def test_wait_until_a_time(self, loop: Any) -> None:
+        deadline_s = time.monotonic() + 0.05
+        assert loop.wait_until(deadline_s) is None
+        assert time.monotonic() >= deadline_s
+        for past in (0.0, -1.0, float("-inf"), float("nan")):
+            assert loop.wait_until(past) is None
+        for far in (1e300, float("inf")):
+            loop.put("there")
+            assert loop.wait_until(far) == "there"
+        loop.put("there")
+        assert loop.wait_until(0.0) == "there"
+        with pytest.raises(TypeError):
+            loop.wait_until("soon")
+
+    def test_wait_for_ever_is_woken(self, loop: Any) -> None:
+        thread = threading.Timer(0.25, loop.put, ["late"])  # longer than a look at signals
+        thread.start()
+        assert loop.wait_until(float("inf")) == "late"
+        thread.join()
+
     def test_signal_handlers_run_during_a_wait(self, loop: Any) -> None:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt

@@ -65,6 +65,8 @@ class Copies:
         self.read.argtypes, self.read.restype = [address, size], ctypes.c_uint64
         self.write = found.write_all
         self.write.argtypes, self.write.restype = [address, size, ctypes.c_uint64], None
+        self.cycles = found.cycles
+        self.cycles.argtypes, self.cycles.restype = [], ctypes.c_uint64
         self._line_ns = found.cache_line_ns
         self._line_ns.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint32]
         self._line_ns.restype = ctypes.c_double

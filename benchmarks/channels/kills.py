@@ -18,7 +18,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +40,9 @@ RANKS = 3
 SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
-_LATEST_KILL_S = 0.06
+# Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
+# longer.
+_LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
@@ -107,6 +111,7 @@ class Trial:
 
     def __init__(self, kind: str, seed: int) -> None:
         self._draw = random.Random(seed)
+        self._latest_kill_s = _LATEST_KILL_S[kind]
         context = multiprocessing.get_context("fork")
         self._ends: list[Connection] = []
         self._ranks = []
@@ -126,7 +131,7 @@ class Trial:
         for rank in range(RANKS):
             assert self._expect(rank, START_S) == "open"
         victim = self._draw.randrange(RANKS)
-        time.sleep(self._draw.uniform(0.0, _LATEST_KILL_S))
+        time.sleep(self._draw.uniform(0.0, self._latest_kill_s))
         killed_at = time.monotonic()
         pid = self._ranks[victim].pid
         assert pid is not None
@@ -168,15 +173,33 @@ class Trial:
 
 
 def litter() -> set[str]:
-    """What a process may leave behind: shared memory, sockets, temporary files, children."""
+    """What a process may leave behind: shared memory, sockets, files, children, RDMA objects."""
     found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
     found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
-    for thread in Path("/proc/self/task").iterdir():
-        found |= {f"process {pid}" for pid in (thread / "children").read_text().split()}
+    found |= {f"process {pid}" for pid in children()}
     found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
+    return found | rdma_objects()
+
+
+def children() -> set[int]:
+    """Processes that this one has started, or inherited."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.add(int(status.parent.name))
     return found
+
+
+def rdma_objects() -> set[str]:
+    """Per RDMA device, how many queue pairs, memory regions and so on the kernel holds."""
+    if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
+        return set()
+    done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
+    return {f"RDMA device {line}" for line in done.stdout.splitlines()}
 
 
 def _open(fd: str) -> bool:
@@ -189,7 +212,7 @@ def _open(fd: str) -> bool:
 def main() -> int:
     """Run the trials; writes JSON to the output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", default="shm", choices=("shm", "tcp"))
+    parser.add_argument("--kind", default="shm", choices=tuple(_LATEST_KILL_S))
     parser.add_argument("--count", type=int, required=True, help="kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True, help="where the outcomes go")

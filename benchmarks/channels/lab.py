@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 from megatron.adaptive import extension
 
+from . import jobs
+from .copies import NoCompilerError, build
 from .report import Point, Result, Row, measured, missing, ratios, size_text
 
 BANDWIDTH, LATENCY = 0.90, 1.2
+MEASURE = "rdma_measure"
 INSTALL = "bash prerequisite.sh --lab"
 LIMIT_S = 900.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +34,10 @@ def measure(repetitions: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="rdma-benchmark-") as folder:
         script = Path(__file__).with_name("lab_rank.py")
         try:
+            build(Path(folder))
+            built = build_channel()
+            if built is not None:
+                shutil.copy(built, Path(folder, MEASURE))
             result = rdma_lab.run(
                 [sys.executable, str(script), "--repetitions", str(repetitions)],
                 timeout_s=LIMIT_S,
@@ -36,7 +45,7 @@ def measure(repetitions: int) -> Result:
                 memory_mib=1536,
                 share=Path(folder),
             )
-        except rdma_lab.LabError as error:
+        except (rdma_lab.LabError, NoCompilerError) as error:
             return Result(rows=[missing("rdma over perftest", str(error), goal=BANDWIDTH)])
         output = Path(folder, "samples.json")
         if result.status or not output.exists():
@@ -47,6 +56,78 @@ def measure(repetitions: int) -> Result:
             )
         found = json.loads(output.read_text(encoding="utf-8"))
     return rows(found["samples"])
+
+
+def latencies(samples: dict[str, list[float]]) -> list[Row]:
+    """Half round trips over those of perftest, medians by medians and means by means."""
+    what = "rdma, 1 KiB: half a round trip over ib_write_lat"
+    table = []
+    for name, shown in (("channel", "the C++ channel"), ("rdma", "from Python")):
+        if f"{name} latency" not in samples:
+            note = "needs a C++ compiler and libibverbs-dev"
+            table.append(missing(f"{what}, {shown}", note, goal=LATENCY))
+            continue
+        for kind, goal in (("", LATENCY), ("mean ", None)):
+            own, other = samples[f"{name} {kind}latency"], samples[f"perftest {kind}latency"]
+            typical_us = 1e6 * statistics.median(own), 1e6 * statistics.median(other)
+            table.append(
+                measured(
+                    f"{what}, {shown}, {kind.strip() or 'median'}",
+                    ratios(own, other),
+                    goal=goal,
+                    note="{:.4g} us over {:.4g} us".format(*typical_us),
+                )
+            )
+    return table
+
+
+def build_channel() -> Path | None:
+    """Build the program that measures the C++ channel; ``None`` where that cannot be."""
+    from tests.cpp_tests import VERBS, CppTests
+
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
+        return None
+    folder = ROOT / "build" / "cpp-tests-fast"
+    made = CppTests(compiler, flags=(*VERBS, "-O2"), libraries=["-libverbs"], folder=folder)
+    return made.build(MEASURE)
+
+
+def kills(count: int) -> Result:
+    """Kill ranks that are connected by RDMA, in a node; see :mod:`.kills`."""
+    what = f"{count} kills at random moments, rdma"
+    reason = why_not()
+    if reason is not None:
+        return Result(rows=[missing(what, reason, goal=0)])
+    from tests.labs import rdma_lab
+
+    # Of its own, for what is in the host's comes and goes.
+    script = """
+        mkdir /run/private
+        TMPDIR=/run/private exec "$PYTHON" -m benchmarks.channels.kills --kind rdma \\
+            --count "$COUNT" --output "$LAB_SHARE/result.json"
+    """
+    with tempfile.TemporaryDirectory(prefix="rdma-benchmark-") as folder:
+        try:
+            result = rdma_lab.run(
+                ["sh", "-ec", f"cd {ROOT}\n{script}"],
+                nodes=1,
+                timeout_s=120.0 + 30.0 * count,
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": _path(),
+                    "PYTHON": sys.executable,
+                    "COUNT": str(count),
+                },
+                memory_mib=3000,
+                share=Path(folder),
+            )
+            if result.status:
+                print(result.text[-2000:], file=sys.stderr)
+            found = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
+        except (rdma_lab.LabError, OSError, ValueError) as error:
+            return Result(rows=[Row(what=what, value=None, goal=0, note=str(error))])
+    return Result(rows=jobs.kill_rows(found, what), facts={"kills, rdma": found})
 
 
 def why_not() -> str | None:
@@ -78,14 +159,7 @@ def rows(samples: dict[str, list[float]]) -> Result:
         )
         for nbytes in sizes
     ]
-    table.append(
-        measured(
-            "rdma, 1 KiB: half a round trip over ib_write_lat",
-            ratios(samples["rdma latency"], samples["perftest latency"]),
-            goal=LATENCY,
-            note=f"ib_write_lat {1e6 * min(samples['perftest latency']):.4g} us at best",
-        )
-    )
+    table += latencies(samples)
     table += [
         measured(
             f"rdma over gloo/TCP, {size_text(sizes[0])}",
@@ -93,7 +167,7 @@ def rows(samples: dict[str, list[float]]) -> Result:
         ),
         measured(
             "rdma over gloo/TCP, 1 KiB: half a round trip",
-            ratios(samples["gloo latency"], samples["rdma latency"]),
+            ratios(samples["gloo mean latency"], samples["rdma mean latency"]),
         ),
     ]
     names = {"perftest": "ib_write_bw", "rdma": "rdma", "gloo": "gloo over TCP"}

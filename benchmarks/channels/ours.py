@@ -29,6 +29,7 @@ from megatron.adaptive.transport.liveness import here
 from .connectors import Connector
 
 LIMIT_S = 60.0
+_LONG_S = 3600.0
 NODE = " node"
 GLOO = "gloo transport"
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
@@ -123,6 +124,7 @@ class TransportConnector:
         self._rank = rank
         self._peer = 1 - rank
         self._channel = transport.channel(self._peer)
+        self._never_s = time.monotonic() + _LONG_S
 
     def expect(self, nbytes: int, count: int) -> None:
         """Nothing: messages come unasked."""
@@ -155,6 +157,15 @@ class TransportConnector:
             wait(deadline_s).take()  # type: ignore[union-attr]
 
         return self._alternate(there, back, rounds)
+
+    def round_trip(self, payload: torch.Tensor) -> None:
+        """Send a message and wait for the answer; on rank 1 the other way round."""
+        if not self._rank:
+            self.transport.send(self._peer, _LABEL, payload)
+        arrival: Any = self.transport.completions.wait(self._never_s)
+        arrival.take()
+        if self._rank:
+            self.transport.send(self._peer, _LABEL, payload)
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Memory of the channel to write the next payload into; :meth:`send` passes it on."""

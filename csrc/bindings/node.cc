@@ -307,18 +307,17 @@ py::object Node::poll() {
   return item ? open_item(std::move(*item)) : py::none();
 }
 
-py::object Node::wait(double timeout_s) {
+py::object Node::wait(const Deadline& deadline) {
   Completions& completions = *parts().session.completions;
   const Busy busy(waiting_, "wait");
   auto item = completions.poll();
   if (item) {
     return open_item(std::move(*item));
   }
-  const Deadline deadline = deadline_after(timeout_s);
   for (;;) {
     {
       const py::gil_scoped_release release;
-      item = completions.wait(deadline.at_most(kSlice));
+      item = completions.wait(deadline, kSlice);
     }
     if (item) {
       return open_item(std::move(*item));

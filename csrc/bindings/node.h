@@ -48,7 +48,7 @@ class Node {
   void commit(int peer, const Message& message, Reserved reserved);
   void put(PyObject* item);
   pybind11::object poll();
-  pybind11::object wait(double timeout_s);
+  pybind11::object wait(const Deadline& deadline);
 
   bool flush(double timeout_s);
   std::size_t pending(int peer) const;

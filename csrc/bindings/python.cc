@@ -1,6 +1,8 @@
 #include "bindings/python.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <new>
 #include <stdexcept>
@@ -48,6 +50,13 @@ Deadline deadline_after(double timeout_s) {
                                 " must be within 0 and 1e8");
   }
   return Deadline::after(std::chrono::nanoseconds(std::llround(timeout_s * 1e9)));
+}
+
+Deadline deadline_at(double monotonic_s) noexcept {
+  constexpr double kNeverS = 9e9;  // of the clock's 64 bits of nanoseconds
+  const double when_s = monotonic_s >= 0.0 ? std::min(monotonic_s, kNeverS) : 0.0;
+  return Deadline::at(Deadline::Clock::time_point(
+      std::chrono::nanoseconds(static_cast<std::int64_t>(when_s * 1e9))));
 }
 
 std::string seconds_text(double seconds) {

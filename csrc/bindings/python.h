@@ -18,6 +18,9 @@ constexpr auto kSlice = std::chrono::milliseconds(100);
 // Throws std::invalid_argument for a time that is none.
 Deadline deadline_after(double timeout_s);
 
+// The same for a time on the clock of time.monotonic(); any that never comes is the longest.
+Deadline deadline_at(double monotonic_s) noexcept;
+
 // "0.25 s"
 std::string seconds_text(double seconds);
 

@@ -247,14 +247,22 @@ PyObject* node_poll(PyObject* self, PyObject*) {
   return guarded([&] { return node_of(self).poll().release().ptr(); });
 }
 
+double as_seconds(PyObject* value) {
+  const double seconds = PyFloat_AsDouble(value);
+  if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
+    throw py::error_already_set();
+  }
+  return seconds;
+}
+
 PyObject* node_wait(PyObject* self, PyObject* timeout) {
-  return guarded([&] {
-    const double timeout_s = PyFloat_AsDouble(timeout);
-    if (timeout_s == -1.0 && PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
-    return node_of(self).wait(timeout_s).release().ptr();
-  });
+  return guarded(
+      [&] { return node_of(self).wait(deadline_after(as_seconds(timeout))).release().ptr(); });
+}
+
+PyObject* node_wait_until(PyObject* self, PyObject* deadline) {
+  return guarded(
+      [&] { return node_of(self).wait(deadline_at(as_seconds(deadline))).release().ptr(); });
 }
 
 PyObject* node_put(PyObject* self, PyObject* item) {
@@ -299,6 +307,9 @@ PyMethodDef kFastMethods[] = {
      "PeerLostError or TransportError, once, for a channel that ended."},
     {"wait", as_method(&node_wait), METH_O,
      "wait(timeout_s)\n\nAs poll(), but waits, without the GIL; None when the time is over."},
+    {"wait_until", as_method(&node_wait_until), METH_O,
+     "wait_until(deadline_s)\n\nAs wait(), until a time of time.monotonic(), -inf to inf. Does not "
+     "ask for the time where something is there at once or soon."},
     {"put", as_method(&node_put), METH_O,
      "put(item)\n\nAdds any object to what poll() and wait() return. Any thread."},
     {nullptr, nullptr, 0, nullptr},

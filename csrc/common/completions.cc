@@ -216,20 +216,26 @@ void Completions::sleep(const Deadline& deadline) {
   bell_.end_sleep();
 }
 
-std::optional<Item> Completions::wait(const Deadline& deadline) {
+std::optional<Item> Completions::wait(const Deadline& deadline, std::chrono::nanoseconds longest) {
+  std::optional<Deadline> end;
   for (;;) {
     if (auto item = poll()) {
       return item;
     }
-    if (interrupted_.exchange(false)) {
+    // Not exchanged each time: that would be a write per message.
+    if (interrupted_.load(std::memory_order_relaxed) && interrupted_.exchange(false)) {
       return std::nullopt;
     }
-    if (!spin(deadline)) {
-      if (deadline.expired()) {
-        return std::nullopt;
-      }
-      sleep(deadline);
+    if (spin(deadline)) {
+      continue;
     }
+    if (!end) {
+      end = longest == std::chrono::nanoseconds::max() ? deadline : deadline.at_most(longest);
+    }
+    if (end->expired()) {
+      return std::nullopt;
+    }
+    sleep(*end);
   }
 }
 

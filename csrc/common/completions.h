@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -180,8 +181,11 @@ class Completions {
   // The oldest item, if there is one now.
   std::optional<Item> poll();
 
-  // The oldest item; waits for one. Empty when the deadline passed or interrupt() was called.
-  std::optional<Item> wait(const Deadline& deadline);
+  // The oldest item; waits for one. Empty when the deadline passed or interrupt() was called, and
+  // when nothing came for about `longest`, if that is given: for callers that look up now and then.
+  // The clock is not asked before a while of spinning was in vain.
+  std::optional<Item> wait(const Deadline& deadline,
+                           std::chrono::nanoseconds longest = std::chrono::nanoseconds::max());
 
   // Adds an item and wakes the waiter.
   void put(Item item);

@@ -17,6 +17,8 @@ class Deadline {
 
   static Deadline after(std::chrono::nanoseconds wait) { return Deadline(Clock::now() + wait); }
 
+  static Deadline at(Clock::time_point when) { return Deadline(when); }
+
   // The earlier of this deadline and `slice` from now: for waits that look up now and then.
   Deadline at_most(std::chrono::nanoseconds slice) const {
     return Deadline(std::min(when_, Clock::now() + slice));

@@ -97,6 +97,19 @@ void waits_end_with_their_deadline() {
   check(posted(completions.wait(Deadline::after(milliseconds(0)))) == 1, "what is there is given");
 }
 
+void waits_end_to_look_up() {
+  Completions completions(1);
+  const Deadline far = patient();
+  check(!completions.wait(far, milliseconds(5)) && !far.expired(), "nothing, before the deadline");
+  completions.put(Posted{1});
+  check(posted(completions.wait(far, milliseconds(5))) == 1, "what is there is given");
+  const Joined late([&] {
+    ::usleep(20'000);
+    completions.put(Posted{2});
+  });
+  check(posted(completions.wait(far, std::chrono::hours(1))) == 2, "what comes wakes it");
+}
+
 void an_interrupt_ends_one_wait() {
   Completions completions(1);
   std::thread other([&] {
@@ -230,6 +243,7 @@ int main() {
   run("bell, processes", a_bell_rings_in_another_process);
   run("bell, foreign", foreign_descriptors_are_no_bells);
   run("deadline", waits_end_with_their_deadline);
+  run("deadline, slices", waits_end_to_look_up);
   run("interrupt", an_interrupt_ends_one_wait);
   run("sources", sources_are_polled_in_order_with_what_is_put);
   run("fork", a_fork_is_told_apart);

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from benchmarks.channels import lab as lab_benchmark
 
 from ..cpp_tests import VERBS, CppTests
 from . import rdma_lab
@@ -54,12 +58,17 @@ def lab(pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> CppTests:
-    """The C++ tests, for real verbs. Sanitizers do not run in the nodes."""
+    """The C++ tests, for real verbs."""
+    return build_with_verbs("cpp-tests-verbs")
+
+
+def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
+    """The C++ tests, for real verbs; skips where they cannot be built."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
-    folder = ROOT / "build" / "cpp-tests-verbs"
-    return CppTests(compiler, flags=VERBS, libraries=["-libverbs"], folder=folder)
+    flags = (*VERBS, *flags)
+    return CppTests(compiler, flags=flags, libraries=["-libverbs"], folder=ROOT / "build" / folder)
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
@@ -84,6 +93,44 @@ def test_rdma_keeps_the_contract_of_all_transports() -> None:
     assert "skipped" not in result.text
 
 
+SANITIZERS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
+SANITIZED_TESTS = (
+    ("rdma_channel_test", "any size, four queue pairs, from rank 0"),
+    ("rdma_channel_test", "both directions, one slot"),
+    ("rdma_channel_test", "out-of-order returns, 5 slots"),
+    ("rdma_channel_test", "two threads"),
+    ("rdma_channel_test", "pieces while computing"),
+    ("rdma_channel_test", "reserve"),
+)
+"""A program and what it is asked for: one of each kind, since emulated machines are slow."""
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_cpp_with_sanitizers_on_emulated_nodes(name: str) -> None:
+    """Address and undefined behaviour, and data races, over real verbs."""
+    if reason := rdma_lab.qemu.why_not():
+        pytest.skip(reason)
+    programs = build_with_verbs(f"cpp-tests-verbs-{name}", SANITIZERS[name])
+    # Each with ports of its own: those of the one before are not free at once.
+    runs = "\n".join(
+        f"LAB_FIRST_PORT={21000 + 100 * number} {shlex.join([str(programs.build(program)), only])}"
+        for number, (program, only) in enumerate(SANITIZED_TESTS)
+    )
+    # The thread sanitizer knows no more random bits of addresses than these.
+    script = f"""
+        echo 28 >/proc/sys/vm/mmap_rnd_bits
+        export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1
+        {runs}
+    """
+    result = run(["sh", "-ec", script], timeout_s=900.0, memory_mib=1500, machine="qemu")
+    assert result.status == 0, result.text
+    for said in result.output:
+        assert said.count("0 failed\n") == len(SANITIZED_TESTS), result.text
+
+
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
     """Faults: killed peers, 2% of packets lost, a cut link, a bad key, missing receives, lies."""
@@ -91,6 +138,11 @@ def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
     assert result.status == 0, result.text
     for said in result.output:
         assert said.endswith("0 failed\n"), result.text
+
+
+def test_killed_ranks_leave_nothing_and_are_missed() -> None:
+    others, _slowest, left = lab_benchmark.kills(3).rows
+    assert (others.value, left.value) == (0, 0), (others, left)
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:

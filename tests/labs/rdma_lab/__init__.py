@@ -1,6 +1,7 @@
 """A few small Linux machines on this one, joined by software RDMA, to run a command on each.
 
-    python -m tests.labs.rdma_lab [--nodes N] [--memory MIB] [--timeout S] -- COMMAND [ARGUMENT ...]
+    python -m tests.labs.rdma_lab [--nodes N] [--memory MIB] [--timeout S] [--machine uml|qemu]
+                                  -- COMMAND [ARGUMENT ...]
 
 A node is a process: the kernel built for User-mode Linux, which needs neither virtualisation nor
 privileges. It boots in a second, runs programs on one processor and has a soft-RoCE device. Links
@@ -22,6 +23,9 @@ The status is that of the first node whose command fails, 124 when the time is o
 dies, else 0. The kernel is compiled on first use, which takes minutes, and kept in
 ``$XDG_CACHE_HOME/megatron-adaptive/rdma-lab`` (``~/.cache`` without that variable).
 
+With ``--machine qemu`` nodes are emulated machines with Debian's own kernel: ten times as slow, but
+programs with the address and thread sanitizers run there, whose memory User-mode Linux cannot map.
+
 What differs from a real machine:
 
 * One processor per node: a thread that polls keeps the others of its node waiting, by milliseconds.
@@ -39,8 +43,19 @@ What differs from a real machine:
 
 from __future__ import annotations
 
+from . import qemu
 from .kernel import prepare, why_not
-from .lab import DIED, TIMED_OUT, Result, run
+from .lab import DIED, MACHINES, TIMED_OUT, Result, run
 from .packages import LabError
 
-__all__ = ["DIED", "TIMED_OUT", "LabError", "Result", "prepare", "run", "why_not"]
+__all__ = [
+    "DIED",
+    "MACHINES",
+    "TIMED_OUT",
+    "LabError",
+    "Result",
+    "prepare",
+    "qemu",
+    "run",
+    "why_not",
+]

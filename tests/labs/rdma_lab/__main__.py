@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from . import LabError, __doc__, prepare, run
+from . import MACHINES, LabError, __doc__, prepare, qemu, run
 
 
 def main() -> int:
@@ -23,13 +23,16 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="boot included (default: 300)"
     )
+    parser.add_argument(
+        "--machine", choices=MACHINES, default=MACHINES[0], help="what a node is (default: uml)"
+    )
     parser.add_argument("--prepare", action="store_true", help="only make what nodes boot from")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the nodes on its way
     try:
         if options.prepare:
-            print(prepare())
+            print(prepare() if options.machine == "uml" else qemu.prepare())
             return 0
         if not options.command or options.nodes < 1:
             parser.error("there is nothing to run: give a command, and at least one node")
@@ -39,6 +42,7 @@ def main() -> int:
             timeout_s=options.timeout,
             memory_mib=options.memory,
             on_line=lambda rank, line: print(f"[{rank}] {line}", flush=True),
+            machine=options.machine,
         )
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

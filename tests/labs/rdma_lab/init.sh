@@ -18,9 +18,14 @@ mkdir -p "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs -o size=75% memory "$root/dev/shm"
 mount -t devpts terminals "$root/dev/pts"
 ln -s /proc/self/fd "$root/dev/fd"
-for folder in "$lab_dir" "$lab_share"; do
-  mount -t hostfs -o "$folder" host "$root$folder"
-done
+# What it shares with the host: a file system of User-mode Linux, or one that QEMU offers by tag.
+if grep -qw hostfs /proc/filesystems; then
+  mount -t hostfs -o "$lab_dir" host "$root$lab_dir"
+  mount -t hostfs -o "$lab_share" host "$root$lab_share"
+else
+  mount -t 9p -o trans=virtio,version=9p2000.L dir "$root$lab_dir"
+  mount -t 9p -o trans=virtio,version=9p2000.L share "$root$lab_share"
+fi
 # perftest wants the processor's frequency, which the kernel of a node does not tell.
 mount --bind "$lab_dir/cpuinfo" "$root/proc/cpuinfo"
 exec chroot "$root" /bin/bash "$lab_dir/node.sh"

@@ -16,10 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .kernel import prepare
+from . import kernel, qemu
 from .packages import LabError
 
-__all__ = ["DIED", "TIMED_OUT", "Result", "run"]
+__all__ = ["DIED", "MACHINES", "TIMED_OUT", "Result", "run"]
+
+MACHINES = ("uml", "qemu")
+"""What a node may be: User-mode Linux, or a machine that QEMU emulates."""
 
 TIMED_OUT = 124
 """Status when the time was over before all nodes had finished."""
@@ -67,12 +70,14 @@ class _Boot:
     """What the nodes of a run boot with.
 
     Attributes:
-        kernel: the program that a node is.
+        machine: one of :data:`MACHINES`.
+        kernel: the program that a node is; for QEMU the folder of kernel and first file system.
         folder: what the nodes read and what they leave for the host, deleted at the end.
         share: ``LAB_SHARE``.
         memory_mib: memory of a node.
     """
 
+    machine: str
     kernel: Path
     folder: Path
     share: Path
@@ -141,6 +146,7 @@ def run(
     memory_mib: int = 1024,
     share: Path | None = None,
     on_line: OnLine | None = None,
+    machine: str = "uml",
 ) -> Result:
     """Run a command on every node and wait until all have finished.
 
@@ -152,13 +158,15 @@ def run(
         memory_mib: memory of a node, which also holds the files that it writes.
         share: ``LAB_SHARE``, an existing folder; without it one that is deleted at the end.
         on_line: called with rank and line as soon as a node has written a line.
+        machine: what the nodes are, one of :data:`MACHINES`.
 
     Raises:
         LabError: the lab cannot run here.
     """
-    kernel = prepare()
+    program = qemu.prepare() if machine == "qemu" else kernel.prepare()
     with tempfile.TemporaryDirectory(prefix="rdma-lab-") as name:
-        boot = _Boot(kernel, Path(name), (share or Path(name, "share")).resolve(), memory_mib)
+        place = (share or Path(name, "share")).resolve()
+        boot = _Boot(machine, program, Path(name), place, memory_mib)
         if share is None:
             boot.share.mkdir()
         if any(character.isspace() for character in f"{boot.folder}{boot.share}"):
@@ -248,19 +256,18 @@ def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket]
 ) -> subprocess.Popen[bytes]:
     """Start a node; it dies with this thread."""
-    command = [str(boot.kernel), f"mem={boot.memory_mib}M"]
-    command += "root=/dev/root rootfstype=hostfs rootflags=/ ro quiet panic=-1".split()
-    command += [
-        f"init={boot.folder}/init.sh",
-        f"uml_dir={boot.folder}",
-        "con=null",
-        "con0=null,fd:1",
-    ]
-    command += [f"lab_rank={rank}", f"lab_dir={boot.folder}", f"lab_share={boot.share}"]
-    command += [
-        f"vec{index}:transport=fd,fd={link.fileno()},mtu=9000,depth=64"
-        for index, link in enumerate(links)
-    ]
+    variables = [f"lab_rank={rank}", f"lab_dir={boot.folder}", f"lab_share={boot.share}"]
+    if boot.machine == "qemu":
+        command = qemu.arguments(
+            boot.kernel,
+            rank,
+            links,
+            memory_mib=boot.memory_mib,
+            folders={"dir": boot.folder, "share": boot.share},
+            variables=[f"lab_init={boot.folder}/init.sh", *variables],
+        )
+    else:
+        command = _user_mode_linux(boot, variables, links)
     # The memory of a node is a file there, which has to be executable.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
@@ -276,3 +283,23 @@ def _start(
             start_new_session=True,
             preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
+
+
+def _user_mode_linux(
+    boot: _Boot, variables: Sequence[str], links: Sequence[socket.socket]
+) -> list[str]:
+    """Return the command of a node that is User-mode Linux."""
+    command = [str(boot.kernel), f"mem={boot.memory_mib}M"]
+    command += "root=/dev/root rootfstype=hostfs rootflags=/ ro quiet panic=-1".split()
+    command += [
+        f"init={boot.folder}/init.sh",
+        f"uml_dir={boot.folder}",
+        "con=null",
+        "con0=null,fd:1",
+    ]
+    command += variables
+    command += [
+        f"vec{index}:transport=fd,fd={link.fileno()},mtu=9000,depth=64"
+        for index, link in enumerate(links)
+    ]
+    return command

@@ -12,13 +12,13 @@ ulimit -n 65536
 echo "node$RANK" >/proc/sys/kernel/hostname
 cat "$lab_dir/hosts" >>/etc/hosts
 
-# No link: this node is alone. Several: it joins the others.
+# No link: this node is alone, or QEMU has joined them. Several: it joins the others.
 shopt -s nullglob
 links=(/sys/class/net/vec*)
 links=("${links[@]##*/}")
 ip link set lo up
 case ${#links[@]} in
-  0) ip link add eth0 type dummy ;;
+  0) if [[ ! -e /sys/class/net/eth0 ]]; then ip link add eth0 type dummy; fi ;;
   1) ip link set "${links[0]}" name eth0 ;;
   *)
     ip link add eth0 type bridge

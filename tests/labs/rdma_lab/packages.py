@@ -67,8 +67,13 @@ def install(packages: list[str]) -> None:
     call(*apt, "install", "-y", "--no-install-recommends", *packages)
 
 
-def call(*command: str | Path, cwd: Path | None = None) -> None:
-    """Run a program to its end.
+def call(*command: str | Path, cwd: Path | None = None, given: str | None = None) -> bytes:
+    """Run a program to its end; returns what it wrote to stdout.
+
+    Args:
+        command: program and arguments.
+        cwd: where it runs.
+        given: what it reads from stdin.
 
     Raises:
         LabError: it failed; holds the last line that it wrote to stderr.
@@ -81,12 +86,11 @@ def call(*command: str | Path, cwd: Path | None = None) -> None:
             "PATH": f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}",
             "DEBIAN_FRONTEND": "noninteractive",
         },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        input=(given or "").encode(),
+        capture_output=True,
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        said = done.stderr.decode(errors="replace")
+        lines = said.strip().splitlines() or [f"status {done.returncode}"]
         raise LabError(f"the RDMA lab ran '{' '.join(map(str, command))}': {lines[-1]}")
+    return done.stdout

@@ -1,0 +1,174 @@
+"""Nodes as whole machines under QEMU: slow, but with the address space that sanitizers want.
+
+They boot Debian's own kernel, of which only the few modules that a node needs are kept. QEMU
+emulates the processor, so that neither privileges nor virtualisation are needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from . import packages
+from .packages import LabError
+
+__all__ = ["PACKAGES", "arguments", "prepare", "why_not"]
+
+PACKAGES: Mapping[str, str] = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "busybox": "busybox-static",
+    "cpio": "cpio",
+    "depmod": "kmod",
+    "xz": "xz-utils",
+}
+"""Programs, and their packages; none of them is installed unasked."""
+
+KERNEL = "linux-image-6.12-amd64"
+"""Depends on the newest kernel; those made for clouds have neither soft-RoCE nor 9p."""
+MODULES = (
+    *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
+    # Soft-RoCE asks for that checksum by its name only.
+    *("crc32_generic", "rdma_rxe"),
+)
+INIT = Path(__file__).with_name("init-qemu.sh")
+_FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host")
+
+
+def why_not() -> str | None:
+    """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return "the RDMA lab needs Linux on x86_64"
+    if lacking := packages.missing(packages.RUNNING, PACKAGES):
+        return (
+            f"nodes under QEMU need the packages {' '.join(lacking)}: "
+            "run bash prerequisite.sh --lab as somebody who may install them"
+        )
+    return None
+
+
+def prepare() -> Path:
+    """Return the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
+
+    Raises:
+        LabError: that is not possible here.
+    """
+    if reason := why_not():
+        raise LabError(reason)
+    choices = repr((KERNEL, MODULES, INIT.read_text())).encode()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "megatron-adaptive" / "rdma-lab"
+    kernel = folder / f"qemu-{hashlib.sha256(choices).hexdigest()[:16]}"
+    if not kernel.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds the work done
+            if not kernel.exists():
+                _make(kernel)
+    return kernel
+
+
+def _make(kernel: Path) -> None:
+    """Fetch the kernel into a folder beside, which then takes its name."""
+    with tempfile.TemporaryDirectory(dir=kernel.parent) as name:
+        work = Path(name)
+        tree = work / "package"
+        _fetch(work, tree)
+        version = next((tree / "lib/modules").iterdir()).name
+        packages.call("depmod", "-b", tree, version)
+        done = work / "done"
+        done.mkdir()
+        shutil.copy(tree / f"boot/vmlinuz-{version}", done / "vmlinuz")
+        root = work / "root"
+        for folder in _FOLDERS:
+            (root / folder).mkdir(parents=True)
+        busybox = shutil.which("busybox")
+        assert busybox is not None  # why_not() has looked
+        shutil.copy(busybox, root / "bin/busybox")
+        shutil.copy(INIT, root / "init")
+        (root / "init").chmod(0o755)
+        _copy_modules(tree, version, root / "modules")
+        names = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+        archive = packages.call(
+            *"cpio --create --format=newc --owner=0:0 --quiet".split(),
+            cwd=root,
+            given="\n".join(names),
+        )
+        (done / "initrd").write_bytes(archive)
+        done.rename(kernel)
+
+
+def _fetch(work: Path, tree: Path) -> None:
+    """Unpack the package that :data:`KERNEL` depends on."""
+    try:
+        listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
+        package = next(word for word in listed if word.startswith("linux-image-6.12."))
+        packages.call("apt-get", "-qq", "download", package, cwd=work)
+    except (LabError, FileNotFoundError, StopIteration) as error:
+        raise LabError(f"the RDMA lab needs the Debian package {KERNEL} ({error})") from None
+    packages.call("dpkg", "-x", next(work.glob("*.deb")), tree)
+
+
+def _copy_modules(tree: Path, version: str, target: Path) -> None:
+    """Copy the modules and what they need, by names that sort as they are to be loaded."""
+    files: dict[str, None] = {}
+    for module in MODULES:
+        shown = packages.call(
+            "modprobe", "-d", tree, "-S", version, "--show-depends", module
+        ).decode()
+        files.update(
+            (line.split()[1], None) for line in shown.splitlines() if line.startswith("insmod")
+        )
+    for number, file in enumerate(files):
+        copy = target / f"{number:03}-{Path(file).name}"
+        shutil.copy(file, copy)
+        if copy.suffix == ".xz":
+            packages.call("xz", "--decompress", copy)
+
+
+def arguments(
+    kernel: Path,
+    rank: int,
+    links: Sequence[socket.socket],
+    *,
+    memory_mib: int,
+    folders: Mapping[str, Path],
+    variables: Sequence[str],
+) -> list[str]:
+    """Return the command of a node.
+
+    Args:
+        kernel: of :func:`prepare`.
+        rank: of the node.
+        links: its ends of the links to other nodes; several join in a hub.
+        memory_mib: of the node.
+        folders: what it mounts to write to, by tag.
+        variables: ``NAME=VALUE`` for its first process.
+    """
+    words = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
+    words += ["-m", str(memory_mib), "-serial", "stdio"]
+    words += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
+    words += ["-append", f"console=ttyS0 quiet panic=-1 mitigations=off {' '.join(variables)}"]
+    link = "dgram,id={},local.type=fd,local.str={}".format
+    if len(links) == 1:
+        words += ["-netdev", link("net", links[0].fileno())]
+    else:
+        words += ["-netdev", "hubport,id=net,hubid=0"]
+        for index, end in enumerate(links):
+            words += ["-netdev", link(f"link{index}", end.fileno())]
+            words += ["-netdev", f"hubport,id=port{index},hubid=0,netdev=link{index}"]
+    words += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{rank + 1:02x}"]
+    for tag, path, more in (
+        ("host", Path("/"), ",readonly=on,multidevs=remap"),
+        *((tag, path, "") for tag, path in folders.items()),
+    ):
+        words += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
+        words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+    return words
