@@ -14,6 +14,7 @@ is in ``docs/transport.md``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +31,7 @@ from megatron.adaptive.transport.staging import Staging
 __all__ = ["NativeChannel", "NativeTransport"]
 
 _CLOSE_S = 30.0
+_DROP_AFTER_S = 0.1
 _KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 
@@ -148,13 +150,27 @@ class NativeTransport:
         if self._is_closed:
             return
         self._is_closed = True
+        end_s = time.monotonic() + _CLOSE_S
         try:
-            self.flush(_CLOSE_S)
+            self._drain(end_s)
         finally:
             if self._staging is not None:
                 self._staging.close()
             self.completions.stop()
-            self._node.close(_CLOSE_S)
+            self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
+
+    def _drain(self, end_s: float) -> None:
+        """Flush, and drop what arrives meanwhile: a peer that closes too waits for its slots."""
+        while True:
+            try:
+                self.flush(min(_DROP_AFTER_S, max(0.0, end_s - time.monotonic())))
+                return
+            except DeadlineError:
+                if time.monotonic() >= end_s:
+                    raise
+            with contextlib.suppress(TransportError):  # of a peer that is gone; flush() tells
+                while self.completions.poll() is not None:
+                    pass
 
     def _reserve_capsule(
         self, peer: int, code: int, shape: tuple[int, ...]
