@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.elastic.job import EpochProgress, ProgressReader
-from megatron.adaptive.training.progress import PROGRESS_NAME
+from megatron.adaptive.pipeline.progress import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:

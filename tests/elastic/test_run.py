@@ -17,7 +17,14 @@ import psutil
 import pytest
 
 from megatron.adaptive.cli.run import main
-from megatron.adaptive.elastic.job import Epoch, EpochProgress, StateFile, phases, render_state
+from megatron.adaptive.elastic.job import (
+    Epoch,
+    EpochProgress,
+    StateFile,
+    phases,
+    read_state,
+    render_state,
+)
 from megatron.adaptive.elastic.launching import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -117,6 +124,14 @@ def test_the_state_tells_parts_of_a_morph(
     read = json.loads(capsys.readouterr().out)
     assert {**read, **told} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
+    # Another manager goes on from the checkpoint of 8.
+    file = StateFile(tmp_path / "elastic", print)
+    assert file.take_over(tmp_path) == told["machines"]
+    file.write({**told, "iteration": 12, "epochs": [{**epoch.told(), "resumed_iteration": 8}]})
+    read = read_state(tmp_path)
+    assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (1, [epoch.number])
+    assert "1 steps lost in 1 morphs" in render_state(read)
+    assert "epochs under managers before: 1" in render_state(read)
 
 
 def test_a_state_that_cannot_be_written_is_told_once_until_it_can(tmp_path: Path) -> None:

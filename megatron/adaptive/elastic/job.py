@@ -33,7 +33,6 @@ __all__ = [
     "end_epochs",
     "epoch_folder",
     "job_folder",
-    "known_machines",
     "phases",
     "read_state",
     "render_state",
@@ -43,6 +42,7 @@ __all__ = [
 _STATE = "state.json"
 _FOLDER = "elastic"
 _EPOCH = "epoch"
+_MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
 """The end of the words for a shape that is no shape yet."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
@@ -278,7 +278,9 @@ def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
 
 
 class StateFile:
-    """The state of a job that this process manages.
+    """The state of a job that this process manages, after others maybe.
+
+    What it tells of all managers together: ``lost_steps``, and ``earlier``, epochs of those before.
 
     Args:
         folder: of the job.
@@ -289,6 +291,33 @@ class StateFile:
         self._folder = folder
         self._say = say
         self._is_failing = False
+        self._before: dict[str, Any] = {}
+        self._earlier: list[Any] = []
+
+    def take_over(self, checkpoints: Path) -> list[dict[str, Any]]:
+        """Go on from what the manager before told of the job that saves into a folder.
+
+        Returns:
+            Its machines, empty where there was none.
+        """
+        try:
+            self._before = read_state(checkpoints)
+        except ConfigError:
+            return []
+        self._earlier = [*self._before.get("earlier", []), *self._before.get("epochs", [])]
+        return [dict(machine) for machine in self._before.get("machines", [])]
+
+    def _of_all(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of the job under all its managers."""
+        if not self._earlier:
+            return {**told, "earlier": []}
+        # As the first shape of this one began, some steps of the one before were done again.
+        again = 0
+        if told["epochs"]:
+            done = self._before.get("iteration", 0)
+            again = max(0, done - told["epochs"][0]["resumed_iteration"])
+        lost = self._before.get("lost_steps", 0) + again + told["lost_steps"]
+        return {**told, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
 
     def write(self, told: Mapping[str, Any]) -> None:
         """Replace it.
@@ -300,7 +329,7 @@ class StateFile:
         own = {"manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            draft.write_text(json.dumps({**own, **told}, indent=1) + "\n")
+            draft.write_text(json.dumps({**own, **self._of_all(told)}, indent=1) + "\n")
             draft.replace(self._folder / _STATE)
             self._is_failing = False
         except OSError as error:
@@ -333,15 +362,6 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     return told
 
 
-def known_machines(checkpoints: Path) -> list[dict[str, Any]]:
-    """Machines of a job as its state told of them last, empty where there is none."""
-    try:
-        machines = read_state(checkpoints).get("machines", [])
-    except ConfigError:
-        return []
-    return [dict(machine) for machine in machines]
-
-
 def _morphs(epochs: Sequence[Mapping[str, Any]]) -> int:
     """How often the shape changed; the one that measured a model is none."""
     return max(0, sum(not epoch["shape"].endswith(MEASURES) for epoch in epochs) - 1)
@@ -350,11 +370,12 @@ def _morphs(epochs: Sequence[Mapping[str, Any]]) -> int:
 def render_state(told: Mapping[str, Any]) -> str:
     """Return a job's state as text."""
     done, total = told["iteration"], told["total_iterations"]
+    earlier = told.get("earlier", [])
     age_s = max(0.0, (time.time_ns() - told["unix_ns"]) / 1e9)
     lines = [
         f"{told['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
         f" {told['checkpoint_iteration']}, {told['lost_steps']} steps lost in"
-        f" {_morphs(told['epochs'])} morphs",
+        f" {_morphs([*earlier, *told['epochs']])} morphs",
         f"manager: process {told['manager']['pid']} on {told['manager']['host']}",
         "machines:",
     ]
@@ -364,6 +385,8 @@ def render_state(told: Mapping[str, Any]) -> str:
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
     if told.get("copies"):
         lines.append(f"copies of the state in memory: {told['copies']}")
+    if earlier:
+        lines.append(f"epochs under managers before: {len(earlier)}")
     lines.append("epochs:")
     for epoch in told["epochs"]:
         lines.append(

@@ -29,7 +29,6 @@ from megatron.adaptive.elastic.job import (
     end_epochs,
     epoch_folder,
     job_folder,
-    known_machines,
     phases,
     say,
 )
@@ -123,7 +122,7 @@ class Manager:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         await asyncio.to_thread(self._lease.claim, {})
-        self._before_us = self._stragglers.recall(known_machines(self._spec.checkpoints))
+        self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
         ticking = loop.create_task(self._tick())
         status = 2
