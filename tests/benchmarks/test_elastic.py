@@ -143,5 +143,5 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
     (nodes.shared / "file").write_bytes(bytes(1 << 16))
     first.off()
     second.off()
-    assert not psutil.pid_exists(process.pid)
+    until(lambda: not psutil.pid_exists(process.pid))
     until(lambda: not psutil.pid_exists(left.pid))
