@@ -105,6 +105,26 @@ class Counting:
         return [call for call in self.calls if not call.startswith("release")]
 
 
+def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
+    """Run every rank in a thread of its own; raises the first error of any."""
+    errors: list[BaseException] = []
+
+    def watched(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=watched, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WATCHDOG_S)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
 class Ranks:
     """All ranks of a pipeline in this process."""
 
@@ -145,22 +165,11 @@ class Ranks:
         count = self.placement.num_ranks
         stages = [Counting(self.placement, rank) for rank in range(count)]
         states = [self.state(rank, microbatches, **options) for rank in range(count)]
-        errors: list[BaseException] = []
 
         def run(rank: int) -> None:
-            try:
-                self.executors[rank].run(stages[rank], policies[rank], states[rank])
-            except BaseException as error:
-                errors.append(error)
+            self.executors[rank].run(stages[rank], policies[rank], states[rank])
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * WATCHDOG_S)
-            assert not thread.is_alive()
-        if errors:
-            raise errors[0]
+        each_in_its_thread(run, count)
         return stages, states
 
 

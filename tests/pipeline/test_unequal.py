@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from functools import partial
 
 import pytest
@@ -19,7 +18,7 @@ from megatron.adaptive.schedule.unequal import default_cap, make_policy
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.transport.interface import CompletionQueue
 
-from .loopback import WATCHDOG_S, Counting, Loopback
+from .loopback import WATCHDOG_S, Counting, Loopback, each_in_its_thread
 
 SHAPES = [
     *(Widths(sizes) for sizes in itertools.product((1, 2, 3), repeat=2)),
@@ -63,7 +62,6 @@ def run_step(widths: Widths, schedule: str, rounds: int, **options: bool) -> lis
     network = {rank: CompletionQueue() for rank in range(widths.num_ranks)}
     placement = Placement(num_ranks=widths.num_stages, num_chunks=1)
     stages = [Dealt(widths, rank) for rank in range(widths.num_ranks)]
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         stage = stages[rank].stage
@@ -75,19 +73,9 @@ def run_step(widths: Widths, schedule: str, rounds: int, **options: bool) -> lis
         )  # fmt: skip
         cap = None if options else default_cap(widths, stage, own)
         state = RankState(placement=placement, rank=stage, num_microbatches=own, cap=cap, **options)
-        try:
-            executor.run(stages[rank], make_policy(schedule, widths, stage, own), state)
-        except BaseException as error:
-            errors.append(error)
+        executor.run(stages[rank], make_policy(schedule, widths, stage, own), state)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in network]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * WATCHDOG_S)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+    each_in_its_thread(run, widths.num_ranks)
     return stages
 
 
