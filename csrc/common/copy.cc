@@ -26,49 +26,17 @@ struct Method {
 
 #if defined(__x86_64__)
 
-// A processor that reads a page on its own initiative stops at the page's end: several pages side
-// by side keep more reads under way, and the lines that come next are asked for. Of the ways that
-// were tried (1 to 4 pages, 512 to 8192 bytes ahead, into any cache) this was the fastest.
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPages = 4;
-constexpr std::size_t kAhead = 512;
-constexpr std::size_t kStep = 4 * kLine;
-
-__attribute__((target("avx512f"))) inline void copy_step_avx512(std::byte* to,
-                                                                const std::byte* from) noexcept {
-  const __m512i a = _mm512_loadu_si512(from);
-  const __m512i b = _mm512_loadu_si512(from + kLine);
-  const __m512i c = _mm512_loadu_si512(from + 2 * kLine);
-  const __m512i d = _mm512_loadu_si512(from + 3 * kLine);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), a);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to + kLine), b);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to + 2 * kLine), c);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to + 3 * kLine), d);
-}
-
-__attribute__((target("avx512f"))) void copy_pages_avx512(std::byte* to,
-                                                          const std::byte* from) noexcept {
-  for (std::size_t at = 0; at < kPage; at += kStep) {
-    // Behind the end of a page comes the same page of the next group. Asking for what is behind the
-    // end of the whole is no error.
-    const std::size_t ahead = at + kAhead < kPage ? kAhead : kAhead + (kPages - 1) * kPage;
-    for (std::size_t page = at; page < kPages * kPage; page += kPage) {
-      for (std::size_t line = 0; line < kStep; line += kLine) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + page + ahead + line, _MM_HINT_T0);
-      }
-      copy_step_avx512(to + page, from + page);
-    }
-  }
-}
-
 __attribute__((target("avx512f"))) void copy_lines_avx512(std::byte* to, const std::byte* from,
                                                           std::size_t lines) noexcept {
-  constexpr std::size_t kGroup = kPages * kPage / kLine;
-  for (; lines >= kGroup; lines -= kGroup, to += kPages * kPage, from += kPages * kPage) {
-    copy_pages_avx512(to, from);
-  }
-  for (; lines >= 4; lines -= 4, to += kStep, from += kStep) {
-    copy_step_avx512(to, from);
+  for (; lines >= 4; lines -= 4, to += 4 * kLine, from += 4 * kLine) {
+    const __m512i a = _mm512_loadu_si512(from);
+    const __m512i b = _mm512_loadu_si512(from + kLine);
+    const __m512i c = _mm512_loadu_si512(from + 2 * kLine);
+    const __m512i d = _mm512_loadu_si512(from + 3 * kLine);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), a);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + kLine), b);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + 2 * kLine), c);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + 3 * kLine), d);
   }
   for (; lines > 0; --lines, to += kLine, from += kLine) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));

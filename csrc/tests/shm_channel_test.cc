@@ -409,8 +409,7 @@ void ends_may_differ_in_their_slots() {
 
 void streaming_copies_are_copies() {
   const Bytes from = pattern(100'000, 3);
-  for (const std::size_t size :
-       {0, 1, 63, 64, 65, 127, 128, 255, 256, 1000, 4096, 16'384, 99'000}) {
+  for (const std::size_t size : {0, 1, 63, 64, 65, 127, 128, 255, 256, 1000, 4096, 99'000}) {
     for (const std::size_t shift : {0, 1, 31, 63}) {
       Bytes to(100'200, 0xEE);
       auto* const target = reinterpret_cast<std::byte*>(to.data()) + shift;
