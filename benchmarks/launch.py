@@ -105,6 +105,22 @@ def submitted(lab: Lab, conf: LaunchConf) -> int:
     return int(lab.output("sbatch", "--parsable", str(script)).partition(";")[0])
 
 
+def first_iteration(lab: Lab, job: int, logs: Path) -> None:
+    """Wait for the first iteration of a job.
+
+    Raises:
+        LateError: it did not come; what Slurm and the job said goes to stderr.
+    """
+    try:
+        until(lambda: has_iterated(logs), "iteration")
+    except LateError:
+        said = [lab.output("squeue", "-o", "%i %T %r %N"), lab.output("sinfo", "-N")]
+        for path in sorted(logs.glob("*.???")):
+            said += [f"--- {path.name}", path.read_text(errors="replace")[-3000:]]
+        print(f"job {job}:", *said, sep="\n", file=sys.stderr)
+        raise
+
+
 def finished(lab: Lab, job: int) -> None:
     """Wait until a job has left the queue and its nodes are free."""
     until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
@@ -116,7 +132,7 @@ def slurm_start(lab: Lab, folder: Path) -> float:
     begin_s = time.perf_counter()
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR") / str(job)
-    until(lambda: has_iterated(logs), "iteration")
+    first_iteration(lab, job, logs)
     took_s = time.perf_counter() - begin_s
     lab.output("scancel", str(job))
     finished(lab, job)
@@ -212,7 +228,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
-    until(lambda: has_iterated(logs / str(job)), "iteration")
+    first_iteration(lab, job, logs / str(job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
     words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "megatron.adaptive", "status"]
@@ -233,6 +249,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
         lab.plug(node)
     else:
         lab.boot(node)
+        lab.wait_until_registered(node)
 
     def left() -> list[str]:
         return [

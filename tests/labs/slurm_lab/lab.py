@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import os
+import re
 import shutil
 import signal
 import stat
@@ -123,6 +125,7 @@ class Lab:
         self._accounting = accounting
         self._settings = settings
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._booted_s: dict[str, int] = {}
         self._logs: list[IO[bytes]] = []
 
     def __enter__(self) -> Lab:
@@ -190,6 +193,7 @@ class Lab:
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
+        self._booted_s[name] = int(time.time())  # Slurm tells whole seconds
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
         command = [
             *self.enter("ctl", str(self.folder)),
@@ -206,6 +210,22 @@ class Lab:
             *f"ip link add {name} type veth peer name eth0 netns {init}".split(),
         )
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
+
+    def wait_until_registered(self, name: str) -> None:
+        """Wait until Slurm knows that a node which lost its processes has started anew.
+
+        Before, it may give a job to the node as it was, and ends it once the node says that no such
+        job is there.
+        """
+
+        def is_registered() -> bool:
+            said = self.run(["scontrol", "show", "node", name]).stdout
+            found = re.search(r"SlurmdStartTime=(\S+)", said)
+            if found is None or found[1] == "None":
+                return False
+            return datetime.datetime.fromisoformat(found[1]).timestamp() >= self._booted_s[name]
+
+        self._wait(f"word from {name}", is_registered)
 
     def enter(self, name: str, folder: str) -> list[str]:
         """Return the words before a command that runs it on a host, in a folder."""
