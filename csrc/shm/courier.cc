@@ -114,11 +114,11 @@ void Courier::run() noexcept {
 void Courier::carry_all(std::unique_lock<std::mutex>& lock) {
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || closing_ || !jobs_.empty(); });
+    if (jobs_.empty() && closing_) {
+      break;
+    }
     if (stopping_) {
       return;
-    }
-    if (jobs_.empty()) {
-      break;
     }
     Job& job = jobs_.front();  // stays where it is while others are added
     lock.unlock();

@@ -53,8 +53,8 @@ class Gpu {
   };
 
   explicit Gpu(int ordinal = 0)
-      : context_(std::make_shared<const cuda::Context>(cuda::Driver::load(driver_library()),
-                                                       ordinal)),
+      : context_(
+            std::make_shared<const cuda::Context>(cuda::Driver::load(driver_library()), ordinal)),
         stream_(in([this] { return cuda::make_stream(context_); })) {}
 
   void* stream() const { return stream_.get(); }

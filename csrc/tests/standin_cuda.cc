@@ -41,7 +41,8 @@ using adaptive::cuda::Result;
 using adaptive::cuda::StreamHandle;
 using adaptive::cuda::Uuid;
 
-constexpr Result kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kNotSupported = 801;
+constexpr Result kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201,
+                 kNotSupported = 801;
 constexpr int kLongestWaitUs = 30'000'000;
 
 struct Settings {
@@ -231,8 +232,8 @@ EventHandle* handle_of(EventPointer event) {
   return reinterpret_cast<EventHandle*>(new EventPointer(std::move(event)));
 }
 
-Result copy(std::byte* to, std::byte* from, std::size_t count, StreamHandle* stream,
-            bool to_device, bool from_device) {
+Result copy(std::byte* to, std::byte* from, std::size_t count, StreamHandle* stream, bool to_device,
+            bool from_device) {
   if (contexts.empty()) {
     return kInvalidContext;
   }
@@ -241,8 +242,7 @@ Result copy(std::byte* to, std::byte* from, std::size_t count, StreamHandle* str
 }
 
 bool may_open(const File::Handle& handle) {
-  return handle.magic == kMagic &&
-         (handle.process != ::getpid() || state().settings.same_process);
+  return handle.magic == kMagic && (handle.process != ::getpid() || state().settings.same_process);
 }
 
 template <typename Export>
