@@ -20,12 +20,14 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.completions import Arrival
 from megatron.adaptive.transport.header import CODE_OF, Label
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.staging import Staging
 
 from ..cpp_tests import ROOT, CppTests
+from .test_connect import ROW, close_all, connect_all
 from .test_staging import Device, device
 
 __all__ = ["device"]  # a fixture
@@ -160,6 +162,39 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
     for number, arrival in enumerate(arrivals):
         assert arrival.take().tolist() == [float(number)] * 600
     assert "compute waits for copy on in" in device.said
+
+
+def test_a_job_is_told_which_way_its_tensors_go(
+    device: Device, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks, here threads, think that they have a GPU; what torch does there is left out."""
+    monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
+    monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
+    offered: list[Any] = []
+    options_of = connect._Opener._channel_options
+
+    def with_library(self: Any, kind: str) -> dict[str, Any]:
+        self._device = torch.device("cuda", 0)
+        options = options_of(self, kind)
+        self._device = CPU
+        offered.append(dict(options))
+        return {**options, "cuda_driver": library}
+
+    monkeypatch.setattr(connect._Opener, "_channel_options", with_library)
+    outcome = connect_all(ROW)
+    shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
+    assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]
+    close_all(outcome.made)
+    assert {one["cuda_device"] for one in offered} == {0}
+    assert not any("cuda_refusal" in one for one in offered)
+    outcome = connect_all(ROW, transport_gpu="pinned")
+    why = "through pinned memory, no CUDA IPC: rank "
+    assert outcome.log == [
+        f"transport: shm for ranks {low}-{low + 1} (same machine; tensors {why}{low}: "
+        "--transport-gpu pinned)"
+        for low in range(2)
+    ]
+    close_all(outcome.made)
 
 
 def test_a_pair_without_a_way_says_why(device: Device) -> None:

@@ -286,10 +286,10 @@ class _Opener:
                     node.open(kind, peer, address, self._open_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
                     failure = failure or self._failed(error)
-            told = gather((failure, {} if failure else _gpu_ways(node, kinds)))
+            told = gather([failure, [] if failure else _gpu_ways(node, kinds)])
             failures = [one for one, _ in told]
             for low, (_, its) in enumerate(told):
-                ways.update({(low, high): way for high, way in its.items() if low < high})
+                ways.update({(low, high): way for high, way in its if low < high})
         first = next((one for one in failures if one), None)
         if first is not None:
             if node is not None:
@@ -357,15 +357,16 @@ class _Opener:
         return f"rank {self._own.rank} on {self._own.host}: {error}"
 
 
-def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> dict[int, str]:
-    """Return for each peer how tensors of GPUs go to it, where channels have found that out."""
-    ways = {}
+def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Return peers and how tensors of GPUs go to them, where channels have found that out."""
+    ways = []
     for peer in kinds:
         info = node.info(peer)
         if info.get("gpu_path") == "cuda-ipc":
-            ways[peer] = "tensors stay in GPU memory by CUDA IPC"
+            ways.append((peer, "tensors stay in GPU memory by CUDA IPC"))
         elif "gpu_path" in info:
-            ways[peer] = f"tensors through pinned memory, no CUDA IPC: {info['gpu_reason']}"
+            reason = info["gpu_reason"]
+            ways.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
     return ways
 
 

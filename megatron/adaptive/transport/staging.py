@@ -1,6 +1,6 @@
 """GPU tensors through a channel, without a synchronization.
 
-Where a channel goes from one GPU's memory to the other's (``cuda-ipc``, see ``docs/transport.md``),
+Where a channel goes from one GPU's memory to the other's (``cuda-ipc``, see ``docs/cuda_ipc.md``),
 the extension copies, waits and gives slots back, and this only tells it which stream computes. Else
 tensors go through the pinned memory of the host::
 
