@@ -50,8 +50,10 @@ class Staging:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        # As DLPack names the device.
-        self._place = (_DLPACK_CUDA, device.index or 0) if device.type == "cuda" else _DLPACK_HOST
+        self._place = _DLPACK_HOST  # as DLPack names the device
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._place = _DLPACK_CUDA, index
         self._pinned: list[int] = []
         self._slot_bytes: dict[int, int] = {}  # of peers whose channel goes between GPUs
         self._lock = threading.Lock()  # of the node's channels
