@@ -42,6 +42,10 @@ SOURCES = (
     "csrc/common/socket_address.cc",
     "csrc/common/socket_io.cc",
     "csrc/common/unshared_fd.cc",
+    "csrc/cuda/agreement.cc",
+    "csrc/cuda/arena.cc",
+    "csrc/cuda/driver.cc",
+    "csrc/cuda/owners.cc",
     "csrc/rdma/channel.cc",
     "csrc/rdma/devices.cc",
     "csrc/rdma/fate.cc",
@@ -54,7 +58,9 @@ SOURCES = (
     "csrc/rdma/status.cc",
     "csrc/rdma/wire.cc",
     "csrc/shm/channel.cc",
+    "csrc/shm/courier.cc",
     "csrc/shm/decision_log.cc",
+    "csrc/shm/device_slots.cc",
     "csrc/shm/distance.cc",
     "csrc/shm/incoming.cc",
     "csrc/shm/limits.cc",
@@ -180,6 +186,7 @@ def extensions() -> list[Extension]:
             sources=list(SOURCES),
             include_dirs=["csrc"],
             depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
+            libraries=["dl"],  # opens the CUDA driver at run time, if there is one
             extra_compile_args=list(COMPILE_ARGS),
             language="c++",
             # Lets an editable install go on when the file was not built.

@@ -22,7 +22,7 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 VERBS = ("-O1", "-DMEGATRON_ADAPTIVE_RDMA")
 # What all test programs are linked with. Neither Python nor, unless VERBS are asked for, anything
 # of RDMA is needed for it.
-FOLDERS = ("common", "shm", "tcp", "rdma")
+FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
 KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
 
@@ -47,7 +47,7 @@ class CppTests:
     ) -> None:
         self._compiler = compiler
         self._flags = (*BASICS, *flags)
-        self._libraries = tuple(libraries)
+        self._libraries = ("-ldl", *libraries)
         self._folder = folder
         self._objects = cache_folder()
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
@@ -71,17 +71,30 @@ class CppTests:
         self._run([*map(str, objects), "-o", str(program), *self._libraries])
         return program
 
-    def _compile(self, source: Path) -> Path:
+    def library(self, name: str) -> Path:
+        """Returns the shared library of ``csrc/tests/<name>.cc``, which is made without the rest.
+
+        Raises:
+            AssertionError: as in :meth:`build`.
+        """
+        made = self._compile(ROOT / "csrc" / "tests" / f"{name}.cc", "-fPIC")
+        target = self._folder / f"lib{name}.so"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run(["-shared", str(made), "-o", str(target)])
+        return target
+
+    def _compile(self, source: Path, *more: str) -> Path:
         digest = self._headers.copy()
         digest.update(source.read_bytes())
         digest.update(self._maker)
+        digest.update("".join(more).encode())
         name = f"{source.parent.name}-{source.stem}"
         target = self._objects / f"{name}.{digest.hexdigest()[:24]}.o"
         if target.exists():
             target.touch()
         else:
             fresh = target.with_suffix(f".{os.getpid()}.new")
-            self._run(["-c", str(source.relative_to(ROOT)), "-o", str(fresh)])
+            self._run([*more, "-c", str(source.relative_to(ROOT)), "-o", str(fresh)])
             fresh.replace(target)
         return target
 

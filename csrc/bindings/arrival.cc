@@ -42,9 +42,10 @@ void delete_capsule(PyObject* capsule) {
   head->deleter(head);
 }
 
-std::unique_ptr<Managed> manage(Lease&& lease, const Message& message) {
+std::unique_ptr<Managed> manage(Lease&& lease, const Message& message, Place place) {
   auto managed = std::make_unique<Managed>();
   fill_dlpack(managed->head.tensor, managed->shape, managed->strides, lease.data(), message);
+  managed->head.tensor.device = {place.type, place.id};
   managed->head.context = managed.get();
   managed->head.deleter = &delete_managed;
   managed->lease = std::move(lease);
@@ -131,10 +132,28 @@ PyObject* arrival_shape(PyObject* self, void*) {
   return shape;
 }
 
+PyObject* arrival_on_device(PyObject* self, void*) {
+  return PyBool_FromLong(reinterpret_cast<PyArrival*>(self)->arrival.device != nullptr);
+}
+
+// Whether the payload can be taken; sets Python's error where not.
+bool may_take(const PyArrival* object, bool on_device) {
+  if (object->taken) {
+    PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can be taken once");
+    return false;
+  }
+  if (on_device != (object->arrival.device != nullptr)) {
+    PyErr_SetString(PyExc_RuntimeError, on_device
+                                            ? "the payload is in the host's memory: use dlpack()"
+                                            : "the payload is on a device: use dlpack_on()");
+    return false;
+  }
+  return true;
+}
+
 PyObject* arrival_dlpack(PyObject* self, PyObject*) {
   auto* const object = reinterpret_cast<PyArrival*>(self);
-  if (object->taken) {
-    PyErr_SetString(PyExc_RuntimeError, "dlpack() of an arrival can be called once");
+  if (!may_take(object, false)) {
     return nullptr;
   }
   try {
@@ -147,10 +166,29 @@ PyObject* arrival_dlpack(PyObject* self, PyObject*) {
   }
 }
 
+PyObject* arrival_dlpack_on(PyObject* self, PyObject* args) {
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  unsigned long long stream = 0;
+  Place place;
+  if (PyArg_ParseTuple(args, "Kii", &stream, &place.type, &place.id) == 0 ||
+      !may_take(object, true)) {
+    return nullptr;
+  }
+  try {
+    Arrival& arrival = object->arrival;
+    arrival.device->enter(arrival.slot, reinterpret_cast<void*>(stream));
+    object->taken = true;
+    object->free_slots = free_slots(arrival);
+    return make_dlpack(std::move(arrival.payload), arrival.message, place).release().ptr();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
 PyObject* arrival_tensor(PyObject* self, PyObject*) {
   auto* const object = reinterpret_cast<PyArrival*>(self);
-  if (object->taken) {
-    PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can be taken once");
+  if (!may_take(object, false)) {
     return nullptr;
   }
   try {
@@ -183,6 +221,7 @@ PyGetSetDef kArrivalFields[] = {
     {"arrived_ns", arrival_arrived_ns, nullptr,
      "When it arrived, as time.monotonic_ns(), or None where no thread saw that.", nullptr},
     {"sequence", arrival_sequence, nullptr, "Number of the message on its channel.", nullptr},
+    {"on_device", arrival_on_device, nullptr, "Whether the payload is in a GPU's memory.", nullptr},
     {"free_slots", arrival_free_slots, nullptr,
      "Slots of the channel that this process does not hold, now or when dlpack() was called.",
      nullptr},
@@ -193,6 +232,10 @@ PyMethodDef kArrivalMethods[] = {
     {"dlpack", arrival_dlpack, METH_NOARGS,
      "Returns the payload as a DLPack capsule, once. Its memory goes back to the channel when the "
      "tensor made of it is gone, or this object, if it is not called."},
+    {"dlpack_on", arrival_dlpack_on, METH_VARARGS,
+     "dlpack_on(stream, device_type, device_id)\n\nAs dlpack(), for a payload on a device, which "
+     "`stream`, a CUstream as a number, may read from now on. The memory goes back when that "
+     "stream is past what is on it when the tensor is dropped. Waits for nothing."},
     {"tensor", arrival_tensor, METH_NOARGS,
      "Returns the payload as a tensor, once, faster than through dlpack(). After use_torch()."},
     {nullptr, nullptr, 0, nullptr},
@@ -234,8 +277,8 @@ py::object make_arrival(Arrival&& arrival) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
 }
 
-py::object make_dlpack(Lease&& lease, const Message& message) {
-  std::unique_ptr<Managed> managed = manage(std::move(lease), message);
+py::object make_dlpack(Lease&& lease, const Message& message, Place place) {
+  std::unique_ptr<Managed> managed = manage(std::move(lease), message, place);
   PyObject* const capsule = PyCapsule_New(&managed->head, kCapsuleName, &delete_capsule);
   if (capsule == nullptr) {
     throw py::error_already_set();

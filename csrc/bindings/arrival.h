@@ -12,9 +12,15 @@ void bind_arrival(pybind11::module_& module);
 // A new `Arrival`. Throws py::error_already_set.
 pybind11::object make_arrival(Arrival&& arrival);
 
+// Where memory is, as DLPack has it.
+struct Place {
+  int type = 1;  // the host's
+  int id = 0;
+};
+
 // A capsule "dltensor" over the memory of `lease`, which is given back, from any thread and without
 // the GIL, when whoever takes the capsule is done. Throws Error for a message without a DLPack
 // form.
-pybind11::object make_dlpack(Lease&& lease, const Message& message);
+pybind11::object make_dlpack(Lease&& lease, const Message& message, Place place = {});
 
 }  // namespace adaptive

@@ -267,6 +267,26 @@ void Node::send(int peer, const Message& message, const void* data, PyObject* ke
   finish();
 }
 
+void Node::send_after(int peer, const Message& message, const void* data, bool on_device,
+                      void* stream, PyObject* keep) {
+  Sender& sender = sender_to(peer);
+  const Busy busy(sending_, "send");
+  KeepRequest request{keep, parts_->drops};
+  const py::object reference = py::reinterpret_borrow<py::object>(keep);
+  try {
+    sender.send_after(message, data, on_device, stream, {&keep_object, &request});
+  } catch (...) {
+    // Had it been taken, the list of drops has it by now.
+    if (request.taken) {
+      reference.inc_ref();
+    }
+    throw;
+  }
+  if (request.taken) {
+    reference.inc_ref();
+  }
+}
+
 std::optional<Reserved> Node::reserve(int peer, std::size_t nbytes) {
   Sender& sender = sender_to(peer);
   const Busy busy(sending_, "send");

@@ -44,6 +44,8 @@ class Node {
             const pybind11::dict& options);
 
   void send(int peer, const Message& message, const void* data, PyObject* keep);
+  void send_after(int peer, const Message& message, const void* data, bool on_device, void* stream,
+                  PyObject* keep);
   std::optional<Reserved> reserve(int peer, std::size_t nbytes);
   void commit(int peer, const Message& message, Reserved reserved);
   void put(PyObject* item);

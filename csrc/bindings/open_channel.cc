@@ -126,6 +126,9 @@ std::unique_ptr<Sender> open_channel(const std::string& kind, const Session& ses
     read_more(options, chosen);
     read_reservable(options, chosen);
     options.read("stream_from_bytes", chosen.stream_from_bytes);
+    options.read("cuda_device", chosen.cuda_device);
+    options.read("cuda_refusal", chosen.cuda_refusal);
+    options.read("cuda_driver", chosen.cuda_driver);
     return connect(chosen, open_shm);
   }
   if (kind == "tcp") {

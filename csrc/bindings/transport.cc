@@ -116,6 +116,23 @@ Message message_from(PyObject* const* args) {
   return message;
 }
 
+void* address_of(PyObject* value) {
+  void* const address = PyLong_AsVoidPtr(value);
+  if (address == nullptr && PyErr_Occurred() != nullptr) {
+    throw py::error_already_set();
+  }
+  return address;
+}
+
+void check_size(const Message& message, const void* data, std::int64_t nbytes) {
+  if (nbytes < 0 || static_cast<std::uint64_t>(nbytes) != message.nbytes ||
+      (data == nullptr && nbytes != 0)) {
+    throw std::invalid_argument("nbytes " + std::to_string(nbytes) +
+                                " are not those of the shape, " + std::to_string(message.nbytes) +
+                                ", or have no address");
+  }
+}
+
 template <typename Body>
 PyObject* guarded(const Body& body) noexcept {
   try {
@@ -136,18 +153,24 @@ PyObject* node_send(PyObject* self, PyObject* const* args, Py_ssize_t count) {
                 "send(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, "
                 "nbytes, keep)");
     const Message message = message_from(args + 1);
-    void* const data = PyLong_AsVoidPtr(args[8]);
-    if (data == nullptr && PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
-    const std::int64_t nbytes = as_int(args[9]);
-    if (nbytes < 0 || static_cast<std::uint64_t>(nbytes) != message.nbytes ||
-        (data == nullptr && nbytes != 0)) {
-      throw std::invalid_argument("nbytes " + std::to_string(nbytes) +
-                                  " are not those of the shape, " + std::to_string(message.nbytes) +
-                                  ", or have no address");
-    }
+    void* const data = address_of(args[8]);
+    check_size(message, data, as_int(args[9]));
     node_of(self).send(narrow<std::int32_t>(args[0], "peer"), message, data, args[10]);
+    return none();
+  });
+}
+
+PyObject* node_send_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    check_count(count, 13,
+                "send_after(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, "
+                "data_ptr, nbytes, on_device, stream, keep)");
+    const Message message = message_from(args + 1);
+    void* const data = address_of(args[8]);
+    check_size(message, data, as_int(args[9]));
+    void* const stream = address_of(args[11]);
+    node_of(self).send_after(narrow<std::int32_t>(args[0], "peer"), message, data,
+                             PyObject_IsTrue(args[10]) == 1, stream, args[12]);
     return none();
   });
 }
@@ -283,6 +306,12 @@ PyMethodDef kFastMethods[] = {
      "keep)\n\nStarts sending the contiguous tensor at data_ptr and never waits for the peer. "
      "`keep` is held until its memory is no longer needed; which must not be written to before.\n\n"
      "Raises PeerLostError, TransportError."},
+    {"send_after", as_method(&node_send_after), METH_FASTCALL,
+     "send_after(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, "
+     "nbytes, "
+     "on_device, stream, keep)\n\nAs send(), for a tensor that is there when `stream`, a CUstream "
+     "as a number, has come so far: at data_ptr of this process's GPU, at most a slot of it, or of "
+     "the host. Where info() says that gpu_path is cuda-ipc; all messages then go this way."},
     {"send_tensor", as_method(&node_send_tensor), METH_FASTCALL,
      "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nAs send(), for a contiguous "
      "tensor "
@@ -367,7 +396,7 @@ kind: "unix" for peers on this node, "tcp" for others, then with the numeric `ho
 
 kind: "shm", "rdma", "tcp", or "loopback" to oneself. The lower rank connects to `address`, what
 listen() gave the peer; the higher one listens. Options: slot_bytes, slots, limit_bytes, crc,
-silent_limit_s; for rdma also device, port, gid_index, mtu, num_qps. Raises DeadlineError,
+silent_limit_s; for shm also cuda_device, whose memory payloads are in, and cuda_refusal; for rdma also device, port, gid_index, mtu, num_qps. Raises DeadlineError,
 TransportError.)");
   node.def("flush", &Node::flush, py::arg("timeout_s"),
            "Waits until no memory of what was sent is needed; False when the time was over.");

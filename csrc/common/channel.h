@@ -13,6 +13,7 @@
 
 #include "common/completions.h"
 #include "common/deadline.h"
+#include "common/error.h"
 #include "common/message.h"
 #include "common/reactor.h"
 
@@ -65,6 +66,12 @@ class Sender {
   // Sends what was computed into `reserved`, without a copy; a part of another channel is Error.
   virtual void commit(Message message, Reserved reserved) = 0;
 
+  // As send(), for a payload that is not there before `stream` (a CUstream) has come so far: in the
+  // memory of this process's GPU, at most a slot of it, or in the host's. Later messages have to
+  // go this way, too. Throws Error where the channel has no way between GPUs.
+  virtual void send_after(Message message, const void* data, bool on_device, void* stream,
+                          const Keeper& keeper);
+
   // Waits until everything sent is in the peer's memory or in the network's hands and no memory of
   // the caller is needed any more. False when the deadline passed.
   virtual bool flush(const Deadline& deadline) = 0;
@@ -78,5 +85,9 @@ class Sender {
   // "kind", "slot_bytes", "slots" and what else there is to say.
   virtual Info info() const { return {}; }
 };
+
+inline void Sender::send_after(Message, const void*, bool, void*, const Keeper&) {
+  throw Error("this channel has no way between GPUs: bring payloads to the host");
+}
 
 }  // namespace adaptive

@@ -86,6 +86,17 @@ class Lease {
   std::uint64_t token_ = 0;
 };
 
+// A payload in the memory of a GPU, which streams read. Any thread.
+class DevicePayload {
+ public:
+  virtual ~DevicePayload() = default;
+
+  // Lets what is put on `stream` (a CUstream of the device's primary context) from now on read the
+  // payload, until its lease is given back: later than all that reads it is on that stream, not
+  // when it is done. Does not wait. Throws Error.
+  virtual void enter(unsigned slot, void* stream) = 0;
+};
+
 // A whole message that has arrived. The payload may be written to as well as read.
 struct Arrival {
   int peer = -1;
@@ -101,6 +112,11 @@ struct Arrival {
   // When its last byte was received, on the monotonic clock; 0 where no thread sees that happen,
   // as in memory that the peer writes by itself.
   std::int64_t arrived_ns = 0;
+
+  // To be asked for `slot` before the payload is read, where it is in a GPU's memory; null where it
+  // is in the host's. Lives as long as `payload`.
+  DevicePayload* device = nullptr;
+  unsigned slot = 0;
 };
 
 // The end of a channel that did not close in order. Said once per peer.

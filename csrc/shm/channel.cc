@@ -15,6 +15,8 @@
 #include "common/error.h"
 #include "common/fork_guard.h"
 #include "common/reactor.h"
+#include "cuda/agreement.h"
+#include "shm/courier.h"
 #include "shm/distance.h"
 #include "shm/fate.h"
 #include "shm/incoming.h"
@@ -160,8 +162,8 @@ class ShmSender final : public Sender {
     MappedRegion control = attach_segment(peer.fds[0], peer.layout.control_bytes, purpose);
     MappedRegion data = attach_segment(peer.fds[1], peer.layout.data_bytes, purpose);
     // Both are through with what takes long, and meet.
-    link.send_record({1}, {}, deadline, tick);
-    link.recv_record(1, 0, deadline, tick);
+    cuda::Agreement agreement = cuda::agree(link, wish(), deadline, tick);
+    device_refusal_ = std::move(agreement.reason);
     const bool leader = session.rank < link.peer();
     distance_ns_ = measure_distance_ns(
         leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
@@ -171,6 +173,13 @@ class ShmSender final : public Sender {
     outgoing_ = std::make_unique<Outgoing>(session, fate_, options, memory_);
     outgoing_->connect(Bell::attach(std::move(peer.fds[3])), std::move(peer.fds[4]),
                        stream_threshold(options, distance_ns_), [this] { watch_->say_goodbye(); });
+    if (agreement.path) {
+      device_bytes_ = agreement.path->arena.size_bytes();
+      incoming_->use_device(std::move(agreement.path->arena));
+      courier_ = std::make_unique<Courier>(fate_, *outgoing_, std::move(agreement.path->context),
+                                           std::move(agreement.path->peer),
+                                           std::move(agreement.path->stream), options.slot_bytes);
+    }
     start(std::move(link));
   }
 
@@ -181,6 +190,7 @@ class ShmSender final : public Sender {
     if (!guard_.in_maker()) {
       // Threads, descriptors of the reactor and the peer belong to the process that made this.
       static_cast<void>(watch_.release());
+      static_cast<void>(courier_.release());
       return;
     }
     stop();
@@ -202,15 +212,31 @@ class ShmSender final : public Sender {
     outgoing_->commit(message, reserved.token);
   }
 
-  bool flush(const Deadline& deadline) override {
+  void send_after(Message message, const void* data, bool on_device, void* stream,
+                  const Keeper& keeper) override {
     check_process();
-    return outgoing_->flush(deadline);
+    if (courier_ == nullptr) {
+      Sender::send_after(message, data, on_device, stream, keeper);
+    }
+    courier_->send(message, data, on_device, stream, keeper);
   }
 
-  std::size_t pending() const noexcept override { return outgoing_->pending(); }
+  bool flush(const Deadline& deadline) override {
+    check_process();
+    return (courier_ == nullptr || courier_->flush(deadline)) && outgoing_->flush(deadline);
+  }
+
+  std::size_t pending() const noexcept override {
+    return (courier_ == nullptr ? 0 : courier_->pending()) + outgoing_->pending();
+  }
 
   void close() noexcept override {
-    if (guard_.in_maker()) {
+    if (!guard_.in_maker()) {
+      return;
+    }
+    if (courier_ != nullptr) {
+      courier_->close();  // and the channel, after what is on its way
+    } else {
       outgoing_->close();
     }
   }
@@ -221,7 +247,7 @@ class ShmSender final : public Sender {
     const auto address_of = [](const MappedRegion& region) {
       return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(region.data()));
     };
-    return {
+    Info info{
         {"kind", std::string("shm")},
         {"send_address", address_of(sent)},
         {"send_bytes", static_cast<std::int64_t>(sent.size_bytes())},
@@ -235,11 +261,32 @@ class ShmSender final : public Sender {
         {"copy", std::string(streaming_name())},
         {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_, distance_ns_))},
         {"distance_ns", distance_ns_}};
+    if (options_.cuda_device >= 0) {
+      info["gpu_path"] = std::string(courier_ == nullptr ? "pinned" : "cuda-ipc");
+      info["gpu_reason"] = device_refusal_;
+      info["device_bytes"] = static_cast<std::int64_t>(device_bytes_);
+    }
+    return info;
   }
 
  private:
   static std::string name_of(const Session& session, const Link& link) {
     return session.describe ? session.describe(link.peer()) : "rank " + std::to_string(link.peer());
+  }
+
+  cuda::Wish wish() const {
+    cuda::Wish wish;
+    wish.ordinal = options_.cuda_device;
+    wish.library = options_.cuda_driver;
+    wish.refusal = options_.cuda_refusal;
+    if (options_.crc && wish.refusal.empty()) {
+      wish.refusal = "checksums are asked for, which are made on the host";
+    }
+    wish.slots = options_.slots;
+    wish.slot_bytes = options_.slot_bytes;
+    wish.job = session_.job;
+    wish.rank = session_.rank;
+    return wish;
   }
 
   void check_process() const {
@@ -270,6 +317,7 @@ class ShmSender final : public Sender {
   }
 
   void stop() noexcept {
+    courier_.reset();                                    // its thread uses all the rest
     session_.reactor->remove(memory_->credit_fd.get());  // its handler may use the watch
     session_.reactor->remove(wake_fd_.get());
     watch_.reset();
@@ -297,7 +345,10 @@ class ShmSender final : public Sender {
   std::shared_ptr<Incoming> incoming_;
   std::unique_ptr<Outgoing> outgoing_;
   double distance_ns_ = -1.0;
+  std::string device_refusal_;
+  std::size_t device_bytes_ = 0;
   std::unique_ptr<LinkWatch> watch_;
+  std::unique_ptr<Courier> courier_;
 };
 
 }  // namespace

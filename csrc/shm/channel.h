@@ -12,11 +12,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "common/channel.h"
 #include "common/deadline.h"
 #include "common/fd_passing.h"
 #include "common/link.h"
+#include "cuda/driver.h"
 
 namespace adaptive {
 
@@ -32,6 +34,12 @@ struct ShmOptions {
   // How many slots reserve() may have taken that the peer has not. A sender that takes them all
   // cannot send what comes first, while a receiver that holds the others waits for it.
   unsigned reservable = 64;
+  // Payloads in the memory of a GPU, by its number in this process; negative: there are none. Where
+  // the peer's GPU is the same or can be reached they go from memory to memory, else the caller
+  // brings them to the host; see info() for which it is.
+  int cuda_device = -1;
+  std::string cuda_refusal;                     // why not, should this end not want it
+  std::string cuda_driver = cuda::kDriverName;  // another library in tests
 };
 
 // Opens both directions of the pair at the ends of `link`, a unix link; both ends call it at the

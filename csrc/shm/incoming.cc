@@ -58,6 +58,26 @@ Incoming::Incoming(std::shared_ptr<Fate> fate, std::uint64_t job, std::uint64_t 
       flush_computed_(flush_computed),
       assembler_(limit_bytes) {}
 
+Incoming::~Incoming() {
+  if (!guard_.in_maker()) {
+    static_cast<void>(device_.release());  // its thread and the device are the parent's
+  }
+}
+
+void Incoming::use_device(cuda::Arena arena) {
+  device_ = std::make_unique<DeviceSlots>(
+      std::move(arena), [this](unsigned slot) { give_back(slot); },
+      [this] { return importer_gone(); },
+      [fate = fate_](const char* reason) {
+        fate->fail(Failure::Kind::kTransport, "the device's end of the channel from " +
+                                                  fate->peer_name() + " failed: " + reason);
+      });
+}
+
+bool Incoming::importer_gone() const noexcept {
+  return control_->sender.device_closed.load() != 0 || lost_.load(std::memory_order_acquire);
+}
+
 bool Incoming::poll(Completions& into) noexcept {
   bool found_any = false;
   try {
@@ -129,10 +149,19 @@ bool Incoming::take_next(Completions& into) {
     finished_ = true;
     return false;
   }
-  if (message.piece_bytes == message.nbytes && !assembler_.busy()) {
+  const bool whole = message.piece_bytes == message.nbytes && !assembler_.busy();
+  if ((flags & kOnDevice) != 0 && (device_ == nullptr || !whole)) {
+    throw Error(describe(message) + " is said to be in device memory" +
+                (whole ? ", of which there is none" : " in part"));
+  }
+  if (whole) {
     ++taken_;
     ++sequence_;
-    deliver(message, slot, flags, into);
+    if ((flags & kOnDevice) != 0) {
+      deliver_on_device(message, slot, into);
+    } else {
+      deliver(message, slot, flags, into);
+    }
   } else {
     if (message.offset == 0 && num_assembled_.load() >= layout_.slots) {
       stalled_.store(true);
@@ -166,6 +195,20 @@ void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flag
   into.found(std::move(arrival));
 }
 
+void Incoming::deliver_on_device(const Message& message, unsigned slot, Completions& into) {
+  Arrival arrival;
+  arrival.peer = fate_->peer();
+  arrival.message = message;
+  arrival.payload = Lease(device_->data(slot), message.nbytes, shared_from_this(),
+                          &Incoming::release_on_device, slot);
+  num_held_.fetch_add(1, std::memory_order_relaxed);
+  arrival.slots = layout_.slots;
+  arrival.held = &num_held_;
+  arrival.device = device_.get();
+  arrival.slot = slot;
+  into.found(std::move(arrival));
+}
+
 void Incoming::add_piece(const Message& message, unsigned slot, Completions& into) {
   auto whole =
       assembler_.add(message, data_region_.data() + slot * layout_.slot_stride, fate_->peer());
@@ -192,6 +235,14 @@ void Incoming::release(void* owner, std::uint64_t token) noexcept {
               self->flush_bytes_[slot].load(std::memory_order_relaxed));
   self->num_held_.fetch_sub(1, std::memory_order_relaxed);
   self->give_back(slot);
+}
+
+void Incoming::release_on_device(void* owner, std::uint64_t token) noexcept {
+  auto* const self = static_cast<Incoming*>(owner);
+  if (self->guard_.in_maker()) {
+    self->num_held_.fetch_sub(1, std::memory_order_relaxed);
+    self->device_->leave(static_cast<unsigned>(token));
+  }
 }
 
 void Incoming::give_back(unsigned slot) noexcept {

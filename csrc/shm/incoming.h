@@ -14,6 +14,7 @@
 #include "common/fork_guard.h"
 #include "common/mapped_region.h"
 #include "common/scoped_fd.h"
+#include "shm/device_slots.h"
 #include "shm/fate.h"
 #include "shm/ring.h"
 
@@ -37,6 +38,11 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
            const Layout& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
            bool flush_computed);
 
+  ~Incoming() override;
+
+  // From now on payloads may be in `arena`. Before the first poll().
+  void use_device(cuda::Arena arena);
+
   bool poll(Completions& into) noexcept override;
 
   // The peer's process is gone: a Failure follows what it had sent.
@@ -55,10 +61,13 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   void read(const Entry& entry, Message* message, unsigned* slot, std::uint32_t* flags) const;
   void check_entry(const Message& message, unsigned slot) const;
   void deliver(const Message& message, unsigned slot, std::uint32_t flags, Completions& into);
+  void deliver_on_device(const Message& message, unsigned slot, Completions& into);
+  bool importer_gone() const noexcept;
   void add_piece(const Message& message, unsigned slot, Completions& into);
   void give_back(unsigned slot) noexcept;
   void tell_loss() noexcept;
   static void release(void* owner, std::uint64_t token) noexcept;
+  static void release_on_device(void* owner, std::uint64_t token) noexcept;
 
   const std::shared_ptr<Fate> fate_;
   const std::uint64_t job_;
@@ -88,7 +97,8 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   std::string reason_;
   // Messages put together that nobody has dropped: as many at most as there are slots.
   std::atomic<unsigned> num_assembled_{0};
-  std::atomic<bool> stalled_{false};  // a message waits for one of them
+  std::atomic<bool> stalled_{false};     // a message waits for one of them
+  std::unique_ptr<DeviceSlots> device_;  // last: its thread gives slots back
 };
 
 }  // namespace adaptive::shm

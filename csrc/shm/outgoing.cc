@@ -20,6 +20,8 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kWorthWaitingBytes = std::size_t{64} << 10;
 constexpr std::chrono::nanoseconds kLongestPatience = std::chrono::microseconds(20);
+// How often a wait that a credit ends looks whether it is still wanted.
+constexpr std::chrono::milliseconds kLookUp(20);
 
 std::uint64_t bit(unsigned slot) noexcept {
   return std::uint64_t{1} << slot;
@@ -388,6 +390,44 @@ void Outgoing::commit(Message& message, std::uint64_t token) {
     queue(std::move(pending));
     queued_ |= bit(slot);
   }
+  reserved_ &= ~bit(slot);
+  ++sequence_;
+}
+
+void Outgoing::admit(Message message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  prepare(message);
+}
+
+unsigned Outgoing::await_slot(const Message& message, const std::function<bool()>& given_up) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    if (given_up()) {
+      return kNoSlot;
+    }
+    Message probe = message;
+    prepare(probe);  // throws where the peer has closed its end
+    if (backlog_.empty()) {
+      unsigned slot = take_slot();
+      if (slot == kNoSlot) {
+        control_->sender.wants_credit.store(1);
+        slot = take_slot();
+      }
+      if (slot != kNoSlot) {
+        reserved_ |= bit(slot);
+        reservations_[slot] = ++last_reservation_ * kMostSlots + slot;
+        return slot;
+      }
+    }
+    moved_.wait_for(lock, kLookUp);
+  }
+}
+
+void Outgoing::publish_on_device(Message& message, unsigned slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  prepare(message);
+  message.has_crc = 0;  // its bytes are not at hand
+  publish(message, slot, kOnDevice);
   reserved_ &= ~bit(slot);
   ++sequence_;
 }

@@ -67,6 +67,15 @@ class Outgoing {
   void send(Message& message, const void* data, const Keeper& keeper);
   std::optional<Reserved> reserve(std::size_t nbytes);
   void commit(Message& message, std::uint64_t token);
+  // Throws what send() of that message would.
+  void admit(Message message);
+  // A slot for `message`, which is the next after all that was sent; waits for one. kNoSlot when
+  // `given_up` says so. To be followed by publish_on_device(), or nothing where the channel failed.
+  unsigned await_slot(const Message& message, const std::function<bool()>& given_up);
+  // Says that the payload is in that slot of the peer's device memory.
+  void publish_on_device(Message& message, unsigned slot);
+  // What the peer exported of its device is closed here.
+  void tell_device_closed() noexcept { control_->sender.device_closed.store(1); }
   bool flush(const Deadline& deadline);
   std::size_t pending() const noexcept { return num_pending_.load(std::memory_order_relaxed); }
   void close() noexcept;

@@ -25,9 +25,11 @@ constexpr std::size_t kLine = 64;
 constexpr unsigned kMostSlots = 64;
 // The payload was computed into the slot, by ordinary stores.
 constexpr std::uint32_t kComputedInPlace = 1;
+// The payload is in that slot of the receiver's memory on its GPU; see cuda/arena.h.
+constexpr std::uint32_t kOnDevice = 2;
 constexpr std::uint32_t kNoSlot = 0xFFFF'FFFF;
 constexpr std::uint64_t kControlMagic = 0x4d41'5053'484d'4331ULL;
-constexpr std::uint32_t kControlVersion = 1;
+constexpr std::uint32_t kControlVersion = 2;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
@@ -56,6 +58,8 @@ struct alignas(kLine) SenderLine {
   std::uint32_t version;
   // A message waits for a slot: whoever gives one back has to say so by the credit descriptor.
   std::atomic<std::uint32_t> wants_credit;
+  // The sender has let go of the receiver's memory on its GPU.
+  std::atomic<std::uint32_t> device_closed;
 };
 struct alignas(kLine) ReturnLine {
   std::atomic<std::uint64_t> returned;  // one bit per slot

@@ -14,6 +14,7 @@ def test_defaults_leave_the_choice_to_the_ranks(small: Parse) -> None:
     assert transport.forced is None
     assert (transport.transport_slot_bytes, transport.transport_slots) == (None, None)
     assert not transport.transport_crc
+    assert transport.transport_gpu == "auto"
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -24,11 +25,12 @@ def test_each_can_be_forced(small: Parse, name: str) -> None:
 def test_everything_can_be_set(small: Parse) -> None:
     transport = small(
         "--transport rdma --transport-slot-bytes 65536 --transport-slots 12 --transport-crc "
-        "--transport-interface ib0 --rdma-device mlx5_0:1 --rdma-gid-index 3 "
-        "--rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
+        "--transport-gpu pinned --transport-interface ib0 "
+        "--rdma-device mlx5_0:1 --rdma-gid-index 3 --rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
     ).transport
     assert (transport.transport_slot_bytes, transport.transport_slots) == (65536, 12)
     assert (transport.transport_crc, transport.transport_interface) == (True, "ib0")
+    assert transport.transport_gpu == "pinned"
     assert (transport.rdma_device, transport.rdma_gid_index) == ("mlx5_0:1", 3)
     assert (transport.rdma_mtu_bytes, transport.rdma_queue_pairs) == (4096, 4)
 

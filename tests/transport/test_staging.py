@@ -49,6 +49,7 @@ class Device:
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
             name=name,
+            cuda_stream=0,
             wait_stream=lambda other: self.said.append(f"{name} waits for {other.name}"),
             wait_event=lambda event: self.said.append(f"{name} waits for {event.name}"),
         )
@@ -112,7 +113,7 @@ def transport(device: Device) -> Iterator[NativeTransport]:
     made = NativeTransport(node, {0: "loopback"}, device=CPU, least_free=4)
     staging = Staging(node, CPU, [0])
     made._staging = staging
-    made.completions.finish = staging.receive
+    made.completions.staging = staging
     yield made
     device.copied.set()
     made.close()

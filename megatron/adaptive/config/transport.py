@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from megatron.adaptive.config.flags import flag
 
-__all__ = ["AUTO", "MOST_SLOTS", "NATIVE", "TRANSPORTS", "TransportConfig"]
+__all__ = ["AUTO", "MOST_SLOTS", "NATIVE", "PINNED", "TRANSPORTS", "TransportConfig"]
 
 AUTO = "auto"
+PINNED = "pinned"
 NATIVE = ("shm", "rdma", "tcp")
 """Transports of the C++ extension."""
 
@@ -47,6 +48,12 @@ class TransportConfig:
     )
     transport_crc: bool = flag(
         "Check every message of shm, rdma and tcp against a checksum; costs time.", default=False
+    )
+    transport_gpu: str = flag(
+        "How shm carries tensors of GPUs: from memory to memory where both ends reach each other's "
+        "(CUDA IPC), else through pinned memory of the host (auto), or always through that.",
+        default=AUTO,
+        choices=(AUTO, PINNED),
     )
     transport_interface: str | None = flag(
         "Network interface that tcp and the exchange before rdma go over, such as eth0.",

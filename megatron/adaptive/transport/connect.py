@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.config.transport import NATIVE, TransportConfig
+from megatron.adaptive.config.transport import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
 from megatron.adaptive.transport.completions import Completions
 from megatron.adaptive.transport.composite import CompositeTransport
@@ -186,11 +186,13 @@ def connect_ranks(
             options.transport_slots,
         )  # fmt: skip
         opener = _Opener(own, ends, told[0]["seed"], options, size, device, describe, timeout_s)
-        native, failure = opener.open(choices, gather)
+        native, failure, ways = opener.open(choices, gather)
         if failure is not None:
             if options.forced is not None:
                 raise TransportError(failure)
             choices = {pair: _instead(choice, failure) for pair, choice in choices.items()}
+        for pair, way in ways.items():
+            choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
     if own.rank == 0:
         for line in log_lines(choices):
             log(line)
@@ -251,11 +253,12 @@ class _Opener:
 
     def open(
         self, choices: Mapping[tuple[int, int], Choice], gather: Gather
-    ) -> tuple[NativeTransport | None, str | None]:
+    ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
         """Open them. Collective over all ranks.
 
         Returns:
-            The transport, if this rank has such channels, and why they failed somewhere.
+            The transport, if this rank has such channels, why they failed somewhere, and by pair
+            how tensors of GPUs go.
         """
         rank = self._own.rank
         kinds = {
@@ -274,6 +277,7 @@ class _Opener:
             failure = self._failed(error)
         others = gather(replace(self._own, addresses=addresses).encode())
         failures = gather(failure)
+        ways: dict[tuple[int, int], str] = {}
         if not any(failures):
             # In one order on all ranks. After a failure too: peers wait for this rank to come.
             for peer, kind in sorted(kinds.items()):
@@ -282,14 +286,17 @@ class _Opener:
                     node.open(kind, peer, address, self._open_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
                     failure = failure or self._failed(error)
-            failures = gather(failure)
+            told = gather([failure, [] if failure else _gpu_ways(node, kinds)])
+            failures = [one for one, _ in told]
+            for low, (_, its) in enumerate(told):
+                ways.update({(low, high): way for high, way in its if low < high})
         first = next((one for one in failures if one), None)
         if first is not None:
             if node is not None:
                 node.close(0.0)
-            return None, first
+            return None, first, {}
         if node is None:
-            return None, None
+            return None, None, ways
         made = NativeTransport(
             node,
             kinds,
@@ -297,7 +304,7 @@ class _Opener:
             describe=self._describe,
             least_free=self._size.least_free,
         )
-        return made, None
+        return made, None, ways
 
     def _make_node(self) -> Any:
         module = extension.require("this transport")
@@ -324,6 +331,11 @@ class _Opener:
             options["reservable"] = self._size.reservable
         if kind == "rdma":
             options |= self._rdma_options()
+        if kind == "shm" and self._device.type == "cuda":
+            index = self._device.index
+            options["cuda_device"] = torch.cuda.current_device() if index is None else index
+            if self._options.transport_gpu == PINNED:
+                options["cuda_refusal"] = f"--transport-gpu {PINNED}"
         return options
 
     def _rdma_options(self) -> dict[str, Any]:
@@ -343,6 +355,19 @@ class _Opener:
 
     def _failed(self, error: Exception) -> str:
         return f"rank {self._own.rank} on {self._own.host}: {error}"
+
+
+def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Return peers and how tensors of GPUs go to them, where channels have found that out."""
+    ways = []
+    for peer in kinds:
+        info = node.info(peer)
+        if info.get("gpu_path") == "cuda-ipc":
+            ways.append((peer, "tensors stay in GPU memory by CUDA IPC"))
+        elif "gpu_path" in info:
+            reason = info["gpu_reason"]
+            ways.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
+    return ways
 
 
 def _link_of(kind: str) -> str:

@@ -67,8 +67,7 @@ class NativeTransport:
         # By address: what was reserved and neither sent nor dropped, as far as this side knows.
         self._reserved: dict[int, tuple[int, int]] = {}
         self._staging = Staging(node, device, kinds) if device.type == "cuda" else None
-        finish = None if self._staging is None else self._staging.receive
-        self.completions = NativeQueue(node, finish, least_free)
+        self.completions = NativeQueue(node, self._staging, least_free)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""

@@ -24,6 +24,7 @@ from megatron.adaptive.errors import TransportError
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.transport.completions import Arrival, CompletionQueue, Item, Listener
 from megatron.adaptive.transport.header import DTYPE_OF, KINDS, Label
+from megatron.adaptive.transport.staging import Staging
 
 __all__ = ["NativeArrival", "NativeQueue", "tensor_of_capsule", "uses_torch"]
 
@@ -55,13 +56,14 @@ class NativeArrival(Arrival):
     """
 
     # The attributes of the base are properties here: most are never asked for.
-    __slots__ = ("_label", "_native", "_queue", "_settled")
+    __slots__ = ("_copied", "_label", "_native", "_queue", "_settled")
     _label: Label
 
     def __init__(self, native: Any, queue: NativeQueue) -> None:
         self._native = native
         self._queue = queue
         self._settled: torch.Tensor | None = None
+        self._copied: Callable[[], torch.Tensor] | None = None  # the same on a GPU
 
     @property
     def label(self) -> Label:  # type: ignore[override]
@@ -96,19 +98,34 @@ class NativeArrival(Arrival):
             happens in; a copy where slots run out.
         """
         queue, native = self._queue, self._native
+        if queue.staging is not None:
+            return self._take_on_device(queue.staging)
         tensor = self._settled
         if tensor is None:
             # Not through tensor_of() where that is possible: a call takes a tenth of all this.
             plain = queue.is_direct and not native.variant
             tensor = native.tensor() if plain else queue.tensor_of(native)
-            if queue.finish is None:
-                return tensor.clone() if native.free_slots < queue.least_free else tensor
-        return tensor if queue.finish is None else queue.finish(tensor)
+            return tensor.clone() if native.free_slots < queue.least_free else tensor
+        return tensor
+
+    def _take_on_device(self, staging: Staging) -> torch.Tensor:
+        queue, native = self._queue, self._native
+        if self._copied is not None:
+            return self._copied()
+        if not native.on_device:
+            tensor = self._settled
+            return staging.receive(queue.tensor_of(native) if tensor is None else tensor)
+        tensor = queue.tensor_of(native)
+        return tensor.clone() if native.free_slots < queue.least_free else tensor
 
     def settle(self) -> None:
         """Give the slot back if slots run out, for who takes the payload may be long in coming."""
-        if self._native.free_slots < self._queue.least_free:
-            self._settled = self._queue.tensor_of(self._native).clone()
+        queue, native = self._queue, self._native
+        if native.free_slots < queue.least_free:
+            if native.on_device and queue.staging is not None:
+                self._copied = queue.staging.copy_out(lambda: queue.tensor_of(native))
+            else:
+                self._settled = queue.tensor_of(native).clone()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -127,18 +144,18 @@ class NativeQueue:
 
     Args:
         node: the ``_C.Node``.
-        finish: moves payloads where they are wanted; ``None`` leaves them where they are.
+        staging: the GPU's part, where payloads are wanted there.
         least_free: with fewer free slots of a channel its payloads are copied out of their own.
     """
 
     def __init__(
         self,
         node: Any,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        staging: Staging | None = None,
         least_free: int = 2,
     ) -> None:
         module = extension.require("a native transport")
-        self.finish = finish
+        self.staging = staging
         self.least_free = least_free
         self._node = node
         self._wait = node.wait_until
@@ -189,7 +206,11 @@ class NativeQueue:
     def tensor_of(self, native: Any) -> torch.Tensor:
         """Return the payload of a ``_C.Arrival`` as a view of its slot."""
         tensor: torch.Tensor
-        tensor = native.tensor() if self.is_direct else tensor_of_capsule(native.dlpack())
+        if native.on_device:
+            assert self.staging is not None
+            tensor = tensor_of_capsule(self.staging.lend(native))
+        else:
+            tensor = native.tensor() if self.is_direct else tensor_of_capsule(native.dlpack())
         variant = native.variant
         return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 

@@ -1,6 +1,8 @@
-"""GPU tensors through the pinned memory of a channel, without a synchronization.
+"""GPU tensors through a channel, without a synchronization.
 
-::
+Where a channel goes from one GPU's memory to the other's (``cuda-ipc``, see ``docs/cuda_ipc.md``),
+the extension copies, waits and gives slots back, and this only tells it which stream computes. Else
+tensors go through the pinned memory of the host::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
@@ -19,7 +21,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ __all__ = ["Staging"]
 
 _KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 _PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
+_DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
 
 class Staging:
@@ -47,9 +50,19 @@ class Staging:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
+        self._place = _DLPACK_HOST  # as DLPack names the device
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._place = _DLPACK_CUDA, index
         self._pinned: list[int] = []
+        self._slot_bytes: dict[int, int] = {}  # of peers whose channel goes between GPUs
         self._lock = threading.Lock()  # of the node's channels
-        self._pin(peers)
+        for peer in peers:
+            info = node.info(peer)
+            if info.get("gpu_path") == "cuda-ipc":
+                self._slot_bytes[peer] = info["slot_bytes"]
+            else:
+                self._pin(info)
         self._committing = _Worker("device-to-host", self._failed)
         self._releasing = _Worker("host-to-device", self._failed)
 
@@ -58,9 +71,14 @@ class Staging:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Start the copy of a tensor to the host; it leaves for ``peer`` when it is there."""
+        """Start the copy of a tensor; it leaves for ``peer`` when it is there."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
+        action = label.action
+        tag = (label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant)
+        if peer in self._slot_bytes:
+            self._send_between_gpus(peer, tag, payload)
+            return
         with self._lock:
             found = self._node.reserve(peer, payload.nbytes, code, tuple(payload.shape))
         if found is None:  # no slot is free, or it is larger than one
@@ -76,8 +94,6 @@ class Staging:
             host.copy_(payload, non_blocking=True)
             done.record()
         payload.record_stream(self._out)  # its memory is not given to another before the copy
-        action = label.action
-        tag = (label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant)
 
         def go() -> None:
             done.synchronize()
@@ -89,6 +105,56 @@ class Staging:
                     self._node.commit(peer, token, *tag, tuple(host.shape))
 
         self._committing.do(go)
+
+    def _send_between_gpus(self, peer: int, tag: tuple[int, ...], payload: torch.Tensor) -> None:
+        """Hand a tensor to the extension; what no slot holds goes through the host, in its turn."""
+        stream = torch.cuda.current_stream(self._device)
+        is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
+        if not is_direct:
+            host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+            self._out.wait_stream(stream)
+            with torch.cuda.stream(self._out):
+                host.copy_(payload, non_blocking=True)
+            payload.record_stream(self._out)
+            payload, stream = host, self._out
+        place = payload.data_ptr(), payload.nbytes
+        with self._lock:
+            self._node.send_after(
+                peer,
+                *tag,
+                tuple(payload.shape),
+                *place,
+                is_direct,
+                stream.cuda_stream,
+                payload.untyped_storage(),
+            )
+
+    def lend(self, native: Any) -> Any:
+        """Return a payload that is on the device as a DLPack capsule, for the current stream.
+
+        Its slot goes back when this stream is past what it has to do when the tensor is dropped.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        return native.dlpack_on(stream.cuda_stream, *self._place)
+
+    def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Copy what ``take`` gives, a payload on the device, to memory of its own.
+
+        Returns:
+            What returns the copy, which the stream that is current then waits for.
+        """
+        done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._in):
+            copy = take().clone()
+            done.record()
+
+        def reach() -> torch.Tensor:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(done)
+            copy.record_stream(current)
+            return copy
+
+        return reach
 
     def receive(self, host: torch.Tensor) -> torch.Tensor:
         """Return a payload on the device.
@@ -121,16 +187,14 @@ class Staging:
             runtime.cudaHostUnregister(address)
         self._pinned.clear()
 
-    def _pin(self, peers: Iterable[int]) -> None:
-        """Lock the pages of all slots, where a channel tells where they are."""
+    def _pin(self, info: Mapping[str, Any]) -> None:
+        """Lock the pages of a channel's slots, where it tells where they are."""
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
-            for peer in peers:
-                info = self._node.info(peer)
-                for way in ("send", "receive"):
-                    address, size = info.get(f"{way}_address"), info.get(f"{way}_bytes")
-                    if address and int(runtime.cudaHostRegister(address, size, _PORTABLE)) == 0:
-                        self._pinned.append(address)
+            for way in ("send", "receive"):
+                address, size = info.get(f"{way}_address"), info.get(f"{way}_bytes")
+                if address and int(runtime.cudaHostRegister(address, size, _PORTABLE)) == 0:
+                    self._pinned.append(address)
 
     def _failed(self, error: Exception) -> None:
         self._node.put(error)

@@ -1,0 +1,113 @@
+#include "shm/device_slots.h"
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "common/deadline.h"
+
+namespace adaptive::shm {
+namespace {
+
+constexpr std::chrono::seconds kDeviceEnds(10);
+constexpr std::chrono::seconds kSenderLetsGo(2);
+constexpr std::chrono::milliseconds kLookUp(1);
+
+}  // namespace
+
+DeviceSlots::DeviceSlots(cuda::Arena arena, std::function<void(unsigned)> give_back,
+                         std::function<bool()> importer_gone,
+                         std::function<void(const char*)> failed)
+    : arena_(std::move(arena)),
+      give_back_(std::move(give_back)),
+      importer_gone_(std::move(importer_gone)),
+      failed_(std::move(failed)),
+      thread_([this] { run(); }) {}
+
+DeviceSlots::~DeviceSlots() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  const Deadline deadline = Deadline::after(kSenderLetsGo);
+  while (!importer_gone_() && !deadline.expired()) {
+    std::this_thread::sleep_for(kLookUp);
+  }
+  if (stuck_ || !importer_gone_()) {
+    arena_.leak();
+  }
+}
+
+void DeviceSlots::enter(unsigned slot, void* stream) {
+  auto* const handle = static_cast<cuda::StreamHandle*>(stream);
+  const cuda::Current current(arena_.context());
+  cuda::wait(handle, arena_.written(slot));
+  streams_[slot].store(handle, std::memory_order_relaxed);
+  entered_[slot].store(true, std::memory_order_release);
+}
+
+void DeviceSlots::leave(unsigned slot) noexcept {
+  try {
+    if (!entered_[slot].exchange(false, std::memory_order_acquire)) {
+      give_back_(slot);  // nobody looked at it
+      return;
+    }
+    const cuda::Current current(arena_.context());
+    cuda::record(arena_.consumed(slot), streams_[slot].load(std::memory_order_relaxed));
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      leaving_.push_back(slot);
+    }
+    changed_.notify_all();
+  } catch (const std::exception& error) {
+    failed_(error.what());  // the slot is lost, and with it the channel
+  }
+}
+
+void DeviceSlots::run() noexcept {
+  try {
+    const cuda::Current current(arena_.context());
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return stopping_ || !leaving_.empty(); });
+      if (leaving_.empty()) {
+        return;
+      }
+      if (!return_first(lock)) {
+        stuck_ = true;
+        return;
+      }
+    }
+  } catch (const std::exception& error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stuck_ = true;
+    failed_(error.what());
+  }
+}
+
+// False when the device was not done in time, which there is a limit for only at the end: until
+// then it may compute as long as it likes.
+bool DeviceSlots::return_first(std::unique_lock<std::mutex>& lock) {
+  const unsigned slot = leaving_.front();
+  leaving_.pop_front();
+  lock.unlock();
+  std::optional<Deadline> limit;
+  const bool done = cuda::await(arena_.consumed(slot), [&] {
+    if (!limit) {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      if (stopping_) {
+        limit = Deadline::after(kDeviceEnds);
+      }
+    }
+    return limit && limit->expired();
+  });
+  if (done) {
+    give_back_(slot);
+  }
+  lock.lock();
+  return done;
+}
+
+}  // namespace adaptive::shm

@@ -1,0 +1,379 @@
+// Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
+// own, streams that go on after random delays. Build: see tests/test_cuda_ipc.py.
+#include <dirent.h>
+#include <unistd.h>
+
+#include <deque>
+#include <map>
+#include <random>
+
+#include "common/error.h"
+#include "tests/gpu.h"
+
+namespace adaptive::testing {
+namespace {
+
+using Settings = std::map<std::string, std::string>;
+using Body = std::function<void(End&)>;
+
+// One end in a process of its own, with settings of the stand-in.
+struct Side {
+  Body body;
+  ShmOptions options = on_gpu();
+  Settings settings = {};
+};
+
+Open opening(const ShmOptions& options) {
+  return [options](const Session& session, Link link) {
+    return open_shm(session, std::move(link), options, patient(), {});
+  };
+}
+
+void play(const Side& side, int rank, Listener* listener, const std::string& address, int opened) {
+  ::setenv("STANDIN_CUDA_DELAY_US", "300", 0);
+  for (const auto& [name, value] : side.settings) {
+    ::setenv(name.c_str(), value.c_str(), 1);
+  }
+  const int before = num_open_descriptors();
+  {
+    End end = open_end(rank, listener, address, opening(side.options));
+    check(::write(opened, "1", 1) == 1, "write");
+    side.body(end);
+    if (end.sender != nullptr) {
+      end.sender->close();
+      end.sender->flush(patient());
+    }
+  }
+  check(num_open_descriptors() == before, "no descriptor and no memory left");
+}
+
+class Processes {
+ public:
+  Processes(Side low_side, Side high_side) {
+    int ends[2];
+    int opened[2];
+    check(::pipe(ends) == 0 && ::pipe(opened) == 0, "pipe");
+    high = std::make_unique<Child>([&] {
+      Listener listener = Listener::on_unix(identity_of(1));
+      const std::string address = listener.address();
+      check(::write(ends[1], address.data(), address.size()) > 0, "write");
+      play(high_side, 1, &listener, "", opened[1]);
+    });
+    char address[200] = {};
+    check(::read(ends[0], address, sizeof(address)) > 0, "read");
+    low = std::make_unique<Child>([&] { play(low_side, 0, nullptr, address, opened[1]); });
+    ::close(opened[1]);
+    char byte = 0;
+    for (int i = 0; i < 2; ++i) {
+      check(::read(opened[0], &byte, 1) == 1, "both ends open");
+    }
+    for (const int fd : {ends[0], ends[1], opened[0]}) {
+      ::close(fd);
+    }
+  }
+  void join() {
+    low->join();
+    high->join();
+  }
+
+  std::unique_ptr<Child> low;
+  std::unique_ptr<Child> high;
+};
+
+void check_direct(const End& end) {
+  check(
+      text_of(*end.sender, "gpu_path") == "cuda-ipc" && text_of(*end.sender, "gpu_reason").empty(),
+      "from memory to memory, not pinned: " + text_of(*end.sender, "gpu_reason"));
+}
+
+std::size_t size_of(int number) {
+  return 1 + static_cast<std::size_t>(number) * 977 % 8192;
+}
+
+// Both send and read all the time; every third message is held for a while.
+void talk(End& end, int count) {
+  check_direct(end);
+  Gpu gpu;
+  std::deque<std::pair<Arrival, int>> held;
+  const auto read_first = [&] {
+    gpu.read(std::move(held.front().first), size_of(held.front().second), held.front().second);
+    held.pop_front();
+  };
+  for (int number = 0; number < count; ++number) {
+    gpu.send(*end.sender, size_of(number), number);
+    Arrival arrival = take_arrival(end);
+    if (number % 3 == 0) {
+      held.emplace_back(std::move(arrival), number);
+    } else {
+      gpu.read(std::move(arrival), size_of(number), number);
+    }
+    if (held.size() == 2) {
+      read_first();
+    }
+  }
+  while (!held.empty()) {
+    read_first();
+  }
+  gpu.check_all();
+  check(end.sender->flush(patient()), "flushed");
+}
+
+void both_directions_between_processes() {
+  const Body body = [](End& end) { talk(end, 200); };
+  Processes({body}, {body}).join();
+}
+
+void between_two_devices() {
+  const Body body = [](End& end) { talk(end, 40); };
+  Processes({body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "0,1"}}},
+            {body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}})
+      .join();
+}
+
+// A sender is not held up by a peer that takes nothing, nor by its own device.
+void sending_never_waits() {
+  constexpr int kCount = 30;
+  Side low{[](End& end) {
+    Gpu gpu;
+    for (int number = 0; number < kCount; ++number) {
+      gpu.send(*end.sender, 8192, number);
+    }
+    check(!end.sender->flush(soon()), "not flushed");
+    eventually([&] { return end.sender->pending() == kCount - 4; }, "all but four pending");
+    take_arrival(end);  // nothing went on until now
+    check(end.sender->flush(patient()), "flushed");
+  }};
+  Side high{[](End& end) {
+    Gpu gpu;
+    ::usleep(200'000);
+    gpu.send(*end.sender, 1, 0);
+    for (int number = 0; number < kCount; ++number) {
+      gpu.read(take_arrival(end), 8192, number);
+    }
+    gpu.check_all();
+  }};
+  Processes(low, high).join();
+}
+
+// What is larger than a slot or comes from the host keeps its place among the rest.
+void the_order_is_kept_whatever_the_way() {
+  constexpr int kCount = 60;
+  const auto size = [](int number) {
+    return number % 4 == 0 ? std::size_t{30'000} : size_of(number);
+  };
+  Side low{[size](End& end) {
+    Gpu gpu;
+    for (int number = 0; number < kCount; ++number) {
+      if (number % 4 == 0 || number % 7 == 0) {
+        gpu.send_from_host(*end.sender, size(number), number);
+      } else {
+        gpu.send(*end.sender, size(number), number);
+      }
+    }
+    check_throws<Error>([&] { gpu.send(*end.sender, 8193, 0); }, "more than a slot, 8192");
+    end.sender->close();
+    check_throws<Error>([&] { gpu.send(*end.sender, 10, 0); }, "closed");
+    check(end.sender->flush(patient()), "flushed");
+  }};
+  Side high{[size](End& end) {
+    Gpu gpu;
+    for (int number = 0; number < kCount; ++number) {
+      Arrival arrival = take_arrival(end);
+      check((arrival.device == nullptr) == (number % 4 == 0 || number % 7 == 0), "its way");
+      gpu.read(std::move(arrival), size(number), number);
+    }
+    gpu.check_all();
+  }};
+  Processes(low, high).join();
+}
+
+void what_nobody_looked_at_goes_back() {
+  Side low{[](End& end) {
+    Gpu gpu;
+    for (int number = 0; number < 20; ++number) {
+      gpu.send(*end.sender, 100, number);
+    }
+    check(end.sender->flush(patient()), "flushed");
+  }};
+  Side high{[](End& end) {
+    for (int number = 0; number < 20; ++number) {
+      take_arrival(end);
+    }
+  }};
+  Processes(low, high).join();
+}
+
+// Both ends say the same, and messages go through the host.
+void check_pinned(const std::string& reason, const Side& low, const Side& high) {
+  const auto body = [&](End& end) {
+    if (end.sender->info().count("gpu_path") != 0) {
+      check(text_of(*end.sender, "gpu_path") == "pinned", "no way between the devices");
+      check_contains(text_of(*end.sender, "gpu_reason"), reason);
+      check_throws<Error>([&] { end.sender->send_after(message_of(1, 0), "", false, nullptr, {}); },
+                          "no way between GPUs");
+    }
+    send_pattern(*end.sender, 20'000, 3);
+    check_arrival(take_arrival(end), 20'000, 3);
+    check(end.sender->flush(patient()), "flushed");
+  };
+  Processes({body, low.options, low.settings}, {body, high.options, high.settings}).join();
+}
+
+void anything_else_is_pinned() {
+  const Side usual;
+  ShmOptions odd = on_gpu();
+  odd.cuda_driver = "libcuda-that-is-not-there.so";
+  check_pinned("rank 1: the CUDA driver cannot be opened", usual, {{}, odd});
+  odd = on_gpu();
+  odd.cuda_refusal = "it is not wanted";
+  check_pinned("rank 0: it is not wanted", {{}, odd}, usual);
+  odd = on_gpu();
+  odd.cuda_device = -1;
+  check_pinned("rank 1: its payloads are in host memory", usual, {{}, odd});
+  odd = on_gpu();
+  odd.cuda_device = 7;
+  check_pinned("rank 1: cuDeviceGet(7) failed: another error", usual, {{}, odd});
+  odd = on_gpu();
+  odd.crc = true;
+  check_pinned("checksums", {{}, odd}, {{}, odd});
+  odd = on_gpu();
+  odd.slots = 5;
+  check_pinned("slots", usual, {{}, odd});
+  check_pinned("cannot reach the memory of device 1",
+               {{}, on_gpu(), {{"STANDIN_CUDA_DEVICES", "0,1"}, {"STANDIN_CUDA_PEERS", "0"}}},
+               {{}, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}});
+}
+
+void any_call_of_the_trial_may_fail() {
+  const Side usual;
+  for (const char* const call : {"cuInit", "cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
+                                 "cuIpcOpenEventHandle", "cuMemcpyDtoDAsync"}) {
+    check_pinned(std::string("rank 1: ") + call, usual,
+                 {{}, on_gpu(), {{"STANDIN_CUDA_FAIL", call}}});
+  }
+  check_pinned("that the peer wrote to slot 0 came out wrong", usual,
+               {{}, on_gpu(), {{"STANDIN_CUDA_CORRUPT", "1"}}});
+}
+
+// Sends and takes until the peer is lost; then the device comes to an end with what it has.
+void exchange_until_lost(End& end) {
+  Gpu gpu;
+  try {
+    for (int number = 0;; ++number) {
+      gpu.send(*end.sender, size_of(number), number);
+      Item item = take(end);
+      if (const auto* failure = std::get_if<Failure>(&item)) {
+        check(failure->kind == Failure::Kind::kPeerLost, "a lost peer");
+        break;
+      }
+      gpu.read(std::get<Arrival>(std::move(item)), size_of(number), number);
+    }
+  } catch (const PeerLostError&) {
+  }
+  gpu.check_all();
+  eventually([&] { return end.sender->pending() == 0; }, "what waited let go of");
+  end.sender.reset();
+}
+
+void a_killed_peer_holds_no_stream_up(int count) {
+  std::minstd_rand random(4);
+  for (int i = 0; i < count; ++i) {
+    Side side{exchange_until_lost, on_gpu(3)};
+    Processes both(side, side);
+    ::usleep(random() % 30'000);
+    (i % 2 == 0 ? both.low : both.high)->kill();
+    (i % 2 == 0 ? both.high : both.low)->join();
+  }
+}
+
+// ---- The stand-in itself: what it is to find, it finds
+
+void check_misuse(const std::string& what, const std::function<void(Gpu&)>& body) {
+  Child child([&] {
+    Gpu gpu;
+    body(gpu);
+    gpu.finish();
+  });
+  const int status = child.wait();
+  check(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "an abort: " + what);
+}
+
+void misuse_is_found() {
+  check_misuse("a read that does not wait", [](Gpu& gpu) {
+    gpu.in([&] {
+      const cuda::Stream other = cuda::make_stream(gpu.context());
+      const cuda::Memory from = cuda::allocate(gpu.context(), 100);
+      const cuda::Memory to = cuda::allocate(gpu.context(), 100);
+      const Bytes bytes(100);
+      gpu.context()->api().copy_to_device(from.get(), bytes.data(), 100, other.get());
+      ::usleep(50'000);  // it has come out right by now
+      cuda::copy(*gpu.context(), to.get(), from.get(), 100,
+                 static_cast<cuda::StreamHandle*>(gpu.stream()));
+      gpu.finish();
+      return 0;
+    });
+  });
+  check_misuse("memory that is used after it was freed", [](Gpu& gpu) {
+    gpu.in([&] {
+      Bytes bytes(100);
+      cuda::Memory memory = cuda::allocate(gpu.context(), 100);
+      const cuda::Address address = memory.get();
+      memory.reset();
+      gpu.context()->api().copy_to_host(bytes.data(), address, 100,
+                                        static_cast<cuda::StreamHandle*>(gpu.stream()));
+      gpu.finish();
+      return 0;
+    });
+  });
+  check_misuse("a context that is not current", [](Gpu& gpu) {
+    check_throws<Error>([&] { cuda::make_stream(gpu.context()); }, "cuStreamCreate");
+    std::abort();
+  });
+}
+
+void errors_say_what_failed() {
+  Child([] {
+    ::setenv("STANDIN_CUDA_FAIL", "cuMemAlloc", 1);
+    Gpu gpu;
+    check_throws<Error>(
+        [&] { gpu.in([&] { return cuda::allocate(gpu.context(), 77); }); },
+        "cuMemAlloc(77 bytes) failed: operation not supported (CUDA_ERROR_NOT_SUPPORTED, 801)");
+    check_throws<Error>([] { cuda::Driver::load("libm.so.6"); }, "libm.so.6 has no cuInit");
+  }).join();
+}
+
+// ---- Both ends in one process, for the thread sanitizer
+
+void both_ends_in_one_process() {
+  Child([] {
+    ::setenv("STANDIN_CUDA_SAME_PROCESS", "1", 1);
+    ::setenv("STANDIN_CUDA_DELAY_US", "200", 1);
+    auto ends = open_pair(opening(on_gpu()), opening(on_gpu()));
+    {
+      Joined other([&] { talk(ends.first, 150); });
+      talk(ends.second, 150);
+    }
+    ends.first.sender->close();
+    ends.second.sender->close();
+  }).join();
+}
+
+}  // namespace
+}  // namespace adaptive::testing
+
+int main(int argc, char** argv) {
+  using namespace adaptive::testing;
+  const std::string only = argc > 1 ? argv[1] : "";
+  run("errors say what failed", errors_say_what_failed, only);
+  run("misuse is found", misuse_is_found, only);
+  run("both directions between processes", both_directions_between_processes, only);
+  run("between two devices", between_two_devices, only);
+  run("both ends in one process", both_ends_in_one_process, only);
+  run("sending never waits", sending_never_waits, only);
+  run("the order is kept whatever the way", the_order_is_kept_whatever_the_way, only);
+  run("what nobody looked at goes back", what_nobody_looked_at_goes_back, only);
+  run("anything else is pinned", anything_else_is_pinned, only);
+  run("any call of the trial may fail", any_call_of_the_trial_may_fail, only);
+  run("a killed peer holds no stream up", [] { a_killed_peer_holds_no_stream_up(10); }, only);
+  return summary();
+}

@@ -1,0 +1,274 @@
+// What the stand-in CUDA driver keeps: clocks, memory and events that processes share. The library
+// itself is standin_cuda.cc, which says what it is for.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace standin {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::uint64_t kMagic = 0x5354'414E'4449'4E31ULL;
+
+[[noreturn]] inline void misuse(const std::string& what) {
+  std::fprintf(stderr, "stand-in CUDA driver, process %d: %s\n", ::getpid(), what.c_str());
+  std::fflush(stderr);
+  std::abort();
+}
+
+// What each stream of each process has done, as far as its owner knows. What is not ordered by an
+// event may happen at the same time, however it came out.
+struct Clock {
+  struct Part {
+    std::uint64_t stream = 0;
+    std::uint64_t time = 0;
+  };
+  std::array<Part, 96> parts{};
+
+  std::uint64_t& of(std::uint64_t stream) {
+    for (Part& part : parts) {
+      if (part.stream == stream || part.stream == 0) {
+        part.stream = stream;
+        return part.time;
+      }
+    }
+    misuse("more streams than this driver can follow");
+  }
+  std::uint64_t seen(std::uint64_t stream) const {
+    for (const Part& part : parts) {
+      if (part.stream == stream) {
+        return part.time;
+      }
+    }
+    return 0;
+  }
+  void join(const Clock& other) {
+    for (const Part& part : other.parts) {
+      if (part.stream != 0 && seen(part.stream) < part.time) {
+        of(part.stream) = part.time;
+      }
+    }
+  }
+};
+
+// Between processes and threads; holders do little.
+class SpinLock {
+ public:
+  explicit SpinLock(std::atomic<std::uint32_t>& word) : word_(word) {
+    // A process may be killed while it holds it.
+    for (int looks = 0; word_.exchange(1, std::memory_order_acquire) != 0 && looks < 10'000;
+         ++looks) {
+      ::usleep(100);
+    }
+  }
+  SpinLock(const SpinLock&) = delete;
+  SpinLock& operator=(const SpinLock&) = delete;
+  ~SpinLock() { word_.store(0, std::memory_order_release); }
+
+ private:
+  std::atomic<std::uint32_t>& word_;
+};
+
+struct SharedEvent {
+  std::atomic<std::uint32_t> alive{1};
+  std::atomic<std::uint32_t> lock{0};
+  std::atomic<std::uint64_t> recorded{0};
+  std::atomic<std::uint64_t> done{0};
+  Clock clock;  // with `done`
+};
+static_assert(sizeof(SharedEvent) <= kPage, "one page");
+
+// A block of memory, and who used it.
+struct Uses {
+  std::uint64_t writer = 0, written = 0;
+  std::array<Clock::Part, 8> readers{};
+};
+
+struct SharedMemory {
+  std::atomic<std::uint32_t> alive{1};
+  std::atomic<std::uint32_t> lock{0};
+  std::array<std::atomic<std::int32_t>, 8> openers{};  // processes
+};
+static_assert(sizeof(SharedMemory) <= kPage, "one page");
+
+// An anonymous file that other processes of the user open by its owner's number and descriptor.
+class File {
+ public:
+  struct Handle {
+    std::uint64_t magic = kMagic;
+    std::int64_t process = 0;
+    std::int64_t fd = -1;
+    std::uint64_t size_bytes = 0;
+  };
+
+  static File make(std::size_t size_bytes) {
+    File file;
+    file.handle_.fd = ::memfd_create("standin-cuda", MFD_CLOEXEC);
+    file.handle_.process = ::getpid();
+    file.handle_.size_bytes = size_bytes;
+    if (::ftruncate(static_cast<int>(file.handle_.fd), static_cast<off_t>(size_bytes)) != 0) {
+      misuse("no memory");
+    }
+    file.map(static_cast<int>(file.handle_.fd));
+    return file;
+  }
+  static bool open(const Handle& handle, File& file) {
+    const std::string path =
+        "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
+    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (handle.magic != kMagic || fd < 0) {
+      return false;
+    }
+    file.handle_ = handle;
+    file.map(fd);
+    ::close(fd);
+    return true;
+  }
+
+  const Handle& handle() const { return handle_; }
+  bool is_own() const { return handle_.process == ::getpid(); }
+  std::byte* data() const { return data_; }
+  void close() {
+    ::munmap(data_, handle_.size_bytes);
+    if (is_own()) {
+      ::close(static_cast<int>(handle_.fd));
+    }
+  }
+  // A second mapping in the process that made the file has no descriptor of its own.
+  void close_mapping() { ::munmap(data_, handle_.size_bytes); }
+
+ private:
+  void map(int fd) {
+    void* const found =
+        ::mmap(nullptr, handle_.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (found == MAP_FAILED) {
+      misuse("no room to map memory");
+    }
+    data_ = static_cast<std::byte*>(found);
+  }
+
+  Handle handle_;
+  std::byte* data_ = nullptr;
+};
+
+// One that has ended is none, though nobody asked for its status yet.
+inline bool is_alive(pid_t process) {
+  char line[256] = {};
+  const int fd = ::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY);
+  const bool found = fd >= 0 && ::read(fd, line, sizeof(line) - 1) > 0;
+  if (fd >= 0) {
+    ::close(fd);
+  }
+  const char* const end = std::strrchr(line, ')');
+  return found && end != nullptr && end[2] != 'Z' && end[2] != 'X';
+}
+
+// One allocation, in the process that made it or in one that opened it.
+class Allocation {
+ public:
+  Allocation(File file, std::size_t size_bytes, bool imported)
+      : file_(file), size_bytes_(size_bytes), imported_(imported) {
+    if (imported_) {
+      find_opener(0).store(::getpid());
+    }
+  }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+  ~Allocation() {
+    if (imported_) {
+      file_.close_mapping();
+    } else {
+      file_.close();
+    }
+  }
+
+  static std::size_t file_bytes(std::size_t size_bytes) {
+    return kPage + blocks(size_bytes) * sizeof(Uses) / kPage * kPage + kPage +
+           blocks(size_bytes) * kPage;
+  }
+
+  const File& file() const { return file_; }
+  bool imported() const { return imported_; }
+  std::size_t size_bytes() const { return size_bytes_; }
+  std::byte* data() const {
+    return file_.data() + file_.handle().size_bytes - blocks(size_bytes_) * kPage;
+  }
+
+  // The rules of freeing: nobody else has it open.
+  void free() {
+    for (const auto& opener : shared().openers) {
+      const pid_t process = opener.load();
+      if (process != 0 && is_alive(process)) {
+        misuse("memory is freed that process " + std::to_string(process) + " has open");
+      }
+    }
+    shared().alive.store(0);
+  }
+  void close() { find_opener(::getpid()).store(0); }
+
+  // The rules of using: it is there, and all that conflicts came before.
+  void use(std::byte* from, std::size_t count, bool write, std::uint64_t stream, Clock& clock) {
+    if (shared().alive.load() == 0) {
+      misuse("memory is used after it was freed");
+    }
+    const SpinLock guard(shared().lock);
+    const auto start = static_cast<std::size_t>(from - data());
+    for (std::size_t block = start / kPage; block * kPage < start + count; ++block) {
+      Uses& uses = reinterpret_cast<Uses*>(file_.data() + kPage)[block];
+      const auto unordered = [&](std::uint64_t who, std::uint64_t when) {
+        return who != stream && who != 0 && clock.seen(who) < when;
+      };
+      if (unordered(uses.writer, uses.written)) {
+        misuse(std::string(write ? "a write" : "a read") + " does not wait for a write before it");
+      }
+      for (Clock::Part& reader : uses.readers) {
+        if (write && unordered(reader.stream, reader.time)) {
+          misuse("a write does not wait for a read before it");
+        }
+      }
+      note(uses, write, stream, clock.of(stream));
+    }
+  }
+
+ private:
+  static std::size_t blocks(std::size_t size_bytes) { return (size_bytes + kPage - 1) / kPage; }
+  SharedMemory& shared() const { return *reinterpret_cast<SharedMemory*>(file_.data()); }
+  std::atomic<std::int32_t>& find_opener(pid_t process) {
+    for (auto& opener : shared().openers) {
+      if (opener.load() == process) {
+        return opener;
+      }
+    }
+    misuse("memory is opened or closed once too often");
+  }
+  static void note(Uses& uses, bool write, std::uint64_t stream, std::uint64_t time) {
+    if (write) {
+      uses = {stream, time, {}};
+      return;
+    }
+    for (Clock::Part& reader : uses.readers) {
+      if (reader.stream == stream || reader.stream == 0) {
+        reader = {stream, time};
+        return;
+      }
+    }
+    misuse("more readers of a block than this driver can follow");
+  }
+
+  File file_;
+  const std::size_t size_bytes_;
+  const bool imported_;
+};
+
+}  // namespace standin

@@ -1,0 +1,214 @@
+"""The GPU's part of a native transport whose channel goes from device memory to device memory.
+
+The driver is the stand-in of ``csrc/tests/standin_cuda.cc``, for which memory of the host passes
+for a device's; streams of torch are those of ``test_staging.py``. On a GPU the same is tested in
+``tests/gpu/test_cuda_ipc.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport import connect
+from megatron.adaptive.transport.completions import Arrival
+from megatron.adaptive.transport.header import CODE_OF, Label
+from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.staging import Staging
+
+from ..cpp_tests import ROOT, CppTests
+from .test_connect import ROW, close_all, connect_all
+from .test_staging import Device, device
+
+__all__ = ["device"]  # a fixture
+
+pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
+
+LIMIT_S = 20.0
+CPU = torch.device("cpu")
+SLOTS = 8
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    programs = CppTests(compiler, flags=("-O1",), folder=ROOT / "build" / "cpp-tests-plain")
+    return str(programs.library("standin_cuda"))
+
+
+def open_pair(**options: Any) -> tuple[Any, Any]:
+    module = extension.require("a test")
+    low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
+    address = high.listen("unix")
+    options = {"slot_bytes": 4096, "slots": SLOTS, "cuda_device": 0, **options}
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(low.open, "shm", 1, address, LIMIT_S, **options)
+        high.open("shm", 0, "", LIMIT_S, **options)
+        opened.result()
+    return low, high
+
+
+def transport_of(node: Any, peer: int) -> NativeTransport:
+    made = NativeTransport(node, {peer: "shm"}, device=CPU, least_free=4)
+    staging = Staging(node, CPU, [peer])
+    made._staging = staging
+    made.completions.staging = staging
+    return made
+
+
+@pytest.fixture
+def pair(
+    device: Device, library: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[NativeTransport, NativeTransport]]:
+    monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
+    monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
+    low, high = open_pair(cuda_driver=library)
+    ends = transport_of(low, 1), transport_of(high, 0)
+    yield ends
+    threads = [threading.Thread(target=end.close) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert device.registered == []
+
+
+def label(number: int) -> Label:
+    return Label(1, Action(ActionKind.F, 0, number))
+
+
+def take(transport: NativeTransport) -> Arrival:
+    item = transport.completions.wait(time.monotonic() + LIMIT_S)
+    assert isinstance(item, Arrival)
+    return item
+
+
+@pytest.mark.parametrize("dtype", CODE_OF, ids=str)
+def test_every_type_comes_back(
+    pair: tuple[NativeTransport, NativeTransport], dtype: torch.dtype
+) -> None:
+    low, high = pair
+    assert low.describe_links()[1]["gpu_path"] == "cuda-ipc"
+    sent = torch.ones(4, 32, dtype=torch.uint8).view(dtype)
+    low.send(1, label(0), sent)
+    arrival = take(high)
+    assert arrival._native.on_device  # type: ignore[attr-defined]
+    received = arrival.take()
+    assert (received.dtype, received.shape) == (dtype, sent.shape)
+    assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
+
+
+def test_order_is_kept_with_and_without_a_slot(
+    pair: tuple[NativeTransport, NativeTransport],
+) -> None:
+    """Some are too large for a slot, some are empty; strided ones are settled first."""
+    low, high = pair
+    tensors = []
+    for number in range(40):
+        size = (10, 2000, 600, 0)[number % 4]
+        tensors.append(torch.arange(2.0 * size).view(size, 2)[:, number % 2] + number)
+        low.send(1, label(number), tensors[-1])
+    for number, tensor in enumerate(tensors):
+        arrival = take(high)
+        assert arrival.label == label(number)
+        assert torch.equal(arrival.take(), tensor)
+    low.flush(LIMIT_S)
+
+
+def test_slots_are_not_pinned_and_the_streams_see_no_copy(
+    pair: tuple[NativeTransport, NativeTransport], device: Device
+) -> None:
+    low, high = pair
+    assert device.registered == []
+    low.send(1, label(0), torch.ones(10))
+    take(high).take()
+    assert device.said == []
+
+
+def test_a_full_channel_is_copied_out_of(pair: tuple[NativeTransport, NativeTransport]) -> None:
+    low, high = pair
+    held = []
+    for number in range(3 * SLOTS):
+        low.send(1, label(number), torch.full((600,), float(number)))
+        held.append(take(high).take())
+    assert len({tensor.data_ptr() for tensor in held[: SLOTS - 4]}) == SLOTS - 4
+    for number, tensor in enumerate(held):
+        assert tensor.tolist() == [float(number)] * 600
+    low.flush(LIMIT_S)
+
+
+def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
+    pair: tuple[NativeTransport, NativeTransport], device: Device
+) -> None:
+    low, high = pair
+    high.completions.listen(lambda item: None)
+    for number in range(2 * SLOTS):
+        low.send(1, label(number), torch.full((600,), float(number)))
+    low.flush(LIMIT_S)
+    arrivals = [take(high) for _ in range(2 * SLOTS)]
+    for number, arrival in enumerate(arrivals):
+        assert arrival.take().tolist() == [float(number)] * 600
+    assert "compute waits for copy on in" in device.said
+
+
+def test_a_job_is_told_which_way_its_tensors_go(
+    device: Device, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks, here threads, think that they have a GPU; what torch does there is left out."""
+    monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
+    monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
+    offered: list[Any] = []
+    options_of = connect._Opener._channel_options
+
+    def with_library(self: Any, kind: str) -> dict[str, Any]:
+        self._device = torch.device("cuda", 0)
+        options = options_of(self, kind)
+        self._device = CPU
+        offered.append(dict(options))
+        return {**options, "cuda_driver": library}
+
+    monkeypatch.setattr(connect._Opener, "_channel_options", with_library)
+    outcome = connect_all(ROW)
+    shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
+    assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]
+    close_all(outcome.made)
+    assert {one["cuda_device"] for one in offered} == {0}
+    assert not any("cuda_refusal" in one for one in offered)
+    outcome = connect_all(ROW, transport_gpu="pinned")
+    why = "through pinned memory, no CUDA IPC: rank "
+    assert outcome.log == [
+        f"transport: shm for ranks {low}-{low + 1} (same machine; tensors {why}{low}: "
+        "--transport-gpu pinned)"
+        for low in range(2)
+    ]
+    close_all(outcome.made)
+
+
+def test_a_pair_without_a_way_says_why(device: Device) -> None:
+    low, high = open_pair(cuda_driver="libcuda-that-is-not-there.so")
+    info = low.info(1)
+    assert info["gpu_path"] == "pinned"
+    assert "the CUDA driver cannot be opened" in info["gpu_reason"]
+    assert "libcuda-that-is-not-there.so" in info["gpu_reason"]
+    low.close(LIMIT_S)
+    high.close(LIMIT_S)
+
+
+def test_without_a_device_nothing_is_said() -> None:
+    low, high = open_pair(cuda_device=-1)
+    assert "gpu_path" not in low.info(1)
+    low.close(LIMIT_S)
+    high.close(LIMIT_S)
