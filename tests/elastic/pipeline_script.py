@@ -1,8 +1,8 @@
 """A user's script with a Pipeline: tells of every step on every rank what it trained on.
 
 Its arguments: total steps, samples of a step, a folder for what it tells, and JSON of further ones:
-``folder`` and ``save_interval`` of the loop, all else of the Pipeline; ``wrong`` does something
-that a job must refuse.
+``folder`` and ``save_interval`` of the loop, ``state`` for a scheduler of the learning rate, all
+else of the Pipeline; ``wrong`` does something that a job must refuse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     total, size, told, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     options: dict[str, Any] = json.loads(more)
-    wrong = options.pop("wrong", "")
+    wrong, has_state = options.pop("wrong", ""), options.pop("state", False)
     looping = {name: options.pop(name) for name in ("folder", "save_interval") if name in options}
     if wrong == "no pipeline":
         return
@@ -52,7 +52,11 @@ def main() -> None:
     if wrong == "another model":
         options["memory_limit_bytes"] = 1e9 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     pipeline = Pipeline(Net(), batch_of(0, size), **options)
-    pipeline.set_optimizer(lambda ones: torch.optim.AdamW(ones, lr=1e-2), clip_norm=1.0)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+    pipeline.set_optimizer(optimizer, clip_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    if has_state:
+        looping["state"] = {"scheduler": scheduler}
     job = json.loads(os.environ.get("MEGATRON_ADAPTIVE_JOB", '{"epoch": 0}'))
     rank = int(os.environ.get("RANK", "0"))
     if wrong == "no loop":
@@ -62,6 +66,8 @@ def main() -> None:
             batch = batch_of(step, size)
             part = pipeline.share(batch)
             loss, _ = pipeline.step(part)
+            if has_state:
+                scheduler.step()
             line = {
                 "step": step,
                 "loss": loss,

@@ -229,7 +229,6 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
         )
     for name, is_given, why in (
         ("--plan-with", options.plan_with, "its shapes are planned by what it measures itself"),
-        ("--replicate-every", options.replicate_every, "copies in memory are of the trainer"),
         (
             "--on-straggler",
             options.on_straggler not in (None, "ignore"),

@@ -7,6 +7,7 @@ Running means of other replicas are not kept.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,16 +20,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, read_manifest
+from megatron.adaptive.cutpoint.checkpoint_folder import (
+    PipelineFolder,
+    make_manifest,
+    read_manifest,
+)
 from megatron.adaptive.cutpoint.gradients import LossScale
 from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.cutpoint.update import Update
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
-__all__ = ["Checkpointer"]
+__all__ = ["STATE", "Checkpointer", "state_bytes"]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-_STATE = "state.pt"
+STATE = "state.pt"
+"""The file of what the user's objects hold."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -58,9 +64,7 @@ class Checkpointer:
         self,
         folder: str | Path,
         *,
-        step: int,
-        seed: int,
-        extra: Mapping[str, Any] | None,
+        head: Mapping[str, Any],
         keep: int | None,
         state: Mapping[str, Any] | None = None,
         check: Callable[[], None] | None = None,
@@ -68,26 +72,23 @@ class Checkpointer:
         """Write a checkpoint; see :meth:`Pipeline.save`.
 
         Args:
+            folder: of checkpoints.
+            head: of :meth:`head`.
+            keep: complete ones that stay, all where ``None``.
+            state: the user's objects, by name.
             check: called on rank 0 before anything takes its place; raises what it will.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
-        try:
-            json.dumps(extra)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"extra cannot be written as JSON ({error}): give plain values"
-            ) from None
+        step = head["step"]
         place, mesh = PipelineFolder(folder), self._mesh
         partial = self._on_first(lambda: place.begin(step), f"{folder}")
         self._all_see(partial)
         if state:
-            self._on_first(lambda: _write_state(partial / _STATE, state), f"{folder}")
-        states, plain = self._states()
-        tensors = {
-            **{_MODEL + name: one for name, one in self._held.items()},
-            **{_OPTIMIZER + name: one for name, one in states.items()},
-        }
+            self._on_first(
+                lambda: (partial / STATE).write_bytes(state_bytes(state, check=True)), f"{folder}"
+            )
+        tensors, own = self.apart()
         if mesh.dp_rank:
             tensors = {}
         try:
@@ -99,19 +100,47 @@ class Checkpointer:
             )
         except (CheckpointException, Exception) as error:  # the former is no Exception
             raise CheckpointError(f"{folder}: saving failed: {_first_line(error)}") from error
-        told = mesh.gather({"options": self._options(), "plain": plain, "kind": self._kind()})
+        manifest = make_manifest(head, mesh.gather(own))
+        path: Path = self._on_first(lambda: place.commit(step, manifest, keep, check), f"{folder}")
+        return path
+
+    def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return this rank's tensors by their names in a checkpoint, and what it tells of them.
+
+        The tensors are those of now: they change with the next update.
+        """
+        states, plain = self._states()
+        tensors = {
+            **{_MODEL + name: one for name, one in self._held.items()},
+            **{_OPTIMIZER + name: one for name, one in states.items()},
+        }
+        groups = [[self._options(group), names] for group, names in self._groups()]
+        return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a tensor of :meth:`apart` may change in a forward."""
+        own = name.removeprefix(_MODEL)
+        return own != name and own not in self._update.parameters
+
+    def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what all ranks would say of a checkpoint of now; see ``make_manifest``.
+
+        Raises:
+            ConfigError: ``extra`` cannot be written.
+        """
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"extra cannot be written as JSON ({error}): give plain values"
+            ) from None
         scaler = self._update.scaler
-        manifest = {
+        return {
             "step": step,
             "seed": seed,
             "loss_scale": None if scaler is None else asdict(scaler),
-            "optimizer": next((one["kind"] for one in told if one["kind"]), None),
-            "options": {n: o for one in told for n, o in one["options"].items()},
-            "states": {n: o for one in told for n, o in one["plain"].items()},
             "extra": dict(extra or {}),
         }
-        path: Path = self._on_first(lambda: place.commit(step, manifest, keep, check), f"{folder}")
-        return path
 
     def load(
         self,
@@ -224,17 +253,11 @@ class Checkpointer:
                     )
         return tensors, plain
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        """Return the options of the group of each parameter."""
-        return {
-            name: {
-                key: _plain(one)
-                for key, one in group.items()
-                if key != "params" and isinstance(_plain(one), (*_PLAIN, list))
-            }
-            for group, names in self._groups()
-            for name in names
-        }
+    @staticmethod
+    def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a group of parameters that can be saved."""
+        plain = {key: _plain(one) for key, one in group.items() if key != "params"}
+        return {key: one for key, one in plain.items() if isinstance(one, (*_PLAIN, list))}
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self._update.optimizer is None:
@@ -314,22 +337,34 @@ class Checkpointer:
         optimizer.load_state_dict(told)
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what the user's objects hold; plain values and tensors alone can be read again."""
-    torch.save({name: one.state_dict() for name, one in state.items()}, path)
-    try:
-        torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}): give"
-            " objects whose state_dict() has plain values and tensors alone"
-        ) from error
+def state_bytes(state: Mapping[str, Any], *, check: bool) -> bytes:
+    """Return a file of what the user's objects hold.
+
+    Args:
+        state: the objects by name.
+        check: whether it can be read again, as plain values and tensors alone can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    buffer = io.BytesIO()
+    torch.save({name: one.state_dict() for name, one in state.items()}, buffer)
+    if check:
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}):"
+                " give objects whose state_dict() has plain values and tensors alone"
+            ) from error
+    return buffer.getvalue()
 
 
 def _read_state(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     told = {}
-    if _STATE in manifest["files"]:
-        told = torch.load(path / _STATE, weights_only=True, map_location="cpu")
+    if STATE in manifest["files"]:
+        told = torch.load(path / STATE, weights_only=True, map_location="cpu")
     missing = [name for name in state if name not in told]
     if missing:
         has = ", ".join(told) or "none"

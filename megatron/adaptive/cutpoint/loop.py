@@ -26,6 +26,7 @@ from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder
 from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.cutpoint.running_job import JobEnded
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.pipeline.copies import CopySettings, NoCopies, StateCopies
 from megatron.adaptive.pipeline.progress import (
     COMPLETE,
     ProgressFile,
@@ -118,6 +119,7 @@ class Loop:
         if self._loaded_s is not None:
             self._progress.tell({"loaded_s": self._loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
+        self._copies = self._make_copies()
 
     def __iter__(self) -> Loop:
         return self
@@ -178,8 +180,13 @@ class Loop:
                 " pipeline.share(batch) of a whole batch, or say batch_size to Pipeline"
             )
 
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        self._copies.before_update()
+
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
+        self._copies.close()
         if not self._is_over:
             self._is_over = True
             self._stop.finish()
@@ -190,6 +197,30 @@ class Loop:
         if group is not None and dist.is_initialized():
             dist.barrier(group=group)  # nobody waits in it any more
             dist.destroy_process_group(group)
+
+    def _make_copies(self) -> NoCopies:
+        """What copies the state, if the node's agent keeps copies."""
+        told = self._mesh.environment.copies
+        if told is None:
+            return NoCopies()
+        # It imports much that most runs do without.
+        from megatron.adaptive.cutpoint.copies import PipelineState
+
+        state = PipelineState(
+            self._pipeline._checkpointer,
+            lambda: self._pipeline._head(self._extra()),
+            self._settings.state,
+        )
+        return StateCopies(
+            state,
+            self._mesh,
+            CopySettings.read(told),
+            lambda text: self._progress.tell({"copies": text}),
+            self._say,
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        return {_BATCH: self._settings.batch_size}
 
     def _resume(self) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
@@ -219,6 +250,7 @@ class Loop:
                 " each turn"
             )
         done = pipeline.steps
+        self._copies.settle(done)
         told = {
             "loss": pipeline.loss,
             "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
@@ -226,6 +258,7 @@ class Loop:
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, told, is_logged=False)
+        self._copies.take(done)
         interval = settings.save_interval
         if self._folder is not None and interval is not None and done % interval == 0:
             self._save()
@@ -234,6 +267,7 @@ class Loop:
         """End the steps: save if that is left to do, and tell why. Collective."""
         self._is_over = True
         self._stop.finish()
+        self._copies.close()
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
@@ -244,7 +278,7 @@ class Loop:
         assert self._folder is not None
         path = self._pipeline._save(
             self._folder,
-            extra={_BATCH: settings.batch_size},
+            extra=self._extra(),
             keep=settings.keep,
             state=settings.state,
             check=lambda: require_current(self._progress_folder),

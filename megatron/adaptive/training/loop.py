@@ -115,7 +115,7 @@ class Trainer:
         self._config = run.job.config
         self._checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
         self._step = Step(run)
-        self._copies = make_copies(run, self._log)
+        self._copies = make_copies(run, self._log, lambda: self._counters.progress())
 
     def train(self) -> str:
         """Train until the iterations, the samples or the patience end.
@@ -136,7 +136,7 @@ class Trainer:
                 self._iteration()
                 if config.run.eval_iters and counters.iteration % config.run.eval_interval == 0:
                     self._validate(f"iteration {counters.iteration}")
-                self._copies.take(counters.progress())
+                self._copies.take(counters.iteration)
                 self._save_if_due()
                 early = self._early_end()
                 if early is not None:
