@@ -1,8 +1,8 @@
 """A user's script with a Pipeline: tells of every step on every rank what it trained on.
 
 Its arguments: total steps, samples of a step, a folder for what it tells, and JSON of further ones:
-``folder`` and ``save_interval`` of the loop, ``state`` for a scheduler of the learning rate, all
-else of the Pipeline; ``wrong`` does something that a job must refuse.
+``folder``, ``save_interval`` and ``async_save`` of the loop, ``state`` for a scheduler of the
+learning rate, all else of the Pipeline; ``wrong`` does something that a job must refuse.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> None:
     total, size, told, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     options: dict[str, Any] = json.loads(more)
     wrong, has_state = options.pop("wrong", ""), options.pop("state", False)
-    looping = {name: options.pop(name) for name in ("folder", "save_interval") if name in options}
+    names = ("folder", "save_interval", "async_save")
+    looping = {name: options.pop(name) for name in names if name in options}
     if wrong == "no pipeline":
         return
     torch.manual_seed(1)

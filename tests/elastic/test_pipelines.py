@@ -175,12 +175,15 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
 
 
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("ab", 12, save_interval=5)  # all sizes by the plan
+    job = start("ab", 12, save_interval=5, async_save=True)  # all sizes by the plan
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
     assert (state["iteration"], state["total_iterations"]) == (12, 12)
     assert "training ends: all iterations are done" in job.said()
+    for step, how in ((5, "(training waited "), (10, "(training waited "), (12, "(")):
+        saved = f"saved checkpoint from iteration {step:7d} to {job.checkpoints}/step_{step:08d} "
+        assert saved + how in job.said()
     assert {one.name for one in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("ab", 12, save_interval=5)

@@ -7,9 +7,8 @@ Running means of other replicas are not kept.
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,35 +16,36 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.adaptive.cutpoint.checkpoint_folder import (
     PipelineFolder,
-    make_manifest,
     read_manifest,
 )
 from megatron.adaptive.cutpoint.gradients import LossScale
 from megatron.adaptive.cutpoint.mesh import Mesh
+from megatron.adaptive.cutpoint.saving import STATE, Saver, all_see, first_line, on_first
 from megatron.adaptive.cutpoint.update import Update
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
-__all__ = ["STATE", "Checkpointer", "state_bytes"]
+__all__ = ["Checkpointer"]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-STATE = "state.pt"
-"""The file of what the user's objects hold."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Checkpointer:
-    """Saves and loads; every rank has one, and all of them call it together.
+    """Takes a rank's state apart, and loads; every rank has one, all of them call it together.
 
     Args:
         mesh: the job.
         model: the user's.
         held: parameters and buffers of this rank, by name.
         update: has optimizer and loss scale.
+
+    Attributes:
+        saver: writes checkpoints.
     """
 
     def __init__(
@@ -57,52 +57,9 @@ class Checkpointer:
     ) -> None:
         self._mesh = mesh
         self._update = update
+        self.saver = Saver(mesh, self.apart)
         passing = set(_not_saved(model))
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
-
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        head: Mapping[str, Any],
-        keep: int | None,
-        state: Mapping[str, Any] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> Path:
-        """Write a checkpoint; see :meth:`Pipeline.save`.
-
-        Args:
-            folder: of checkpoints.
-            head: of :meth:`head`.
-            keep: complete ones that stay, all where ``None``.
-            state: the user's objects, by name.
-            check: called on rank 0 before anything takes its place; raises what it will.
-        """
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
-        step = head["step"]
-        place, mesh = PipelineFolder(folder), self._mesh
-        partial = self._on_first(lambda: place.begin(step), f"{folder}")
-        self._all_see(partial)
-        if state:
-            self._on_first(
-                lambda: (partial / STATE).write_bytes(state_bytes(state, check=True)), f"{folder}"
-            )
-        tensors, own = self.apart()
-        if mesh.dp_rank:
-            tensors = {}
-        try:
-            dcp.save(
-                tensors,
-                storage_writer=FileSystemWriter(partial),
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=mesh.control_group,
-            )
-        except (CheckpointException, Exception) as error:  # the former is no Exception
-            raise CheckpointError(f"{folder}: saving failed: {_first_line(error)}") from error
-        manifest = make_manifest(head, mesh.gather(own))
-        path: Path = self._on_first(lambda: place.commit(step, manifest, keep, check), f"{folder}")
-        return path
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's tensors by their names in a checkpoint, and what it tells of them.
@@ -151,9 +108,10 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
-        path: Path = self._on_first(lambda: PipelineFolder(folder).find(step), f"{folder}")
-        self._all_see(path)
-        manifest: dict[str, Any] = self._on_first(lambda: read_manifest(path), f"{path}")
+        self.saver.finish()
+        path: Path = on_first(self._mesh, lambda: PipelineFolder(folder).find(step), f"{folder}")
+        all_see(self._mesh, path)
+        manifest: dict[str, Any] = on_first(self._mesh, lambda: read_manifest(path), f"{path}")
         has_optimizer = optimizer and manifest["optimizer"] is not None
         reader = FileSystemReader(path)
         wanted: dict[str, torch.Tensor] = {}
@@ -172,7 +130,7 @@ class Checkpointer:
         except AdaptiveError as error:
             problem = error
         except Exception as error:  # a broken file may raise anything
-            problem = CheckpointError(f"{path}: cannot be read: {_first_line(error)}")
+            problem = CheckpointError(f"{path}: cannot be read: {first_line(error)}")
         self._raise_any(problem)
         wanted.update(
             (f"{_OPTIMIZER}{name}.{key}", one)
@@ -189,7 +147,7 @@ class Checkpointer:
                     process_group=self._mesh.control_group,
                 )
         except (CheckpointException, Exception) as error:
-            raise CheckpointError(f"{path}: loading failed: {_first_line(error)}") from error
+            raise CheckpointError(f"{path}: loading failed: {first_line(error)}") from error
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:
@@ -197,30 +155,6 @@ class Checkpointer:
         if state:
             _read_state(path, manifest, state)
         return manifest
-
-    def _on_first(self, work: Any, where: str) -> Any:
-        """Do something on rank 0 and tell all what came of it, errors included."""
-        answer: Any = None
-        if self._mesh.rank == 0:
-            try:
-                answer = work()
-            except AdaptiveError as error:
-                answer = error
-            except OSError as error:
-                answer = CheckpointError(f"{where}: {error.strerror or error}; name another folder")
-        answer = self._mesh.from_first(answer)
-        if isinstance(answer, AdaptiveError):
-            raise answer
-        return answer
-
-    def _all_see(self, path: Path) -> None:
-        blind = [rank for rank, sees in enumerate(self._mesh.gather(path.is_dir())) if not sees]
-        if blind:
-            host = self._mesh.places[blind[0]]["host"]
-            raise CheckpointError(
-                f"{path}: rank {blind[0]} on {host} does not see it: give a folder that all nodes "
-                "share"
-            )
 
     def _raise_any(self, problem: AdaptiveError | None) -> None:
         """Raise on all ranks what one of them found."""
@@ -337,30 +271,6 @@ class Checkpointer:
         optimizer.load_state_dict(told)
 
 
-def state_bytes(state: Mapping[str, Any], *, check: bool) -> bytes:
-    """Return a file of what the user's objects hold.
-
-    Args:
-        state: the objects by name.
-        check: whether it can be read again, as plain values and tensors alone can.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    buffer = io.BytesIO()
-    torch.save({name: one.state_dict() for name, one in state.items()}, buffer)
-    if check:
-        buffer.seek(0)
-        try:
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise ConfigError(
-                f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}):"
-                " give objects whose state_dict() has plain values and tensors alone"
-            ) from error
-    return buffer.getvalue()
-
-
 def _read_state(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     told = {}
     if STATE in manifest["files"]:
@@ -394,13 +304,3 @@ def _like(saved: Any, present: Any) -> Any:
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved
-
-
-def _first_line(error: BaseException) -> str:
-    where = ""
-    if isinstance(error, CheckpointException) and error.failures:  # what each rank met
-        rank, (error, _) = next(iter(error.failures.items()))
-        where = f"rank {rank}: "
-    text = str(error).strip().splitlines()
-    said = text[0].split(". ")[0] if text else ""
-    return f"{where}{type(error).__name__}: {said}"[:300]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.adaptive.cutpoint.checkpoint import STATE, Checkpointer, state_bytes
+from megatron.adaptive.cutpoint.checkpoint import Checkpointer
+from megatron.adaptive.cutpoint.saving import STATE, state_bytes
 from megatron.adaptive.pipeline.copies import Piece
 from megatron.adaptive.pipeline.copy_plan import Part
 

@@ -57,6 +57,7 @@ class LoopSettings:
         save_interval: steps from one checkpoint to the next, ``None`` for one at the end.
         keep: complete ones that stay, ``None`` for all.
         state: objects that are saved as well, by name.
+        async_save: write them while training goes on.
         batch_size: samples of a step over all replicas.
 
     Raises:
@@ -68,6 +69,7 @@ class LoopSettings:
     save_interval: int | None
     keep: int | None
     state: Mapping[str, Any]
+    async_save: bool
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class Loop:
         self._begun_s = 0.0
         self._loaded_s = self._resume()
         self._saved_at = pipeline.steps if pipeline.steps else -1
+        self._waited_s = 0.0  # for the last checkpoint
+        self._saves_behind = settings.async_save and self._folder is not None
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
         self._progress_folder = None if order is None else order.progress
         self._progress = ProgressFile(self._progress_folder if self._is_first else None)
@@ -187,6 +191,8 @@ class Loop:
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
         self._copies.close()
+        if self._saves_behind:
+            self._pipeline._checkpointer.saver.close()
         if not self._is_over:
             self._is_over = True
             self._stop.finish()
@@ -259,21 +265,30 @@ class Loop:
         }
         self._progress.iteration(done, told, is_logged=False)
         self._copies.take(done)
+        if self._saves_behind:
+            self._tell_completed()
         interval = settings.save_interval
         if self._folder is not None and interval is not None and done % interval == 0:
-            self._save()
+            self._save(is_behind=self._saves_behind and done < settings.total_steps)
 
     def _finish(self, reason: str) -> None:
         """End the steps: save if that is left to do, and tell why. Collective."""
         self._is_over = True
         self._stop.finish()
         self._copies.close()
+        if self._saves_behind:
+            try:
+                self._pipeline._checkpointer.saver.finish()
+                self._tell_completed()
+            except CheckpointError as error:
+                self._say(f"warning: {error}")
+                self._saved_at = -1
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
         self._progress.ended(reason)
 
-    def _save(self) -> None:
+    def _save(self, *, is_behind: bool = False) -> None:
         settings, begin_s = self._settings, time.perf_counter()
         assert self._folder is not None
         path = self._pipeline._save(
@@ -282,10 +297,20 @@ class Loop:
             keep=settings.keep,
             state=settings.state,
             check=lambda: require_current(self._progress_folder),
+            is_behind=is_behind,
         )
-        self._saved_at, waited_s = self._pipeline.steps, time.perf_counter() - begin_s
-        self._progress.tell({"saved": self._saved_at, "seconds": waited_s})
-        self._say(saved_line(self._saved_at, path, waited_s))
+        self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s
+        if path is not None:
+            self._tell_saved(self._saved_at, path, is_behind=False)
+
+    def _tell_completed(self) -> None:
+        """Tell of a checkpoint that was completed behind training since."""
+        if (found := self._pipeline._checkpointer.saver.completed()) is not None:
+            self._tell_saved(*found, is_behind=True)
+
+    def _tell_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
+        self._progress.tell({"saved": step, "seconds": self._waited_s})
+        self._say(saved_line(step, path, self._waited_s, is_behind=is_behind))
 
     def _say(self, text: str) -> None:
         if self._is_first:

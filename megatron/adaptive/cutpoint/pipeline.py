@@ -369,10 +369,23 @@ class Pipeline:
             CheckpointError: the folder cannot be written, or is not shared.
             ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
         """
-        return self._save(folder, extra=extra, keep=keep, state=state)
+        path = self._save(folder, extra=extra, keep=keep, state=state or {})
+        assert path is not None
+        return path
 
-    def _save(self, folder: str | Path, *, extra: Mapping[str, Any] | None, **options: Any) -> Path:
-        path: Path = self._checkpointer.save(folder, head=self._head(extra), **options)
+    def _save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None,
+        is_behind: bool = False,
+        **options: Any,
+    ) -> Path | None:
+        from megatron.adaptive.cutpoint.saving import Wish
+
+        wish = Wish(folder=folder, head=self._head(extra), **options)
+        saver = self._checkpointer.saver
+        path: Path | None = saver.save_behind(wish) if is_behind else saver.save(wish)
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -416,6 +429,7 @@ class Pipeline:
         save_interval: int | None = None,
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
     ) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
@@ -431,6 +445,8 @@ class Pipeline:
                 ``None``.
             keep: complete checkpoints that stay, the newest; all where ``None``.
             state: as of :meth:`save`; loaded from the checkpoint.
+            async_save: write checkpoints while training goes on, which waits only for a copy in
+                the host's memory.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or its steps have another
@@ -445,6 +461,7 @@ class Pipeline:
             save_interval=save_interval,
             keep=keep,
             state=state or {},
+            async_save=async_save,
             batch_size=self._wanted.batch_size,
         )
         self._loop = Loop(self, settings, self._mesh, self._order_of_job)
