@@ -174,6 +174,34 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
     assert job.left_behind() == []
 
 
+def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Path) -> None:
+    options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
+    job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
+
+    def trained(epoch: int, steps: int) -> None:
+        def done() -> bool:
+            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
+
+        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
+
+    trained(2, 12)  # the first one measures the model
+    (tmp_path / "told" / "b").touch()
+    trained(3, 5)
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+    state = job.state()
+    even, moved = state["epochs"][1:3]
+    assert even["shape"].startswith("PP 3 x DP 1, segments 2-2-2"), job.said()
+    assert moved["reason"].startswith("b is slow, rank 1 takes "), job.said()
+    assert moved["lost_steps"] == 0
+    (slow,) = [one for one in state["machines"] if one["name"] == "b"]
+    assert slow["slowness"] > 2
+    assert moved["shape"] != even["shape"]
+    assert moved["predicted_step_s"] > even["predicted_step_s"]
+    steps = [one["step"] for one in told(tmp_path) if one["rank"] == 0]
+    assert steps == list(range(len(steps)))
+
+
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
     job = start("ab", 12, save_interval=5, async_save=True)  # all sizes by the plan
     assert job.end(LIMIT_S) == 0, job.said()
@@ -214,9 +242,6 @@ def test_what_cannot_work_ends_the_job_with_the_reason(
 def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the folder of its checkpoints"):
         main([str(SCRIPT)])
-    for words, text in (
-        (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),
-        (["--on-straggler", "exclude"], "slow nodes are found by the trainer's diagnosis"),
-    ):
+    for words, text in ((["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),):
         with pytest.raises(ConfigError, match=text):
             main([*words, "--checkpoint", str(tmp_path), str(SCRIPT)])

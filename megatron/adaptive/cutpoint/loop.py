@@ -27,6 +27,7 @@ from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.cutpoint.running_job import JobEnded
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.pipeline.copies import CopySettings, NoCopies, StateCopies
+from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
 from megatron.adaptive.pipeline.progress import (
     COMPLETE,
     ProgressFile,
@@ -58,6 +59,7 @@ class LoopSettings:
         keep: complete ones that stay, ``None`` for all.
         state: objects that are saved as well, by name.
         async_save: write them while training goes on.
+        diagnose_interval: steps from one diagnosis of the traces to the next, 0 for none.
         batch_size: samples of a step over all replicas.
 
     Raises:
@@ -70,12 +72,18 @@ class LoopSettings:
     keep: int | None
     state: Mapping[str, Any]
     async_save: bool
+    diagnose_interval: int
     batch_size: int
 
     def __post_init__(self) -> None:
-        for name, least in (("total_steps", 0), ("save_interval", 1), ("keep", 1)):
+        for name, least in (
+            ("total_steps", 0),
+            ("save_interval", 1),
+            ("keep", 1),
+            ("diagnose_interval", 0),
+        ):
             value = getattr(self, name)
-            if value is None and name != "total_steps":
+            if value is None and name in ("save_interval", "keep"):
                 continue
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")
@@ -124,6 +132,7 @@ class Loop:
             self._progress.tell({"loaded_s": self._loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
         self._copies = self._make_copies()
+        self._diagnosis = self._make_diagnosis()
 
     def __iter__(self) -> Loop:
         return self
@@ -191,6 +200,7 @@ class Loop:
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
         self._copies.close()
+        self._end_diagnosis()
         if self._saves_behind:
             self._pipeline._checkpointer.saver.close()
         if not self._is_over:
@@ -224,6 +234,23 @@ class Loop:
             lambda text: self._progress.tell({"copies": text}),
             self._say,
         )
+
+    def _make_diagnosis(self) -> RunningDiagnosis | None:
+        """What diagnoses the steps from their traces, on the first rank."""
+        folder, interval = self._pipeline._trace_dir, self._settings.diagnose_interval
+        done = self._pipeline.steps
+        if folder is None or not self._is_first or not interval:
+            return None
+        if self._settings.total_steps - done <= interval:
+            return None
+        return RunningDiagnosis(
+            folder, interval, done, self._say, lambda **told: self._progress.tell(told)
+        )
+
+    def _end_diagnosis(self) -> None:
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.close()
 
     def _extra(self) -> dict[str, Any]:
         return {_BATCH: self._settings.batch_size}
@@ -264,6 +291,8 @@ class Loop:
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, told, is_logged=False)
+        if self._diagnosis is not None:
+            self._diagnosis.after_iteration(done)
         self._copies.take(done)
         if self._saves_behind:
             self._tell_completed()
@@ -276,6 +305,7 @@ class Loop:
         self._is_over = True
         self._stop.finish()
         self._copies.close()
+        self._end_diagnosis()
         if self._saves_behind:
             try:
                 self._pipeline._checkpointer.saver.finish()

@@ -152,6 +152,7 @@ class Pipeline:
         order = self._order_of_job
         if order is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{order.epoch}"
+        self._trace_dir = trace_dir
         self._tracing = start_trace(
             trace_dir,
             self._mesh,
@@ -390,8 +391,7 @@ class Pipeline:
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a checkpoint of now says besides what it holds."""
-        told: dict[str, Any] = self._checkpointer.head(self._step, self._random.seed, extra)
-        return told
+        return dict(self._checkpointer.head(self._step, self._random.seed, extra))
 
     def load(
         self,
@@ -430,6 +430,7 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
         async_save: bool = False,
+        diagnose_interval: int = 100,
     ) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
@@ -447,6 +448,7 @@ class Pipeline:
             state: as of :meth:`save`; loaded from the checkpoint.
             async_save: write checkpoints while training goes on, which waits only for a copy in
                 the host's memory.
+            diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or its steps have another
@@ -462,6 +464,7 @@ class Pipeline:
             keep=keep,
             state=state or {},
             async_save=async_save,
+            diagnose_interval=diagnose_interval,
             batch_size=self._wanted.batch_size,
         )
         self._loop = Loop(self, settings, self._mesh, self._order_of_job)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
 from megatron.adaptive.pipeline.progress import COMPLETE, saved_line
 from megatron.adaptive.pipeline.stop import StopRequest
 from megatron.adaptive.training import relocate
@@ -20,7 +21,6 @@ from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
 from megatron.adaptive.training.copies import make_copies
-from megatron.adaptive.training.diagnosis import RunningDiagnosis
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
 from megatron.adaptive.training.repartition import Move, make_repartitioner
