@@ -49,7 +49,8 @@ class Rank(GptRank):
 
     def __init__(self) -> None:
         super().__init__([*MODEL])
-        from megatron.adaptive.training.copies import CopySettings, StateCopies
+        from megatron.adaptive.pipeline.copies import CopySettings, StateCopies
+        from megatron.adaptive.training.copies import RunState
 
         self.told = ""
         self._keeper = _KeeperProcess()
@@ -67,15 +68,14 @@ class Rank(GptRank):
             every=1,
             limit_bytes=None,
         )
-        log: Any = self
-        self._copies = StateCopies(self._run, settings, log)
+        state = RunState(self._run, self._progress)
+        self._copies = StateCopies(state, self._job, settings, self._tell, self._say)
 
-    def tell(self, **values: Any) -> None:
-        """Take what copies tell, as a log does."""
-        self.told = values.get("copies", self.told)
+    def _tell(self, text: str) -> None:
+        self.told = text
 
-    def message(self, text: str) -> None:
-        """Print what copies say, as a log does."""
+    @staticmethod
+    def _say(text: str) -> None:
         print(text, file=sys.stderr)
 
     def measure(self, rounds: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Rank(GptRank):
         start, processor = time.perf_counter(), self._processor_s()
         for number in range(WINDOW):
             if is_copying and (each or not number):
-                self._take()
+                copies.take(self._iteration + 1)
             self._iteration += 1
             self.train(copies.before_update)
             if is_copying and (each or number == WINDOW - 1):
@@ -116,16 +116,14 @@ class Rank(GptRank):
             raise RuntimeError(f"copies of the state are {self.told}")
         return seconds / WINDOW, processor / WINDOW
 
-    def _take(self) -> None:
+    def _progress(self) -> Any:
         from megatron.adaptive.training.checkpoint import Progress
 
-        self._copies.take(
-            Progress(
-                iteration=self._iteration + 1,
-                consumed_train_samples=self._iteration * MICROBATCHES,
-                consumed_valid_samples=0,
-                skipped_iterations=0,
-            )
+        return Progress(
+            iteration=self._iteration + 1,
+            consumed_train_samples=self._iteration * MICROBATCHES,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
         )
 
     def _processor_s(self) -> float:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ def pieces(folder: Path, environment: Mapping[str, str], *, quick: bool) -> dict
         command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
         command += ["--nproc-per-node", str(PROCESSES), str(Path(__file__).resolve())]
         command += [str(folder / name), name, str(QUICK_STEPS if quick else STEPS)]
-        subprocess.run(
-            command, env=dict(environment), check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL
-        )
+        _run(command, environment)
         found[name] = json.loads((folder / name / "told.json").read_text())
         for one in found[name]:
             predicted, measured = one["predicted_s"] * 1e3, one["measured_s"] * 1e3
@@ -52,6 +50,19 @@ def pieces(folder: Path, environment: Mapping[str, str], *, quick: bool) -> dict
                 f" {measured:.1f} ms measured ({off:+.0%}; the middle half {low:.1f} to {high:.1f})"
             )
     return {"pieces": found}
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a launcher; none of its ranks outlives it."""
+    from tests.multiprocess.launch import kill_tree
+
+    job = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
+    try:
+        status = job.wait(LIMIT_S)
+    finally:
+        kill_tree(job)
+    if status:
+        raise RuntimeError(f"{' '.join(command)}: ended with status {status}")
 
 
 def _rank(folder: Path, name: str, steps: int) -> None:

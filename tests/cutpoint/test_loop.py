@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron.adaptive.cutpoint import CutPoint, Pipeline
+from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder
 from megatron.adaptive.cutpoint.running_job import JobEnded
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.pipeline.progress import PROGRESS_NAME, mark_over
@@ -103,6 +105,65 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
     done = trained()
     done.run(6, tmp_path / "own")
     assert done.losses == {}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the step that it was taken at, and not there before it is complete."""
+    whole, gate, commit = trained(), threading.Event(), PipelineFolder.commit
+    whole.run(7, None)
+
+    def late(self: PipelineFolder, step: int, *given: Any) -> Path:
+        assert gate.wait(60.0)
+        return commit(self, step, *given)
+
+    monkeypatch.setattr(PipelineFolder, "commit", late)
+    folder = tmp_path / "checkpoints"
+    begun, seen = trained(), []
+    for step in begun.pipeline.loop(
+        9,
+        folder=folder,
+        save_interval=2,
+        keep=2,
+        async_save=True,
+        state={"scheduler": begun.scheduler},
+    ):
+        if step == 3:  # that of step 2 is under way, and its weights have changed since
+            seen += [one.name for one in folder.glob("step_*")]
+            gate.set()
+        begun.pipeline.step(batch_of(step))
+        begun.scheduler.step()
+        if step == 6:
+            break
+    begun.pipeline.close()  # waits for the last one
+    assert seen == []
+    assert sorted(one.name for one in folder.iterdir()) == ["step_00000004", "step_00000006"]
+    for step in (4, 6):
+        later = trained()
+        later.pipeline.load(folder, step=step, state={"scheduler": later.scheduler})
+        losses = [later.pipeline.step(batch_of(step))[0]]
+        assert losses == [whole.losses[step]]
+
+
+def test_a_checkpoint_that_failed_behind_training_is_written_at_the_next(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, folder = trained(), tmp_path / "checkpoints"
+    folder.touch()  # no folder can be made there
+
+    def make_room() -> None:
+        one.pipeline._checkpointer.saver._behind._pending.join()
+        folder.unlink()
+
+    train(one.pipeline, 2, make_room, folder=folder, save_interval=2, async_save=True, keep=2)
+    said = capsys.readouterr().out
+    assert f"warning: {folder}: File exists" in said
+    assert "training waits until that of iteration 4 is there in its place" in said
+    assert "iteration       2" not in said
+    for step in (4, 6, 8, 9):
+        assert f"saved checkpoint from iteration {step:7d}" in said
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000008", "step_00000009"]
 
 
 def test_a_signal_saves_and_ends_the_program(

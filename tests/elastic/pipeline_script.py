@@ -1,8 +1,9 @@
 """A user's script with a Pipeline: tells of every step on every rank what it trained on.
 
 Its arguments: total steps, samples of a step, a folder for what it tells, and JSON of further ones:
-``folder`` and ``save_interval`` of the loop, all else of the Pipeline; ``wrong`` does something
-that a job must refuse.
+``folder``, ``save_interval`` and ``async_save`` of the loop, ``state`` for a scheduler of the
+learning rate, ``late`` for pieces that take their time, all else of the Pipeline; ``wrong`` does
+something that a job must refuse.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,36 @@ from megatron.adaptive import CutPoint, Pipeline
 WIDTH = 8
 
 
+class Late(torch.autograd.Function):
+    """Takes its time, and more of it on the node ``b`` once there is a file of that name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, told: str) -> torch.Tensor:
+        ctx.told = told
+        takes_s = 0.002
+        if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(told) / "b").exists():
+            takes_s = 0.008
+        time.sleep(takes_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        Late.forward(ctx, gradients[0], ctx.told)
+        return gradients[0], None
+
+
 class Net(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, told: str) -> None:
         super().__init__()
+        self.told = told  # where a file makes it late, empty for never
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = torch.nn.functional.dropout(torch.tanh(block(x)) + x, 0.1, self.training)
+            if self.told:
+                x = Late.apply(x, self.told)
             if number < 5:
                 x = self.cuts[number](x)
         return x.square().mean()
@@ -44,15 +67,21 @@ def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     total, size, told, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     options: dict[str, Any] = json.loads(more)
-    wrong = options.pop("wrong", "")
-    looping = {name: options.pop(name) for name in ("folder", "save_interval") if name in options}
+    wrong, has_state = options.pop("wrong", ""), options.pop("state", False)
+    names = ("folder", "save_interval", "async_save", "diagnose_interval")
+    looping = {name: options.pop(name) for name in names if name in options}
     if wrong == "no pipeline":
         return
     torch.manual_seed(1)
     if wrong == "another model":
         options["memory_limit_bytes"] = 1e9 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    pipeline = Pipeline(Net(), batch_of(0, size), **options)
-    pipeline.set_optimizer(lambda ones: torch.optim.AdamW(ones, lr=1e-2), clip_norm=1.0)
+    late = str(told) if options.pop("late", False) else ""
+    pipeline = Pipeline(Net(late), batch_of(0, size), **options)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+    pipeline.set_optimizer(optimizer, clip_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    if has_state:
+        looping["state"] = {"scheduler": scheduler}
     job = json.loads(os.environ.get("MEGATRON_ADAPTIVE_JOB", '{"epoch": 0}'))
     rank = int(os.environ.get("RANK", "0"))
     if wrong == "no loop":
@@ -62,6 +91,8 @@ def main() -> None:
             batch = batch_of(step, size)
             part = pipeline.share(batch)
             loss, _ = pipeline.step(part)
+            if has_state:
+                scheduler.step()
             line = {
                 "step": step,
                 "loss": loss,

@@ -17,6 +17,7 @@ from megatron.adaptive.cli.run import main
 from megatron.adaptive.errors import ConfigError
 
 from .jobs import ElasticJob, environment
+from .test_copies import lose
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -132,13 +133,85 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert job.left_behind() == []
 
 
+def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
+    """Copies in memory: of a stage with a buddy alone, and of stages with replicas."""
+    options = {"save_interval": 99999, "state": True, **SHAPED}
+    job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
+
+    def trained(epoch: int, steps: int = 6) -> None:
+        def done() -> bool:
+            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
+
+        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
+
+    trained(2)
+    lose(job, "d")
+    trained(3)
+    lose(job, "c")
+    trained(4)
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+    epochs = job.state()["epochs"]
+    seen = [one["shape"].partition(",")[0] for one in epochs[1:]]
+    assert seen == ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1"], job.said()
+    lines = told(tmp_path)
+    for number in (3, 4):
+        one = epochs[number - 1]
+        assert one["source"] == "copies in memory", job.said()
+        assert one["lost_steps"] <= 1
+        done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
+        # A step that some rank told of may not count yet for all.
+        assert done - 2 <= one["resumed_iteration"] <= done
+        first = min(line["step"] for line in lines if line["epoch"] == number)
+        assert first == one["resumed_iteration"]
+    assert sum(one["lost_steps"] for one in epochs) == job.state()["lost_steps"] <= 2
+    last = max(one["step"] for one in lines)
+    expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1, state=True)
+    losses = {one["step"]: one["loss"] for one in expected}
+    assert {one["step"] for one in lines} == set(losses)
+    for one in lines:
+        assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
+    assert job.left_behind() == []
+
+
+def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Path) -> None:
+    options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
+    job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
+
+    def trained(epoch: int, steps: int) -> None:
+        def done() -> bool:
+            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
+
+        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
+
+    trained(2, 12)  # the first one measures the model
+    (tmp_path / "told" / "b").touch()
+    trained(3, 5)
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+    state = job.state()
+    even, moved = state["epochs"][1:3]
+    assert even["shape"].startswith("PP 3 x DP 1, segments 2-2-2"), job.said()
+    assert moved["reason"].startswith("b is slow, rank 1 takes "), job.said()
+    assert moved["lost_steps"] == 0
+    (slow,) = [one for one in state["machines"] if one["name"] == "b"]
+    assert slow["slowness"] > 2
+    assert moved["shape"] != even["shape"]
+    assert moved["predicted_step_s"] > even["predicted_step_s"]
+    steps = [one["step"] for one in told(tmp_path) if one["rank"] == 0]
+    assert steps == list(range(len(steps)))
+
+
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("ab", 12, save_interval=5)  # all sizes by the plan
+    job = start("ab", 12, save_interval=5, async_save=True)  # all sizes by the plan
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
     assert (state["iteration"], state["total_iterations"]) == (12, 12)
     assert "training ends: all iterations are done" in job.said()
+    for step, how in ((5, "(training waited "), (10, "(training waited "), (12, "(")):
+        saved = f"saved checkpoint from iteration {step:7d} to {job.checkpoints}/step_{step:08d} "
+        assert saved + how in job.said()
     assert {one.name for one in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("ab", 12, save_interval=5)
@@ -169,10 +242,6 @@ def test_what_cannot_work_ends_the_job_with_the_reason(
 def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the folder of its checkpoints"):
         main([str(SCRIPT)])
-    for words, text in (
-        (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),
-        (["--replicate-every", "1"], "copies in memory are of the trainer"),
-        (["--on-straggler", "exclude"], "slow nodes are found by the trainer's diagnosis"),
-    ):
+    for words, text in ((["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),):
         with pytest.raises(ConfigError, match=text):
             main([*words, "--checkpoint", str(tmp_path), str(SCRIPT)])

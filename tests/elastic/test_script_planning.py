@@ -127,6 +127,32 @@ def test_the_heavy_piece_gets_a_stage_of_its_own(tmp_path: Path) -> None:
     assert len(planned(tmp_path, 1, 1, **given).partition) == 2
 
 
+def test_a_slow_node_gets_less(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    module(pipeline_size=2, weights=None).write(path)
+    assert module().costs(1) == pytest.approx([3 * one for one in SECONDS])
+    assert module().costs(9) == pytest.approx([6 * one for one in SECONDS])
+    offers = nodes(1, 1)
+    even = ScriptPlanning(path).plan(offers)
+    assert even.pace == {"n0": 1.0, "n1": 1.0}
+    slow = ScriptPlanning(path).plan([offers[0], replace(offers[1], slowness=3.0)])
+    assert slow.places == (("n0", 1), ("n1", 1))
+    assert slow.pace == {"n0": 1.0, "n1": 3.0}
+    assert slow.partition[1] < even.partition[1]
+    assert even.step_s is not None
+    assert slow.step_s is not None
+    assert slow.step_s > even.step_s
+    # Nodes of one machine: the slow one comes last, and none has more memory for being apart.
+    here = [replace(one, hosts=("localhost", "h0")) for one in offers]
+    same = ScriptPlanning(path).plan([replace(here[0], slowness=3.0), here[1]])
+    assert same.places == (("n1", 1), ("n0", 1))
+    tight = module(pipeline_size=2, whole=profile(5e8))
+    tight.write(path)
+    for slowness in (1.0, 3.0):
+        with pytest.raises(ConfigError):
+            ScriptPlanning(path).plan([here[0], replace(here[1], slowness=slowness)])
+
+
 def test_a_pipeline_size_is_a_wish(tmp_path: Path) -> None:
     shapes = [planned(tmp_path, *[1] * count, pipeline_size=2) for count in (4, 3, 2, 1)]
     assert [(one.pipeline, one.data) for one in shapes] == [(2, 2), (3, 1), (2, 1), (1, 1)]

@@ -13,8 +13,9 @@ import pytest
 from megatron.adaptive.elastic import restore
 from megatron.adaptive.elastic.copies import Held, Source, newest
 from megatron.adaptive.elastic.keeper import Buddy, Keeper
+from megatron.adaptive.pipeline.copies import CopySettings, StateCopies
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
-from megatron.adaptive.training.copies import CopySettings, StateCopies
+from megatron.adaptive.training.copies import RunState
 
 Make = Callable[..., Any]
 
@@ -24,17 +25,16 @@ STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """What the user would read."""
+    """What the user would read, and who looks on."""
 
     def __init__(self) -> None:
-        self.said = ""
-        self.told: dict[str, object] = {}
+        self.said = self.told = ""
 
-    def message(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self.said += text + "\n"
 
-    def tell(self, **values: object) -> None:
-        self.told |= values
+    def tell(self, text: str) -> None:
+        self.told = text
 
 
 @pytest.fixture
@@ -49,13 +49,23 @@ def keepers() -> Iterator[list[Keeper]]:
         keeper.close()
 
 
-def copies_of(training: Any, keeper: Keeper, log: Log, **changes: Any) -> StateCopies:
-    """What copies a training's state, on node ``a``."""
-    settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-    told = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
-    parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
-    run: Any = SimpleNamespace(job=training.checkpoints._job, **parts)
-    return StateCopies(run, CopySettings.read(json.dumps(told)), log)  # type: ignore[arg-type]
+class Copying:
+    """Copies a training's state, on node ``a``."""
+
+    def __init__(self, training: Any, keeper: Keeper, log: Log, **changes: Any) -> None:
+        settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
+        told = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
+        parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
+        run: Any = SimpleNamespace(job=training.checkpoints._job, **parts)
+        state = RunState(run, lambda: self._progress)
+        self._progress: Any = None
+        self.now = StateCopies(
+            state, run.job, CopySettings.read(json.dumps(told)), log.tell, log.say
+        )
+
+    def take(self, progress: Any) -> None:
+        self._progress = progress
+        self.now.take(progress.iteration)
 
 
 def left_with(*keepers: Keeper, within_s: float = 10.0) -> Source:
@@ -72,7 +82,7 @@ def left_with(*keepers: Keeper, within_s: float = 10.0) -> Source:
 def write_out(source: Source, folder: Path) -> None:
     """Make a checkpoint of it, as the nodes do."""
     CheckpointFolder(folder).begin(source.step)
-    common = {"checkpoints": str(folder), "step": source.step}
+    common = {"checkpoints": str(folder), "is_pipeline": False, "step": source.step}
     parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
     told = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
     assert restore.main([json.dumps(told)]) == 0
@@ -94,16 +104,16 @@ def test_training_goes_on_bit_for_bit_from_copies(
     make: Make, worker: Any, tmp_path: Path, keepers: list[Keeper], flags: dict[str, str | None]
 ) -> None:
     training, log = make(**flags, **STILL), Log()
-    copies = copies_of(training, keepers[0], log)
+    copies = Copying(training, keepers[0], log)
     training.learn(0, 2)
     copies.take(worker.progress(2))
-    copies.before_update()
+    copies.now.before_update()
     training.learn(2, 3)
-    copies.settle(3)
+    copies.now.settle(3)
     copies.take(worker.progress(3))
-    copies.before_update()
+    copies.now.before_update()
     expected = training.learn(3, 8)
-    copies.close()
+    copies.now.close()
     assert "every step 0." in log.said
     assert left_with(*keepers).step == 3
     keepers[0].close()  # the node is lost with all that it kept
@@ -121,35 +131,35 @@ def test_a_step_that_is_not_whole_does_not_count(
 ) -> None:
     """A rank that is killed while it copies leaves the step before."""
     training, log = make(**STILL), Log()
-    copies = copies_of(training, keepers[0], log)
+    copies = Copying(training, keepers[0], log)
     for step in (1, 2):
         copies.take(worker.progress(step))
-        copies.before_update()
-        copies.settle(step + 1)
+        copies.now.before_update()
+        copies.now.settle(step + 1)
     assert left_with(*keepers, within_s=0.0).step == 2
-    assert copies._file is not None
-    copies._file.begin(0, 3)
+    assert copies.now._file is not None
+    copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    copies._file.begin(1, 4)  # with both in vain there is still what was sent
+    copies.now._file.begin(1, 4)  # with both in vain there is still what was sent
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
-    copies.close()
+    copies.now.close()
 
 
 def test_too_little_memory_is_told_and_nothing_is_kept(
     make: Make, worker: Any, keepers: list[Keeper]
 ) -> None:
     training, log = make(**STILL), Log()
-    copies = copies_of(training, keepers[0], log, limit_bytes=1 << 20)
+    copies = Copying(training, keepers[0], log, limit_bytes=1 << 20)
     for step in (1, 2):
         copies.take(worker.progress(step))
-        copies.before_update()
+        copies.now.before_update()
         training.learn(step, step + 1)
-        copies.settle(step + 1)
-    copies.close()
+        copies.now.settle(step + 1)
+    copies.now.close()
     assert "warning: no copies of the state are kept in memory: they take" in log.said
     assert log.said.count("warning") == 1
-    assert str(log.told["copies"]).startswith("off: they take")
+    assert log.told.startswith("off: they take")
     assert left_with(*keepers) == Source(why="no node that is left keeps copies")
 
 
@@ -157,12 +167,12 @@ def test_training_goes_on_without_a_buddy_that_is_lost(
     make: Make, worker: Any, keepers: list[Keeper]
 ) -> None:
     training, log = make(**STILL), Log()
-    copies = copies_of(training, keepers[0], log)
+    copies = Copying(training, keepers[0], log)
     copies.take(worker.progress(1))
-    copies.settle(2)
+    copies.now.settle(2)
     keepers[1].close()
     for step in (2, 3, 4):
         copies.take(worker.progress(step))
-        copies.settle(step + 1)
-    copies.close()
+        copies.now.settle(step + 1)
+    copies.now.close()
     assert "warning: no copies of the state are kept in memory: node b does not take" in log.said

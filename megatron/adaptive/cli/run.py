@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
         help="about a node that stays slow: fewer layers for it, or leave it out; needs --trace-dir"
-        " of the trainer (replan with it)",
+        " of the trainer, trace_dir of a Pipeline (replan with it)",
     )
     add(
         "--runs",
@@ -173,7 +173,7 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _of_pipeline(options)
-        on_straggler: Policy = "ignore"
+        on_straggler: Policy = options.on_straggler or "replan"  # where it writes traces
     else:
         folder = options.checkpoint or _saved_in(options.arguments)
         if not folder:
@@ -229,12 +229,6 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
         )
     for name, is_given, why in (
         ("--plan-with", options.plan_with, "its shapes are planned by what it measures itself"),
-        ("--replicate-every", options.replicate_every, "copies in memory are of the trainer"),
-        (
-            "--on-straggler",
-            options.on_straggler not in (None, "ignore"),
-            "slow nodes are found by the trainer's diagnosis",
-        ),
     ):
         if is_given:
             raise ConfigError(f"{name}: {what}, and {why}: leave it out, or say --runs trainer")

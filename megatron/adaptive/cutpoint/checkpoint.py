@@ -8,7 +8,7 @@ Running means of other replicas are not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,36 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, read_manifest
+from megatron.adaptive.cutpoint.checkpoint_folder import (
+    PipelineFolder,
+    read_manifest,
+)
 from megatron.adaptive.cutpoint.gradients import LossScale
 from megatron.adaptive.cutpoint.mesh import Mesh
+from megatron.adaptive.cutpoint.saving import STATE, Saver, all_see, first_line, on_first
 from megatron.adaptive.cutpoint.update import Update
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
 __all__ = ["Checkpointer"]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-_STATE = "state.pt"
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Checkpointer:
-    """Saves and loads; every rank has one, and all of them call it together.
+    """Takes a rank's state apart, and loads; every rank has one, all of them call it together.
 
     Args:
         mesh: the job.
         model: the user's.
         held: parameters and buffers of this rank, by name.
         update: has optimizer and loss scale.
+
+    Attributes:
+        saver: writes checkpoints.
     """
 
     def __init__(
@@ -51,67 +57,47 @@ class Checkpointer:
     ) -> None:
         self._mesh = mesh
         self._update = update
+        self.saver = Saver(mesh, self.apart)
         passing = set(_not_saved(model))
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
 
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        step: int,
-        seed: int,
-        extra: Mapping[str, Any] | None,
-        keep: int | None,
-        state: Mapping[str, Any] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> Path:
-        """Write a checkpoint; see :meth:`Pipeline.save`.
+    def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return this rank's tensors by their names in a checkpoint, and what it tells of them.
 
-        Args:
-            check: called on rank 0 before anything takes its place; raises what it will.
+        The tensors are those of now: they change with the next update.
         """
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
+        states, plain = self._states()
+        tensors = {
+            **{_MODEL + name: one for name, one in self._held.items()},
+            **{_OPTIMIZER + name: one for name, one in states.items()},
+        }
+        groups = [[self._options(group), names] for group, names in self._groups()]
+        return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a tensor of :meth:`apart` may change in a forward."""
+        own = name.removeprefix(_MODEL)
+        return own != name and own not in self._update.parameters
+
+    def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what all ranks would say of a checkpoint of now; see ``make_manifest``.
+
+        Raises:
+            ConfigError: ``extra`` cannot be written.
+        """
         try:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"extra cannot be written as JSON ({error}): give plain values"
             ) from None
-        place, mesh = PipelineFolder(folder), self._mesh
-        partial = self._on_first(lambda: place.begin(step), f"{folder}")
-        self._all_see(partial)
-        if state:
-            self._on_first(lambda: _write_state(partial / _STATE, state), f"{folder}")
-        states, plain = self._states()
-        tensors = {
-            **{_MODEL + name: one for name, one in self._held.items()},
-            **{_OPTIMIZER + name: one for name, one in states.items()},
-        }
-        if mesh.dp_rank:
-            tensors = {}
-        try:
-            dcp.save(
-                tensors,
-                storage_writer=FileSystemWriter(partial),
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=mesh.control_group,
-            )
-        except (CheckpointException, Exception) as error:  # the former is no Exception
-            raise CheckpointError(f"{folder}: saving failed: {_first_line(error)}") from error
-        told = mesh.gather({"options": self._options(), "plain": plain, "kind": self._kind()})
         scaler = self._update.scaler
-        manifest = {
+        return {
             "step": step,
             "seed": seed,
             "loss_scale": None if scaler is None else asdict(scaler),
-            "optimizer": next((one["kind"] for one in told if one["kind"]), None),
-            "options": {n: o for one in told for n, o in one["options"].items()},
-            "states": {n: o for one in told for n, o in one["plain"].items()},
             "extra": dict(extra or {}),
         }
-        path: Path = self._on_first(lambda: place.commit(step, manifest, keep, check), f"{folder}")
-        return path
 
     def load(
         self,
@@ -122,9 +108,10 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
-        path: Path = self._on_first(lambda: PipelineFolder(folder).find(step), f"{folder}")
-        self._all_see(path)
-        manifest: dict[str, Any] = self._on_first(lambda: read_manifest(path), f"{path}")
+        self.saver.finish()
+        path: Path = on_first(self._mesh, lambda: PipelineFolder(folder).find(step), f"{folder}")
+        all_see(self._mesh, path)
+        manifest: dict[str, Any] = on_first(self._mesh, lambda: read_manifest(path), f"{path}")
         has_optimizer = optimizer and manifest["optimizer"] is not None
         reader = FileSystemReader(path)
         wanted: dict[str, torch.Tensor] = {}
@@ -143,7 +130,7 @@ class Checkpointer:
         except AdaptiveError as error:
             problem = error
         except Exception as error:  # a broken file may raise anything
-            problem = CheckpointError(f"{path}: cannot be read: {_first_line(error)}")
+            problem = CheckpointError(f"{path}: cannot be read: {first_line(error)}")
         self._raise_any(problem)
         wanted.update(
             (f"{_OPTIMIZER}{name}.{key}", one)
@@ -160,7 +147,7 @@ class Checkpointer:
                     process_group=self._mesh.control_group,
                 )
         except (CheckpointException, Exception) as error:
-            raise CheckpointError(f"{path}: loading failed: {_first_line(error)}") from error
+            raise CheckpointError(f"{path}: loading failed: {first_line(error)}") from error
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:
@@ -168,30 +155,6 @@ class Checkpointer:
         if state:
             _read_state(path, manifest, state)
         return manifest
-
-    def _on_first(self, work: Any, where: str) -> Any:
-        """Do something on rank 0 and tell all what came of it, errors included."""
-        answer: Any = None
-        if self._mesh.rank == 0:
-            try:
-                answer = work()
-            except AdaptiveError as error:
-                answer = error
-            except OSError as error:
-                answer = CheckpointError(f"{where}: {error.strerror or error}; name another folder")
-        answer = self._mesh.from_first(answer)
-        if isinstance(answer, AdaptiveError):
-            raise answer
-        return answer
-
-    def _all_see(self, path: Path) -> None:
-        blind = [rank for rank, sees in enumerate(self._mesh.gather(path.is_dir())) if not sees]
-        if blind:
-            host = self._mesh.places[blind[0]]["host"]
-            raise CheckpointError(
-                f"{path}: rank {blind[0]} on {host} does not see it: give a folder that all nodes "
-                "share"
-            )
 
     def _raise_any(self, problem: AdaptiveError | None) -> None:
         """Raise on all ranks what one of them found."""
@@ -224,17 +187,11 @@ class Checkpointer:
                     )
         return tensors, plain
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        """Return the options of the group of each parameter."""
-        return {
-            name: {
-                key: _plain(one)
-                for key, one in group.items()
-                if key != "params" and isinstance(_plain(one), (*_PLAIN, list))
-            }
-            for group, names in self._groups()
-            for name in names
-        }
+    @staticmethod
+    def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a group of parameters that can be saved."""
+        plain = {key: _plain(one) for key, one in group.items() if key != "params"}
+        return {key: one for key, one in plain.items() if isinstance(one, (*_PLAIN, list))}
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self._update.optimizer is None:
@@ -314,22 +271,10 @@ class Checkpointer:
         optimizer.load_state_dict(told)
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what the user's objects hold; plain values and tensors alone can be read again."""
-    torch.save({name: one.state_dict() for name, one in state.items()}, path)
-    try:
-        torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}): give"
-            " objects whose state_dict() has plain values and tensors alone"
-        ) from error
-
-
 def _read_state(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     told = {}
-    if _STATE in manifest["files"]:
-        told = torch.load(path / _STATE, weights_only=True, map_location="cpu")
+    if STATE in manifest["files"]:
+        told = torch.load(path / STATE, weights_only=True, map_location="cpu")
     missing = [name for name in state if name not in told]
     if missing:
         has = ", ".join(told) or "none"
@@ -359,13 +304,3 @@ def _like(saved: Any, present: Any) -> Any:
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved
-
-
-def _first_line(error: BaseException) -> str:
-    where = ""
-    if isinstance(error, CheckpointException) and error.failures:  # what each rank met
-        rank, (error, _) = next(iter(error.failures.items()))
-        where = f"rank {rank}: "
-    text = str(error).strip().splitlines()
-    said = text[0].split(". ")[0] if text else ""
-    return f"{where}{type(error).__name__}: {said}"[:300]

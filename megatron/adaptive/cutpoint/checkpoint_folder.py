@@ -17,14 +17,14 @@ What is written gets its name when all of it is durable. One process works on a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.pipeline.step_folders import StepFolders, write_durably
 
-__all__ = ["FORMAT", "PipelineFolder", "read_manifest"]
+__all__ = ["FORMAT", "PipelineFolder", "make_manifest", "read_manifest"]
 
 FORMAT = 1
 _MANIFEST = "pipeline.json"
@@ -89,6 +89,24 @@ class PipelineFolder(StepFolders):
                 f"{', '.join(map(str, sorted(steps)))}"
             )
         return steps[max(steps) if step is None else step]
+
+
+def make_manifest(head: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what lies beside the tensors.
+
+    Args:
+        head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks.
+        told: by ranks that together have all parameters: ``kind`` of the optimizer, ``None``
+            without one; ``groups``, options and names of parameters; ``plain``, the optimizer's
+            values by name that are no tensors.
+    """
+    names = ("step", "seed", "loss_scale", "extra")
+    return {
+        **{name: head[name] for name in names},
+        "optimizer": next((one["kind"] for one in told if one["kind"]), None),
+        "options": {name: o for one in told for o, group in one["groups"] for name in group},
+        "states": {name: o for one in told for name, o in one["plain"].items()},
+    }
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

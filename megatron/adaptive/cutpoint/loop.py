@@ -26,6 +26,8 @@ from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder
 from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.cutpoint.running_job import JobEnded
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.pipeline.copies import CopySettings, NoCopies, StateCopies
+from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
 from megatron.adaptive.pipeline.progress import (
     COMPLETE,
     ProgressFile,
@@ -56,6 +58,8 @@ class LoopSettings:
         save_interval: steps from one checkpoint to the next, ``None`` for one at the end.
         keep: complete ones that stay, ``None`` for all.
         state: objects that are saved as well, by name.
+        async_save: write them while training goes on.
+        diagnose_interval: steps from one diagnosis of the traces to the next, 0 for none.
         batch_size: samples of a step over all replicas.
 
     Raises:
@@ -67,12 +71,19 @@ class LoopSettings:
     save_interval: int | None
     keep: int | None
     state: Mapping[str, Any]
+    async_save: bool
+    diagnose_interval: int
     batch_size: int
 
     def __post_init__(self) -> None:
-        for name, least in (("total_steps", 0), ("save_interval", 1), ("keep", 1)):
+        for name, least in (
+            ("total_steps", 0),
+            ("save_interval", 1),
+            ("keep", 1),
+            ("diagnose_interval", 0),
+        ):
             value = getattr(self, name)
-            if value is None and name != "total_steps":
+            if value is None and name in ("save_interval", "keep"):
                 continue
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")
@@ -110,6 +121,8 @@ class Loop:
         self._begun_s = 0.0
         self._loaded_s = self._resume()
         self._saved_at = pipeline.steps if pipeline.steps else -1
+        self._waited_s = 0.0  # for the last checkpoint
+        self._saves_behind = settings.async_save and self._folder is not None
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
         self._progress_folder = None if order is None else order.progress
         self._progress = ProgressFile(self._progress_folder if self._is_first else None)
@@ -118,6 +131,8 @@ class Loop:
         if self._loaded_s is not None:
             self._progress.tell({"loaded_s": self._loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
+        self._copies = self._make_copies()
+        self._diagnosis = self._make_diagnosis()
 
     def __iter__(self) -> Loop:
         return self
@@ -178,8 +193,16 @@ class Loop:
                 " pipeline.share(batch) of a whole batch, or say batch_size to Pipeline"
             )
 
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        self._copies.before_update()
+
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
+        self._copies.close()
+        self._end_diagnosis()
+        if self._saves_behind:
+            self._pipeline._checkpointer.saver.close()
         if not self._is_over:
             self._is_over = True
             self._stop.finish()
@@ -190,6 +213,47 @@ class Loop:
         if group is not None and dist.is_initialized():
             dist.barrier(group=group)  # nobody waits in it any more
             dist.destroy_process_group(group)
+
+    def _make_copies(self) -> NoCopies:
+        """What copies the state, if the node's agent keeps copies."""
+        told = self._mesh.environment.copies
+        if told is None:
+            return NoCopies()
+        # It imports much that most runs do without.
+        from megatron.adaptive.cutpoint.copies import PipelineState
+
+        state = PipelineState(
+            self._pipeline._checkpointer,
+            lambda: self._pipeline._head(self._extra()),
+            self._settings.state,
+        )
+        return StateCopies(
+            state,
+            self._mesh,
+            CopySettings.read(told),
+            lambda text: self._progress.tell({"copies": text}),
+            self._say,
+        )
+
+    def _make_diagnosis(self) -> RunningDiagnosis | None:
+        """What diagnoses the steps from their traces, on the first rank."""
+        folder, interval = self._pipeline._trace_dir, self._settings.diagnose_interval
+        done = self._pipeline.steps
+        if folder is None or not self._is_first or not interval:
+            return None
+        if self._settings.total_steps - done <= interval:
+            return None
+        return RunningDiagnosis(
+            folder, interval, done, self._say, lambda **told: self._progress.tell(told)
+        )
+
+    def _end_diagnosis(self) -> None:
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.close()
+
+    def _extra(self) -> dict[str, Any]:
+        return {_BATCH: self._settings.batch_size}
 
     def _resume(self) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
@@ -219,6 +283,7 @@ class Loop:
                 " each turn"
             )
         done = pipeline.steps
+        self._copies.settle(done)
         told = {
             "loss": pipeline.loss,
             "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
@@ -226,32 +291,56 @@ class Loop:
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, told, is_logged=False)
+        if self._diagnosis is not None:
+            self._diagnosis.after_iteration(done)
+        self._copies.take(done)
+        if self._saves_behind:
+            self._tell_completed()
         interval = settings.save_interval
         if self._folder is not None and interval is not None and done % interval == 0:
-            self._save()
+            self._save(is_behind=self._saves_behind and done < settings.total_steps)
 
     def _finish(self, reason: str) -> None:
         """End the steps: save if that is left to do, and tell why. Collective."""
         self._is_over = True
         self._stop.finish()
+        self._copies.close()
+        self._end_diagnosis()
+        if self._saves_behind:
+            try:
+                self._pipeline._checkpointer.saver.finish()
+                self._tell_completed()
+            except CheckpointError as error:
+                self._say(f"warning: {error}")
+                self._saved_at = -1
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
         self._progress.ended(reason)
 
-    def _save(self) -> None:
+    def _save(self, *, is_behind: bool = False) -> None:
         settings, begin_s = self._settings, time.perf_counter()
         assert self._folder is not None
         path = self._pipeline._save(
             self._folder,
-            extra={_BATCH: settings.batch_size},
+            extra=self._extra(),
             keep=settings.keep,
             state=settings.state,
             check=lambda: require_current(self._progress_folder),
+            is_behind=is_behind,
         )
-        self._saved_at, waited_s = self._pipeline.steps, time.perf_counter() - begin_s
-        self._progress.tell({"saved": self._saved_at, "seconds": waited_s})
-        self._say(saved_line(self._saved_at, path, waited_s))
+        self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s
+        if path is not None:
+            self._tell_saved(self._saved_at, path, is_behind=False)
+
+    def _tell_completed(self) -> None:
+        """Tell of a checkpoint that was completed behind training since."""
+        if (found := self._pipeline._checkpointer.saver.completed()) is not None:
+            self._tell_saved(*found, is_behind=True)
+
+    def _tell_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
+        self._progress.tell({"saved": step, "seconds": self._waited_s})
+        self._say(saved_line(step, path, self._waited_s, is_behind=is_behind))
 
     def _say(self, text: str) -> None:
         if self._is_first:

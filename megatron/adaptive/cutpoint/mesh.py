@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megatron.adaptive.pipeline.build import gather_places
 from megatron.adaptive.transport.liveness import here
 
 __all__ = ["Job", "Mesh", "check_pipeline_size", "join_job", "make_mesh"]
+
+_JOBS = "megatron-adaptive-jobs"
 
 
 @dataclass(kw_only=True)
@@ -127,6 +130,13 @@ def _groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+@functools.cache
+def _store_of_process(timeout: datetime.timedelta) -> Any:
+    """What ranks meet in, for all jobs that the process begins: rank 0 may serve it."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
+
+
 def join_job(timeout_s: float) -> Job:
     """Connect this process with the others. Collective over all ranks.
 
@@ -139,7 +149,17 @@ def join_job(timeout_s: float) -> Job:
     owns_job = not dist.is_initialized()
     before = [] if owns_job else _groups()
     if owns_job and environment.is_launched:
-        dist.init_process_group(accelerator.backend, timeout=timeout)
+        rank, world_size = environment.rank, environment.world_size
+        store = _store_of_process(timeout)
+        # Under other names in every job: in the store are the addresses of those before.
+        turn = store.add(f"{_JOBS}/{rank}", 1)
+        dist.init_process_group(
+            accelerator.backend,
+            store=dist.PrefixStore(f"{_JOBS}/{turn}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
     elif owns_job:
         store = dist.HashStore()
         dist.init_process_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +23,13 @@ from megatron.adaptive.cutpoint.forwards import PRECISIONS, Forward, Slicing  # 
 from megatron.adaptive.cutpoint.holding import check_groups  # noqa: E402
 from megatron.adaptive.cutpoint.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
 from megatron.adaptive.cutpoint.orders import Orders, choose_placement  # noqa: E402
+from megatron.adaptive.cutpoint.passes import Passes  # noqa: E402
 from megatron.adaptive.cutpoint.program import RandomKey  # noqa: E402
 from megatron.adaptive.cutpoint.running_job import place  # noqa: E402
-from megatron.adaptive.cutpoint.stages import ProgramStages  # noqa: E402
 from megatron.adaptive.cutpoint.traces import start_trace  # noqa: E402
 from megatron.adaptive.cutpoint.wiring import connect  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.pipeline.executor import StepTimes  # noqa: E402
-from megatron.adaptive.pipeline.meter import ActivationMeter  # noqa: E402
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore  # noqa: E402
 
 __all__ = ["Pipeline"]
@@ -126,7 +126,6 @@ class Pipeline:
         self.times: StepTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
-        self._meter = ActivationMeter()
         self._step = 0
         forward = Forward(
             model=model,
@@ -153,6 +152,7 @@ class Pipeline:
         order = self._order_of_job
         if order is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{order.epoch}"
+        self._trace_dir = trace_dir
         self._tracing = start_trace(
             trace_dir,
             self._mesh,
@@ -173,7 +173,17 @@ class Pipeline:
         self._tracing.watch(self._wiring.executor.look)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
         split = self._orders.weight_pieces > 0
-        self._stores = [WeightGradientStore() for _ in self._programs] if split else None
+        self._passes = Passes(
+            programs=made.programs,
+            eval_programs=made.eval_programs,
+            shape=self._shape,
+            orders=self._orders,
+            executor=self._wiring.executor,
+            random=self._random,
+            held=made.for_meter,
+            device=self.device,
+            stores=[WeightGradientStore() for _ in made.programs] if split else None,
+        )
         self._update.start(is_fp16=mixed_precision == "fp16")
         self._mesh.settle()
 
@@ -199,9 +209,7 @@ class Pipeline:
             raise
         self.cut_points, self.partition = made.cut_points, made.partition
         self.weights = made.weights
-        self._programs, self._eval_programs = made.programs, made.eval_programs
-        self._held, self._held_for_meter = made.held, made.for_meter
-        self._update = made.update
+        self._held, self._update = made.held, made.update
         return made
 
     @property
@@ -305,11 +313,13 @@ class Pipeline:
         self._tracing.begin_iteration(self._step, count, is_traced=True)
         for parameter in self._update.parameters.values():
             parameter.grad = None
-        losses = self._run(batch, count, forward_only=False)
+        losses = self._passes.run(batch, count, step=self._step, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce()
             self.loss, self.grad_norm = self._update.totals(losses, count)
         with self._tracing.span("optimizer"):
+            if self._loop is not None:
+                self._loop.before_update()
             overflow = self._update.apply(self.grad_norm)
         self._mesh.accelerator.synchronize()
         self.times = self._wiring.executor.finish_step()
@@ -328,7 +338,7 @@ class Pipeline:
         """
         count = self._shape.num_microbatches(batch)
         with self._tracing.host_span("evaluate"):
-            losses = self._run(batch, count, forward_only=True)
+            losses = self._passes.run(batch, count, step=-1, scale=None)
             self._wiring.executor.finish_step()
             loss, _ = self._update.totals(losses, count, with_norm=False)
         return loss
@@ -360,13 +370,28 @@ class Pipeline:
             CheckpointError: the folder cannot be written, or is not shared.
             ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
         """
-        return self._save(folder, extra=extra, keep=keep, state=state)
-
-    def _save(self, folder: str | Path, **options: Any) -> Path:
-        path: Path = self._checkpointer().save(
-            folder, step=self._step, seed=self._random.seed, **options
-        )
+        path = self._save(folder, extra=extra, keep=keep, state=state or {})
+        assert path is not None
         return path
+
+    def _save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None,
+        is_behind: bool = False,
+        **options: Any,
+    ) -> Path | None:
+        from megatron.adaptive.cutpoint.saving import Wish
+
+        wish = Wish(folder=folder, head=self._head(extra), **options)
+        saver = self._checkpointer.saver
+        path: Path | None = saver.save_behind(wish) if is_behind else saver.save(wish)
+        return path
+
+    def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint of now says besides what it holds."""
+        return dict(self._checkpointer.head(self._step, self._random.seed, extra))
 
     def load(
         self,
@@ -391,7 +416,7 @@ class Pipeline:
             CheckpointError: there is none, it is broken, or of another model or optimizer.
             ConfigError: it has the state of an optimizer, and none is set.
         """
-        told = self._checkpointer().load(folder, step=step, optimizer=optimizer, state=state)
+        told = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
         self._step, self._random.seed = told["step"], told["seed"]
         extra: dict[str, Any] = told["extra"]
         return extra
@@ -404,6 +429,8 @@ class Pipeline:
         save_interval: int | None = None,
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        diagnose_interval: int = 100,
     ) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
@@ -419,6 +446,9 @@ class Pipeline:
                 ``None``.
             keep: complete checkpoints that stay, the newest; all where ``None``.
             state: as of :meth:`save`; loaded from the checkpoint.
+            async_save: write checkpoints while training goes on, which waits only for a copy in
+                the host's memory.
+            diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or its steps have another
@@ -433,11 +463,14 @@ class Pipeline:
             save_interval=save_interval,
             keep=keep,
             state=state or {},
+            async_save=async_save,
+            diagnose_interval=diagnose_interval,
             batch_size=self._wanted.batch_size,
         )
         self._loop = Loop(self, settings, self._mesh, self._order_of_job)
         return self._loop
 
+    @functools.cached_property
     def _checkpointer(self) -> Any:
         # It imports much that most runs do without.
         from megatron.adaptive.cutpoint.checkpoint import Checkpointer
@@ -464,37 +497,3 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
-
-    def _run(
-        self, batch: Mapping[str, torch.Tensor], count: int, *, forward_only: bool
-    ) -> list[torch.Tensor]:
-        """Run the forwards, and backwards, of a batch; returns the losses of the last stage."""
-        programs = self._eval_programs if forward_only else self._programs
-        names = {name for program in programs for name in program.plan.inputs}
-        self._random.step = -1 if forward_only else self._step
-        self._random.count = count
-        stages = ProgramStages(
-            programs=programs,
-            microbatches=[
-                self._shape.microbatch(batch, number, self.device, names) for number in range(count)
-            ],
-            random=self._random,
-            held=self._held_for_meter,
-            device=self.device,
-            meter=self._meter,
-            stores=self._stores,
-            scale=1.0 if forward_only else self._update.scale,
-            forward_only=forward_only,
-        )
-        before = self._random.generator.get_state()
-        try:
-            with torch.set_grad_enabled(not forward_only):
-                self._wiring.executor.run(
-                    stages,
-                    self._orders.policy(count, forward_only=forward_only),
-                    self._orders.state(count, forward_only=forward_only),
-                )
-        finally:
-            stages.finish()
-            self._random.generator.set_state(before)
-        return stages.losses

@@ -107,6 +107,9 @@ def _settle(
         if _signature(forward, sample, cut, wanted, memory_limit_bytes) != order.signature:
             _measure(job, order, forward, sample, cut, wanted, memory_limit_bytes)
         plan, (pipeline_size, micro_batch_size, partition) = None, sizes
+        known = MeasuredModule.read(Path(order.model)) if cut.weights is None else None
+        if known is not None:  # a diagnosis needs to know what each stage should take
+            cut = dataclasses.replace(cut, weights=known.costs(micro_batch_size))
     elif wanted.is_open:
         plan = choose_shape(job, forward, sample, cut, wanted, memory_limit_bytes)
         best = plan.best

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder
 from megatron.adaptive.elastic import restore
 from megatron.adaptive.elastic.job import EpochProgress, say
 from megatron.adaptive.elastic.keeper import Keeper
@@ -154,7 +155,7 @@ class Copies:
         self,
         spec: CopySpec | None,
         members: Membership,
-        folder: CheckpointFolder,
+        folder: CheckpointFolder | PipelineFolder,
         secret: str,
         kept: tuple[str, Keeper] | None = None,
     ) -> None:
@@ -297,12 +298,15 @@ class Copies:
         for one, indices in source.parts:
             part = {**asdict(one), "needs": indices}
             by_node.setdefault(one.node, []).append(part)
-        checkpoints = str(self._folder.path)
+        told = {
+            "checkpoints": str(self._folder.path),
+            "is_pipeline": isinstance(self._folder, PipelineFolder),
+            "step": source.step,
+        }
         orders = {
             name: {
+                **told,
                 "what": "write",
-                "checkpoints": checkpoints,
-                "step": source.step,
                 "index": index,
                 "parts": parts,
                 "has_common": name == common.node,
@@ -312,8 +316,8 @@ class Copies:
         why = await self._run(orders, following, until_s)
         if why:
             return why
-        last = {"what": "assemble", "checkpoints": checkpoints, "step": source.step}
-        return await self._run({common.node: {**last, "count": len(orders)}}, following, until_s)
+        last = {**told, "what": "assemble", "count": len(orders)}
+        return await self._run({common.node: last}, following, until_s)
 
     async def _run(
         self, orders: Mapping[str, Mapping[str, Any]], following: Next, until_s: float

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.training.copy_file import CopyFile
+from megatron.adaptive.pipeline.copy_file import CopyFile
 
 __all__ = ["Buddy", "Keeper"]
 

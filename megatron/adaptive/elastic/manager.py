@@ -51,7 +51,6 @@ from megatron.adaptive.elastic.shapes import Chooser, Shape
 from megatron.adaptive.elastic.straggler import Stragglers
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.pipeline.progress import COMPLETE
-from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 
 __all__ = ["Manager"]
 
@@ -90,7 +89,7 @@ class Manager:
         self._members = Membership(spec.machines, own, spec.address, self._secret, say)
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
-        folder = CheckpointFolder(spec.checkpoints)
+        folder = self._program.folder
         self._copies = Copies(spec.copies, self._members, folder, self._secret, had)
         self._copies_told = ""
         self._epochs: list[Epoch] = []

@@ -54,6 +54,10 @@ class Start:
 class Program(Protocol):
     """What the ranks of a job run."""
 
+    @property
+    def folder(self) -> CheckpointFolder | PipelineFolder:
+        """Of its checkpoints."""
+
     def latest(self) -> int | None:
         """The iteration to go on from, ``None`` where there is no checkpoint."""
 
@@ -88,20 +92,23 @@ class Trainer:
     Args:
         arguments: as the user gave them.
         checkpoints: their folder.
+
+    Attributes:
+        folder: of checkpoints.
     """
 
     def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
         self._arguments = arguments
-        self._folder = CheckpointFolder(checkpoints)
+        self.folder = CheckpointFolder(checkpoints)
 
     def latest(self) -> int | None:
         """See :class:`Program`."""
-        return self._folder.latest()
+        return self.folder.latest()
 
     def check(self) -> None:
         """See :class:`Program`."""
         if (latest := self.latest()) is not None:
-            self._folder.open(latest)
+            self.folder.open(latest)
 
     def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
         """See :class:`Program`; later arguments win over the user's."""
@@ -120,7 +127,7 @@ class Trainer:
                     words += [] if equals else [base]
                     skip = 0 if equals else 1
                     words += [name, f"{base}/epoch-{start.epoch}"]
-        checkpoints = str(self._folder.path)
+        checkpoints = str(self.folder.path)
         words += [*start.shape.flags, "--save", checkpoints, "--progress-dir", str(start.progress)]
         if start.resumed:
             words += ["--load", checkpoints]
@@ -142,23 +149,26 @@ class Script:
         path: of the script.
         arguments: as the user gave them; its own.
         checkpoints: their folder.
+
+    Attributes:
+        folder: of checkpoints.
     """
 
     def __init__(self, path: Path, arguments: Sequence[str], checkpoints: Path) -> None:
         self._name = path.name
         self._arguments = arguments
-        self._folder = PipelineFolder(checkpoints)
+        self.folder = PipelineFolder(checkpoints)
         self._model = model_file(checkpoints)
         self._measured = 0
 
     def latest(self) -> int | None:
         """See :class:`Program`."""
-        return self._folder.latest()
+        return self.folder.latest()
 
     def check(self) -> None:
         """See :class:`Program`."""
         if (latest := self.latest()) is not None:
-            read_manifest(self._folder.find(latest))
+            read_manifest(self.folder.find(latest))
 
     def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
         """See :class:`Program`; what must stay for the losses stays from the first shape on."""
@@ -168,7 +178,7 @@ class Script:
             # Dropout draws for a microbatch.
             replace(known, micro_batch_size=shape.micro_batch).write(self._model)
         order = JobOrder(
-            checkpoints=str(self._folder.path),
+            checkpoints=str(self.folder.path),
             progress=str(start.progress),
             model=str(self._model),
             epoch=start.epoch,

@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, make_manifest
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
+from megatron.adaptive.pipeline.copy_file import CopyFile
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
-from megatron.adaptive.training.copy_file import CopyFile
 
 __all__ = ["assemble", "main", "write"]
 
@@ -48,9 +49,10 @@ def write(told: Mapping[str, Any]) -> None:
     """Write what this node gives.
 
     Args:
-        told: ``checkpoints``, the folder; ``step``; ``index`` of this node; ``has_common``, whether
-            it writes what the whole checkpoint has once; and ``parts``, each with what finds a
-            store with the keeper at ``socket``, and the indices of the needs that it meets.
+        told: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
+            ``step``; ``index`` of this node; ``has_common``, whether it writes what the whole
+            checkpoint has once; and ``parts``, each with what finds a store with the keeper at
+            ``socket``, and the indices of the needs that it meets.
 
     Raises:
         CheckpointError: a copy is gone.
@@ -58,15 +60,17 @@ def write(told: Mapping[str, Any]) -> None:
     """
     import torch
 
-    folder = CheckpointFolder(told["checkpoints"]).partial_path(told["step"])
+    folder = _folder(told).partial_path(told["step"])
     name = f"__{told['index']}_0.distcp"
     index: list[dict[str, Any]] = []
+    lines: list[Any] = []
     files = [(part, _open(part)) for part in told["parts"]]
     with (folder / name).open("wb") as output:
         for part, file in files:
             slot = file.steps().get(told["step"])
             if slot is None:
                 raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+            lines.append(json.loads(_extra(file, slot)[0]))
             for entry in file.head["entries"]:
                 if entry["need"] in part["needs"]:
                     at = output.tell()
@@ -77,33 +81,45 @@ def write(told: Mapping[str, Any]) -> None:
     if told["has_common"]:
         part, file = next(one for one in files if one[1].head["has_common"])
         _write_common(folder, file, file.steps()[told["step"]])
-    (folder / f"part-{told['index']}.json").write_text(json.dumps(index))
+    part = {"entries": index, "lines": lines}
+    (folder / f"part-{told['index']}.json").write_text(json.dumps(part))
 
 
 def assemble(told: Mapping[str, Any]) -> None:
     """Complete the checkpoint that all nodes have written their part of.
 
     Args:
-        told: ``checkpoints``, ``step``, and ``count`` of the nodes.
+        told: ``checkpoints``, ``is_pipeline``, ``step``, and ``count`` of the nodes.
 
     Raises:
         CheckpointError: something is missing in it.
         OSError: the folder cannot be written.
     """
-    folder = CheckpointFolder(told["checkpoints"])
+    folder = _folder(told)
     partial = folder.partial_path(told["step"])
     entries: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for number in range(told["count"]):
         path = partial / f"part-{number}.json"
-        entries += json.loads(path.read_text(encoding="utf-8"))
+        part = json.loads(path.read_text(encoding="utf-8"))
+        entries += part["entries"]
+        lines += part["lines"]
         path.unlink()
     _require_whole(entries)
     with (partial / ".metadata").open("wb") as output:
         pickle.dump(_metadata(entries), output)
     head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
     (partial / _HEAD).unlink()
+    if isinstance(folder, PipelineFolder):
+        folder.commit(told["step"], make_manifest(head, lines), None)
+        return
     (partial / "metadata.json").write_text(json.dumps(head["format"]))
     folder.commit(told["step"], Manifest(**{**head["manifest"], "progress": head["progress"]}))
+
+
+def _folder(told: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
+    kind = PipelineFolder if told["is_pipeline"] else CheckpointFolder
+    return kind(told["checkpoints"])
 
 
 def _open(part: Mapping[str, Any]) -> CopyFile:
@@ -134,11 +150,17 @@ def _tensor(file: CopyFile, slot: int, entry: Mapping[str, Any]) -> Any:
     )
 
 
+def _extra(file: CopyFile, slot: int) -> tuple[bytes, bytes]:
+    """A line of JSON, and a file that belongs to the tensors."""
+    line, _, rest = bytes(file.extra(slot)).partition(b"\n")
+    return line, rest
+
+
 def _write_common(folder: Path, file: CopyFile, slot: int) -> None:
-    extra = bytes(file.extra(slot))
-    line, _, common = extra.partition(b"\n")
-    (folder / "common.pt").write_bytes(common)
-    told = {name: file.head[name] for name in ("manifest", "format")}
+    line, rest = _extra(file, slot)
+    if rest:
+        (folder / file.head["common"]).write_bytes(rest)
+    told = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
     (folder / _HEAD).write_text(json.dumps({**told, **json.loads(line)}))
 
 

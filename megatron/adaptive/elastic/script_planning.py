@@ -86,14 +86,26 @@ class ScriptPlanning:
 
     def _running(self, module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
         whole = module.profile(split=False)
-        hosts: dict[str, int] = {}
+        # Of one machine, nodes that are as slow as each other go together.
+        hosts: dict[tuple[str, float], int] = {}
+        on_host: dict[str, int] = {}
         for offer, count in places:
             host = _host(offer)
-            hosts[host] = hosts.get(host, 0) + count
+            hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
+            on_host[host] = on_host.get(host, 0) + count
         types = _types(module.hosts, whole)
         known = {one.host: types[one.type] for one in module.hosts}
         other = types[module.hosts[0].type]
-        kinds = [NodeKind(known.get(host, other), count, 1.0) for host, count in hosts.items()]
+        kinds = [
+            NodeKind(known.get(host, other), count, slowness)
+            for (host, slowness), count in hosts.items()
+        ]
+        sharing = {
+            kind: max(
+                on_host[host] for (host, _), of in zip(hosts, kinds, strict=True) if of == kind
+            )
+            for kind in kinds
+        }
         counts = {kind: kinds.count(kind) for kind in kinds}
         starts: dict[NodeKind, int] = {}
         for kind in counts:
@@ -107,7 +119,7 @@ class ScriptPlanning:
         split = None if module.split is None else module.profile(split=True)
         return Running(
             model=module.model,
-            cluster=_with_memory(cluster_of(base, counts), counts, module.hosts),
+            cluster=_with_memory(cluster_of(base, counts), sharing, module.hosts),
             order=tuple(order),
             batch=module.batch_size,
             schedule=module.schedule,
@@ -183,12 +195,13 @@ def _host(offer: Offer) -> str:
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """So many processes on the first nodes, those of one machine together."""
+    """So many processes on the first nodes, those of one machine together, its slow ones last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
     found = []
-    for offer in (one for group in hosts.values() for one in group):
+    slow_last = [sorted(group, key=lambda one: one.slowness) for group in hosts.values()]
+    for offer in (one for group in slow_last for one in group):
         here = min(count, offer.slots)
         if here:
             found.append((offer, here))
@@ -232,21 +245,27 @@ def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]
 
 
 def _with_memory(
-    cluster: Cluster, counts: dict[NodeKind, int], hosts: Sequence[MeasuredHost]
+    cluster: Cluster, sharing: dict[NodeKind, int], hosts: Sequence[MeasuredHost]
 ) -> Cluster:
-    """Divide the memory of a host among the processes that it has now."""
+    """Divide the memory of a host among the processes that it has now.
+
+    Args:
+        cluster: with a group for each kind of nodes.
+        sharing: processes on a host of each kind, in the same order.
+        hosts: as they were measured.
+    """
     shared = {one.type for one in hosts if one.shares_memory}
     groups = [
         replace(
             group,
             type=replace(
                 group.type,
-                memory_bytes=kind.base.memory_bytes * kind.base.gpus / kind.gpus
+                memory_bytes=kind.base.memory_bytes * kind.base.gpus / sharing[kind]
                 if kind.base.name in shared
                 else kind.base.memory_bytes,
             ),
         )
-        for group, kind in zip(cluster.groups, counts, strict=True)
+        for group, kind in zip(cluster.groups, sharing, strict=True)
     ]
     return replace(cluster, groups=tuple(groups))
 
@@ -264,5 +283,6 @@ def _shape(
         flags=(),
         places=tuple((offer.name, count) for offer, count in places),
         step_s=option.seconds if timed else None,
+        pace={offer.name: offer.slowness for offer, _ in places},
         unit="segments",
     )

@@ -101,6 +101,23 @@ class MeasuredModule:
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
+    def costs(self, micro_batch_size: int) -> tuple[float, ...]:
+        """Seconds of each piece, on the device of the first node.
+
+        Args:
+            micro_batch_size: samples; those nearest to it that were measured count.
+        """
+        rows = [row for row in self.whole["layers"] if row["gpu"] == self.hosts[0].gpu]
+        sizes = {row["micro_batch"] for row in rows}
+        nearest = min(sizes, key=lambda size: (abs(size - micro_batch_size), size))
+        parts = ("forward_s", "backward_input_s", "backward_weight_s")
+        takes = {
+            row["kind"]: sum(row[part] for part in parts)
+            for row in rows
+            if row["micro_batch"] == nearest
+        }
+        return tuple(takes[layer["kind"]] for layer in self.whole["model"]["layers"])
+
     def write(self, path: Path) -> None:
         """Replace the file.
 

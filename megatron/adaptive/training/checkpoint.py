@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.behind import Behind
 from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training import checkpoint_state as state
 from megatron.adaptive.training.checkpoint_exchange import Exchange, by_name, common_bytes
@@ -90,7 +90,7 @@ class Checkpoints:
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: Standing | None = None
-        self._pending: _Pending | None = None
+        self._behind = Behind()
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint; the ones before it stay.
@@ -133,30 +133,19 @@ class Checkpoints:
             group = dist.new_group(backend="gloo", timeout=timeout)
             self._background = Exchange(self._job.rank, group)
         write = self._take(progress, self._background, copy=True)
-        self._pending = _Pending(write, progress.iteration)
+        self._behind.begin(write, progress.iteration)
         return None
 
     def _is_former_lacking(self, iteration: int) -> bool:
         """Whether the checkpoint before that of ``iteration`` failed; the same on all ranks."""
-        try:
-            self.finish()
-        except CheckpointError as error:
-            if self._job.is_first:
-                _LOG.warning(
-                    "WARNING: %s; training waits until that of iteration %d is there in its place",
-                    error,
-                    iteration,
-                )
-            return True
-        return False
+        why = self._behind.lacking(iteration)
+        if why and self._job.is_first:
+            _LOG.warning("WARNING: %s", why)
+        return bool(why)
 
     def completed(self) -> tuple[int, Path] | None:
         """Iteration and folder of a checkpoint that was completed behind training; each once."""
-        pending = self._pending
-        if pending is None or pending.is_alive() or pending.path is None:
-            return None
-        self._pending = None
-        return pending.iteration, pending.path
+        return self._behind.completed()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -164,13 +153,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; nothing of it is left.
         """
-        pending = self._pending
-        if pending is None:
-            return
-        pending.join()
-        if pending.failure is not None:
-            self._pending = None
-            raise pending.failure
+        self._behind.finish()
 
     def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
@@ -453,21 +436,3 @@ class Checkpoints:
 
 def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-class _Pending(threading.Thread):
-    """Writes one checkpoint behind training."""
-
-    def __init__(self, write: Callable[[], Path], iteration: int) -> None:
-        super().__init__(name=f"checkpoint {iteration}", daemon=True)
-        self._write = write
-        self.iteration = iteration
-        self.path: Path | None = None
-        self.failure: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.path = self._write()
-        except BaseException as error:
-            self.failure = error

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.adaptive.pipeline.host_copy import HostCopy
 from megatron.adaptive.training.checkpoint_exchange import Exchange
 from megatron.adaptive.training.checkpoint_shards import (
     Place,
@@ -39,7 +40,6 @@ from megatron.adaptive.training.checkpoint_shards import (
 __all__ = ["InProcessSaver", "Shards"]
 
 Shards = dict[str, list[Any]]
-_ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class InProcessSaver:
         self._metadata: Metadata | None = None
         self._content = b""
         self._lengths: list[int] = []
-        self._host: _HostCopy | None = None
+        self._host: _HostShards | None = None
 
     def taken(self, shards: Shards, *, copy: bool) -> Shards:
         """Return shards that stay as they are while what was given is taken apart again.
@@ -102,7 +102,7 @@ class InProcessSaver:
             return {name: [copy_module.copy(one) for one in own] for name, own in shards.items()}
         if self._host is None or not self._host.fits(shards):
             self._host = None  # so that its memory is free
-            self._host = _HostCopy(shards)
+            self._host = _HostShards(shards)
         return self._host.take(shards)
 
     def write(self, shards: Shards, folder: Path, ranks: Exchange) -> None:
@@ -173,7 +173,7 @@ class InProcessSaver:
                 self._content = metadata_bytes(self._metadata, one)
 
 
-class _HostCopy:
+class _HostShards:
     """Shards whose tensors are in memory of the host.
 
     Args:
@@ -187,18 +187,7 @@ class _HostCopy:
         }
         for one in self._each(self._shards):
             one.data = None  # what is copied may be there for a moment only
-        tensors = [one.data for one in self._each(shards) if not isinstance(one, ShardedObject)]
-        self._is_cuda = any(one.is_cuda for one in tensors)
-        starts, end = [], 0
-        for one in tensors:
-            starts.append(end)
-            end += -(-one.nbytes // _ALIGN) * _ALIGN
-        # Pinned, else copies go through a buffer of the driver's.
-        memory = torch.empty(end, dtype=torch.uint8, pin_memory=self._is_cuda)
-        self._copies = [
-            memory[start : start + one.nbytes].view(one.dtype).view(one.shape)
-            for start, one in zip(starts, tensors, strict=True)
-        ]
+        self._copy = HostCopy(self._tensors(shards))
 
     def fits(self, shards: Shards) -> bool:
         """Whether shards are like those that it was made for."""
@@ -206,19 +195,17 @@ class _HostCopy:
 
     def take(self, shards: Shards) -> Shards:
         """Copy what shards hold now; returns the same object each time."""
-        sources, copies = [], iter(self._copies)
+        copies = iter(self._copy.take(self._tensors(shards)))
         for one, own in zip(self._each(shards), self._each(self._shards), strict=True):
             if not isinstance(one, ShardedObject):
-                sources.append(one.data)
                 own.data = next(copies)
             elif one.data is not None:
                 own.data = copy_module.deepcopy(one.data)
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, sources, non_blocking=True)
-        if self._is_cuda:
-            torch.cuda.current_stream().synchronize()
         return self._shards
+
+    @classmethod
+    def _tensors(cls, shards: Shards) -> list[torch.Tensor]:
+        return [one.data for one in cls._each(shards) if not isinstance(one, ShardedObject)]
 
     @staticmethod
     def _each(shards: Shards) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
 from megatron.adaptive.pipeline.progress import COMPLETE, saved_line
 from megatron.adaptive.pipeline.stop import StopRequest
 from megatron.adaptive.training import relocate
@@ -20,7 +21,6 @@ from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
 from megatron.adaptive.training.copies import make_copies
-from megatron.adaptive.training.diagnosis import RunningDiagnosis
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
 from megatron.adaptive.training.repartition import Move, make_repartitioner
@@ -115,7 +115,7 @@ class Trainer:
         self._config = run.job.config
         self._checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
         self._step = Step(run)
-        self._copies = make_copies(run, self._log)
+        self._copies = make_copies(run, self._log, lambda: self._counters.progress())
 
     def train(self) -> str:
         """Train until the iterations, the samples or the patience end.
@@ -136,7 +136,7 @@ class Trainer:
                 self._iteration()
                 if config.run.eval_iters and counters.iteration % config.run.eval_interval == 0:
                     self._validate(f"iteration {counters.iteration}")
-                self._copies.take(counters.progress())
+                self._copies.take(counters.iteration)
                 self._save_if_due()
                 early = self._early_end()
                 if early is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.adaptive.training.copy_file import ALIGN, SLOTS, slot_bytes
+from megatron.adaptive.pipeline.copy_file import ALIGN, SLOTS, slot_bytes
 
 __all__ = ["CopyPlan", "RankParts", "make_plan", "why_not", "within_slot"]
 

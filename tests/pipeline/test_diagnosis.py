@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
 from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
-from megatron.adaptive.training.diagnosis import RunningDiagnosis
 
 WATCHDOG_S = 60.0
 
