@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -31,13 +30,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training import checkpoint_state as state
 from megatron.adaptive.training.checkpoint_exchange import Exchange, by_name, common_bytes
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
+from megatron.adaptive.training.checkpoint_local import LocalDisk
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.checkpoint_saver import InProcessSaver, Shards
 from megatron.adaptive.training.checkpoint_standing import Standing
+from megatron.adaptive.training.checkpoint_writer import CheckpointWriter
 from megatron.adaptive.training.initialize import Job
 
 __all__ = ["Checkpoints", "Progress"]
@@ -72,12 +72,19 @@ class Checkpoints:
         chunks: this rank's model chunks, wrapped for data parallelism.
         optimizer: megatron-core's optimizer over their parameters.
         scheduler: megatron-core's schedule of learning rate and weight decay.
+        local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
     """
 
     def __init__(
-        self, job: Job, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any
+        self,
+        job: Job,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        local: LocalDisk | None = None,
     ) -> None:
         self._job = job
+        self._local = local
         self._config = job.config
         self._config_told = job.config.to_dict()
         self._settings = job.config.checkpoint
@@ -87,6 +94,7 @@ class Checkpoints:
         self._all = Exchange(job.rank, job.control_group)
         self._background: Exchange | None = None
         self._saver = InProcessSaver()
+        self._writer = CheckpointWriter(job, self._saver, local)
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: Standing | None = None
@@ -108,7 +116,12 @@ class Checkpoints:
             CheckpointError: it could not be written on some rank; nothing of it is left.
         """
         self._is_former_lacking(progress.iteration)
-        return self._take(progress, self._all, copy=False)()
+        path = self._take(progress, self._all, copy=False)()
+        if path is None:
+            assert self._local is not None
+            path = self._local.drain()
+            assert path is not None
+        return path
 
     def save_behind(self, progress: Progress) -> Path | None:
         """Copy the state into the host's memory and write it while training goes on.
@@ -154,7 +167,7 @@ class Checkpoints:
         """Iteration and folder of a checkpoint that was completed behind training; each once."""
         pending = self._pending
         if pending is None or pending.is_alive() or pending.path is None:
-            return None
+            return None if self._local is None else self._local.completed()
         self._pending = None
         return pending.iteration, pending.path
 
@@ -171,6 +184,16 @@ class Checkpoints:
         if pending.failure is not None:
             self._pending = None
             raise pending.failure
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is where it is to be, in shared storage.
+
+        Raises:
+            CheckpointError: it could not be written, or not be copied there.
+        """
+        self.finish()
+        if self._local is not None:
+            self._local.drain()
 
     def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
@@ -219,12 +242,21 @@ class Checkpoints:
             return None
         path, manifest = found
         self._standing = None
-        self._read(path, manifest)
+        if self._local is None:
+            self._read(path, manifest)
+        else:
+            with self._local.reading(path, manifest) as near:
+                self._read(near, manifest)
+        progress = Progress(**manifest.progress)
         if self._settings.finetune:
-            return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
-        return Progress(**manifest.progress)
+            progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
+        if self._local is not None:
+            self._local.resumed = progress.iteration
+        return progress
 
-    def _take(self, progress: Progress, ranks: Exchange, *, copy: bool) -> Callable[[], Path]:
+    def _take(
+        self, progress: Progress, ranks: Exchange, *, copy: bool
+    ) -> Callable[[], Path | None]:
         """Take the state as it is now.
 
         Args:
@@ -233,7 +265,8 @@ class Checkpoints:
             copy: whether it is copied, so that it may change before it is written.
 
         Returns:
-            What writes it, collective over ``ranks``.
+            What writes it, collective over ``ranks``; gives its folder, ``None`` while it is on
+            the nodes' own disks alone.
         """
         if self._settings.save is None:
             raise CheckpointError("there is no folder to save a checkpoint in: add --save")
@@ -241,7 +274,7 @@ class Checkpoints:
         shards, common = self._again(progress) or self._apart(progress)
         shards = self._saver.taken(shards, copy=copy)
         content, manifest = common_bytes(common), self.manifest(progress)
-        return lambda: self._write(folder, manifest, content, shards, ranks)
+        return lambda: self._writer.put(folder, manifest, content, shards, ranks)
 
     def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
         """Take the state apart; returns what this rank writes, and what all have in common."""
@@ -276,50 +309,6 @@ class Checkpoints:
             shard.data = state.sharded_rng(self._config).data
         return standing.shards, standing.common
 
-    def _write(
-        self,
-        folder: CheckpointFolder,
-        manifest: Manifest,
-        common: memoryview,
-        shards: Shards,
-        ranks: Exchange,
-    ) -> Path:
-        iteration = manifest.progress["iteration"]
-        partial = folder.partial_path(iteration)
-
-        def begin() -> None:
-            require_current(self._config.progress_dir)
-            folder.begin(iteration)
-            # megatron-core's `save` does the same, but a failure of rank 0 in its own part would
-            # leave the others waiting in a collective.
-            (partial / COMMON_STATE_FNAME).write_bytes(common)
-
-        def complete() -> None:
-            self._saver.write_metadata(partial)
-            config = CheckpointingConfig(self._saver.backend, self._saver.version)
-            save_config(config, str(partial))
-            folder.commit(iteration, manifest, lambda: require_current(self._config.progress_dir))
-            if self._settings.keep_checkpoints is not None:
-                folder.keep(self._settings.keep_checkpoints)
-
-        try:
-            ranks.first(begin)
-            self._saver.write(shards, partial, ranks)
-            ranks.first(complete)
-            return folder.complete_path(iteration)
-        except BaseException as error:
-            # Of a job that went on without us, what is there now is not ours.
-            if self._job.is_first and not is_over(self._config.progress_dir):
-                folder.abandon(iteration)
-            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-                dist.barrier(group=ranks.group)
-                raise CheckpointError(
-                    f"the checkpoint of iteration {iteration} was not written to "
-                    f"{folder.path}: {error}; those before it are as they were. Free space there "
-                    "or name another folder with --save"
-                ) from error
-            raise
-
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
@@ -347,6 +336,7 @@ class Checkpoints:
             padded_vocab_size=state.padded_vocab_size(self._chunks),
             has_optimizer=not self._settings.no_save_optim,
             has_rng=not self._settings.no_save_rng,
+            save_id="" if self._local is None else secrets.token_hex(8),
         )
 
     def _find(self) -> tuple[Path, Manifest] | None:
@@ -458,7 +448,7 @@ def _replica_group() -> dist.ProcessGroup:
 class _Pending(threading.Thread):
     """Writes one checkpoint behind training."""
 
-    def __init__(self, write: Callable[[], Path], iteration: int) -> None:
+    def __init__(self, write: Callable[[], Path | None], iteration: int) -> None:
         super().__init__(name=f"checkpoint {iteration}", daemon=True)
         self._write = write
         self.iteration = iteration
