@@ -36,6 +36,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(tmp_path:
         (lost,) = disks.glob("*/b")
         job.until(lambda: len(job.steps(3)) >= 1, "steps of the third epoch")
         shutil.rmtree(lost)
+        job.until(lambda: job.state()["epochs"][-1]["epoch"] == 3, "state of it")
         third = job.state()["epochs"][2]
         at = saved()
         job.until(lambda: saved() > at, "a checkpoint of the third epoch")

@@ -243,10 +243,10 @@ class Checkpoints:
         path, manifest = found
         self._standing = None
         if self._local is None:
-            self._read(path, manifest)
+            self._read(path, path, manifest)
         else:
             with self._local.reading(path, manifest) as near:
-                self._read(near, manifest)
+                self._read(path, near, manifest)
         progress = Progress(**manifest.progress)
         if self._settings.finetune:
             progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
@@ -385,8 +385,9 @@ class Checkpoints:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
-    def _read(self, path: Path, manifest: Manifest) -> None:
-        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    def _read(self, path: Path, near: Path, manifest: Manifest) -> None:
+        """Read a checkpoint from ``near``, where its files are to be found."""
+        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(near)))
         content = common[_CONTENT]
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
@@ -397,7 +398,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        loaded = self._all.together(lambda: self._read_shards(whole, path))
+        loaded = self._all.together(lambda: self._read_shards(whole, path, near))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
@@ -418,12 +419,12 @@ class Checkpoints:
                 "weights alone with --no-load-optim"
             )
 
-    def _read_shards(self, whole: dict[str, Any], path: Path) -> dict[str, Any]:
-        strategy = get_default_load_sharded_strategy(str(path))
+    def _read_shards(self, whole: dict[str, Any], path: Path, near: Path) -> dict[str, Any]:
+        strategy = get_default_load_sharded_strategy(str(near))
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
-            whole, str(path), strategy, strict=StrictHandling.RETURN_UNEXPECTED
+            whole, str(near), strategy, strict=StrictHandling.RETURN_UNEXPECTED
         )
         # Layers of Transformer Engine keep their own scratch state, which others do not write.
         absent = sorted(key for key in absent if not key.endswith("_extra_state"))
