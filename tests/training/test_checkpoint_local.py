@@ -7,10 +7,12 @@ import logging
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -19,7 +21,7 @@ from megatron.adaptive.training import checkpoint_upload
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
 from megatron.adaptive.training.checkpoint_upload import share_out
 
-from .test_checkpoint import ranks
+from .test_checkpoint import TRACKER, ranks
 
 Make = Callable[..., Any]
 
@@ -138,6 +140,52 @@ def test_training_goes_on_while_the_copy_lags(
     assert resumed.learn(4, 6) == losses[4:]
 
 
+def test_a_former_copy_that_takes_too_long_is_left_out(
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved, disk = tmp_path / "saved", tmp_path / "disk"
+    run = make(save=saved, save_local=disk)
+    run.checkpoints.save(worker.progress(1))
+    run.step(1)
+    run.checkpoints.save(worker.progress(2))
+    shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
+    (saved / TRACKER).write_text("1")
+    monkeypatch.setattr(checkpoint_upload, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_upload, "_ROUND_S", 0.0)
+
+    def slowly(pieces: Iterator[int]) -> int:
+        time.sleep(0.05)
+        return next(pieces, 0)
+
+    monkeypatch.setattr(checkpoint_upload, "_some", slowly)
+    again = make(save=saved, load=saved, save_local=disk)
+    again.local._timeout_s = 0.5
+    assert again.resume() == worker.progress(1)
+    (line,) = told(caplog)
+    assert "the copy of iteration 2, " in line
+    assert line.endswith("; going on from that of iteration 1")
+    assert not list(saved.glob(".iter*"))
+
+
+def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
+    found: list[Any] = []
+
+    def copy() -> None:
+        checkpoint_upload._be_gentle()
+        found.append(psutil.Process(threading.get_native_id()).ionice())
+
+    before = psutil.Process().ionice()
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert found == [(psutil.IOPRIO_CLASS_BE, 7)]
+    assert psutil.Process().ionice() == before  # training's own
+
+
 def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,7 +276,7 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     run.checkpoints.save(worker.progress(3))
     own = run.local._folder
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
-    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    (saved / TRACKER).write_text("1")
     again = make(save=saved, load=saved, save_local=disk)
     assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
     again.step(5)

@@ -45,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # where the user names no number: the last one, and the one before while that is written
 _LOOK_S = 10.0
+_END_S = 5.0  # for a copy that is given up
 
 
 def make_local_disk(job: Job) -> LocalDisk | None:
@@ -140,7 +141,11 @@ class LocalDisk:
             CheckpointError: the copy does not end.
         """
         self._newest = None
-        self._wait(ranks, time.monotonic() + self._timeout_s)
+        try:
+            self._wait(ranks, time.monotonic() + self._timeout_s)
+        except CheckpointError:
+            if ranks.any(self._upload is not None and self._upload.is_alive()):
+                raise
 
     def drain(self) -> Path | None:
         """Wait until the newest checkpoint is in shared storage.
@@ -199,7 +204,14 @@ class LocalDisk:
             self._tell(f"  going on with the copy of iteration {step} to {self._shared.path}")
             upload = self._start(manifest, shares)
             self._untold.remove(upload)
-            self._wait(self._control, time.monotonic() + self._timeout_s)
+            try:
+                self._wait(self._control, time.monotonic() + self._timeout_s)
+            except CheckpointError as error:
+                if self._control.any(upload.is_alive()):
+                    raise
+                if self._job.is_first:
+                    _LOG.warning("WARNING: %s; going on from that of iteration %d", error, latest)
+                return
             if upload.failure is None:
                 return
 
@@ -290,6 +302,9 @@ class LocalDisk:
             if upload.is_alive():
                 self._tell(f"  waiting for the copy of {upload} to {self._shared.path}")
         if ranks.any(upload.is_alive()):
+            upload.is_awaited = True
+            upload.give_up()
+            upload.join(_END_S)
             raise CheckpointError(
                 f"the copy of {upload} to {self._shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"

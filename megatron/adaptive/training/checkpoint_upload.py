@@ -102,6 +102,7 @@ class Upload(threading.Thread):
         self.path: Path | None = None
         self.failure: BaseException | None = None
         self.is_awaited = False
+        self._is_given_up = False
         self.start()
 
     def run(self) -> None:
@@ -111,6 +112,10 @@ class Upload(threading.Thread):
             self.failure = error
             if self._ranks.is_first and not self.is_awaited:
                 _LOG.warning("WARNING: %s; training goes on", _one_line(error))
+
+    def give_up(self) -> None:
+        """Let it end with a failure soon, unless storage holds a rank up for good."""
+        self._is_given_up = True
 
     def __str__(self) -> str:
         share = self.done_bytes / max(1, self.whole_bytes)
@@ -146,12 +151,17 @@ class Upload(threading.Thread):
         pieces = _copying([(self._source / name, partial / name) for name in self._names])
         left = self.whole_bytes
         while left:
-            copied = self._ranks.sum(self._ranks.together(lambda: _some(pieces)))
+            copied = self._ranks.sum(self._ranks.together(lambda: self._some(pieces)))
             if not copied:
                 raise CheckpointError("files on the nodes' own disks are shorter than they were")
             self.done_bytes += copied
             left = self.whole_bytes - self.done_bytes
         self._ranks.together(lambda: _rest(pieces))
+
+    def _some(self, pieces: Iterator[int]) -> int:
+        if self._is_given_up:
+            raise CheckpointError("it took too long")
+        return _some(pieces)
 
     def _complete(self) -> None:
         folder, files = self._target, self._manifest.files
