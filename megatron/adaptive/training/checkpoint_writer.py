@@ -81,10 +81,11 @@ class CheckpointWriter:
             return self._write(folder, manifest, common, shards, ranks)
 
     def _write_once(self, folder: Path, common: memoryview) -> None:
-        """Write what a checkpoint has once; on rank 0."""
-        # megatron-core's `save` does the same, but a failure of rank 0 in its own part would leave
-        # the others waiting in a collective.
-        (folder / COMMON_STATE_FNAME).write_bytes(common)
+        """Write what a checkpoint has once; on rank 0, after the shards."""
+        _write_common(folder, common)
+        self._write_form(folder)
+
+    def _write_form(self, folder: Path) -> None:
         self._saver.write_metadata(folder)
         config = CheckpointingConfig(self._saver.backend, self._saver.version)
         save_config(config, str(folder))
@@ -103,9 +104,10 @@ class CheckpointWriter:
         def begin() -> None:
             require_current(self._job.config.progress_dir)
             folder.begin(iteration)
+            _write_common(partial, common)
 
         def complete() -> None:
-            self._write_once(partial, common)
+            self._write_form(partial)
             folder.commit(
                 iteration, manifest, lambda: require_current(self._job.config.progress_dir)
             )
@@ -129,3 +131,9 @@ class CheckpointWriter:
                     "or name another folder with --save"
                 ) from error
             raise
+
+
+def _write_common(folder: Path, common: memoryview) -> None:
+    # megatron-core's `save` does the same, but a failure of rank 0 in its own part would leave the
+    # others waiting in a collective.
+    (folder / COMMON_STATE_FNAME).write_bytes(common)
