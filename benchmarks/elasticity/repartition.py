@@ -1,8 +1,10 @@
 """What live re-partition regains of a slow rank's time, and what moving a layer takes.
 
-Four ranks train a GPT whose layers take a given time (``timed_layers.py``), one of them 1.5 times
-as long: with equal stages, with the partition that is best of all in simulation, and under
-``--repartition auto``. Then a small GPT at full speed hands single layers to and fro.
+Four ranks train a GPT whose layers take a given time (``timed_layers.py``), on one of them 1.5
+times as long. ``--repartition auto`` chooses a partition; then the same processes train in turns
+under that one, under equal stages and under the partition that is best of all in simulation, so
+that what else the machine does meanwhile falls on all three. Then a small GPT at full speed hands
+single layers to and fro.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("timed_layers.py")
 GOAL_SHARE, GOAL_STEPS = 0.8, 2.0
 LIMIT_S = 400.0
-RANKS, LAYERS, MICROBATCHES, LAYER_MS, SLOW_RANK, FACTOR = 4, 24, 8, 4.0, 1, 1.5
+RANKS, LAYERS, MICROBATCHES, LAYER_MS, SLOW_RANK, FACTOR = 4, 24, 8, 8.0, 1, 1.5
 COMMON = (
     "--micro-batch-size 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval 1 "
     "--tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-attention-heads 4 "
@@ -44,12 +46,13 @@ SMALL = (
     "--num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128 "
     "--global-batch-size 8"
 ).split()
+TURN_STEPS, MOST_BEFORE = 4, 22
 AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> tuple[dict[str, Any], list[tuple[str, bool]]]:
     """Measure both; returns the figures, and the goals with whether they are met."""
-    figures = _regained(folder, steps=24 if quick else 40) | _move(folder, moves=4 if quick else 12)
+    figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     goals = [
         (f"a slow rank regains {GOAL_SHARE:.0%} of the ideal", figures["regained"] >= GOAL_SHARE),
         (f"a layer moves within {GOAL_STEPS:g} steps", figures["move_steps"] <= GOAL_STEPS),
@@ -58,40 +61,50 @@ def repartition(folder: Path, *, quick: bool) -> tuple[dict[str, Any], list[tupl
     return figures, goals
 
 
-def _regained(folder: Path, *, steps: int) -> dict[str, Any]:
+def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
+    best, told = _ideal(), folder / "turns.json"
+    even = (LAYERS // RANKS,) * RANKS
+    most = MOST_BEFORE + 3 * TURN_STEPS * rounds
+    asked = {"others": [even, best], "steps": TURN_STEPS, "rounds": rounds, "told": str(told)}
     slow = {"LAYER_MS": str(LAYER_MS), "SLOW_RANKS": str(SLOW_RANK), "SLOW_FACTOR": str(FACTOR)}
-    best = format_partition(_ideal())
-    runs = {
-        "quiet": _train([*TIMED], folder / "quiet", steps, {**slow, "SLOW_RANKS": ""}),
-        "slow": _train([*TIMED], folder / "slow", steps, slow),
-        "ideal": _train([*TIMED, "--partition", best], folder / "ideal", steps, slow),
-        "auto": _train([*TIMED, *AUTO], folder / "auto", steps, slow),
-    }
-    moved_at = max(line.get("repartitioned", 0) for line in runs["auto"])
-    took = {
-        name: statistics.median(
-            line["step_ms"]
-            for line in lines
-            if line.get("iteration", 0) > (moved_at + 1 if name == "auto" else 3)
-        )
-        for name, lines in runs.items()
-    }
-    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
-    lost = took["slow"] - took["ideal"]
-    regained = (took["slow"] - took["auto"]) / lost if moved_at and lost > 0 else 0.0
-    losses = {name: [one["loss"] for one in run if "loss" in one] for name, run in runs.items()}
-    pairs = zip(losses["auto"], losses["slow"], strict=True)
+    words = [*TIMED, *AUTO]
+    lines = _train(words, folder / "turns", most, {**slow, "COMPARE": json.dumps(asked)})
+    losses = {line["iteration"]: line["loss"] for line in lines if "loss" in line}
+    still = _train([*TIMED], folder / "still", most, {})
+    pairs = [(losses[line["iteration"]], line["loss"]) for line in still if "loss" in line]
     worst = max(abs(first / second - 1) for first, second in pairs)
+    turns = json.loads(told.read_text())
+    chosen = tuple(turns["chosen"])
+    took = _took(lines, turns)
+    lost = took[even] - took[best]
+    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
+    regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
+    first = turns["turns"][0][0] - 1
+    named = {"even": even, "ideal": best, "auto": chosen}
     print(
-        f"steps of {took['quiet']:.0f} ms, {took['slow']:.0f} ms with a rank x{FACTOR:g}, "
-        f"{took['ideal']:.0f} ms under {best}, {took['auto']:.0f} ms after moving at step "
-        f"{moved_at}: {regained:.0%} regained; losses differ by {worst:.1e} at most"
+        f"steps of {took[even]:.0f} ms with a rank x{FACTOR:g}, {took[best]:.0f} ms under "
+        f"{format_partition(best)}, the ideal, and {took[chosen]:.0f} ms under "
+        f"{format_partition(chosen)}, chosen after step {first}: {regained:.0%} regained; "
+        f"losses differ by {worst:.1e} at most"
     )
     return {
         "regained": regained,
-        "repartition_step_ms": took,
+        "repartition_chosen": list(chosen),
+        "repartition_chosen_after": first,
+        "repartition_step_ms": {name: took[one] for name, one in named.items()},
         "repartition_loss_difference": worst,
     }
+
+
+def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Median of a step under each partition, without the first one after each move."""
+    steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
+    found: dict[tuple[int, ...], list[float]] = {}
+    for at, partition in turns["turns"]:
+        found.setdefault(tuple(partition), []).extend(
+            steps[step] for step in range(at + 1, at + TURN_STEPS)
+        )
+    return {partition: statistics.median(values) for partition, values in found.items()}
 
 
 def _ideal() -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.elastic.job import EpochProgress, ProgressReader
+from megatron.adaptive.elastic.job import Epoch, EpochProgress, ProgressReader
 from megatron.adaptive.pipeline.progress import PROGRESS_NAME
 
 
@@ -37,6 +37,21 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     assert [one.factor for one in now.slow] == [1.5]
     assert (now.saved_ns, now.saving_s, now.ended) == (2, 0.5, "so")
     assert now == ProgressReader().read(folder)
+
+
+def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
+    """They finish the copy of a checkpoint from their own disks before they load."""
+    epoch = Epoch(number=2, shape="one", processes=2, nodes=("a",), reason="b was killed")
+    epoch.resumed, epoch.lost_steps, epoch.source = 20, 13, "checkpoint"
+    write(tmp_path, {"total_iterations": 99, "start_iteration": 20})
+    epoch.begun_at(ProgressReader().read(tmp_path).start)
+    assert (epoch.resumed, epoch.lost_steps, epoch.source) == (20, 13, "checkpoint")
+    write(tmp_path / "other", {"total_iterations": 99, "start_iteration": 30})
+    for _ in range(2):  # each time that the state is written
+        epoch.begun_at(ProgressReader().read(tmp_path / "other").start)
+    assert (epoch.resumed, epoch.lost_steps) == (30, 3)
+    assert epoch.source == "checkpoint on the nodes' own disks"
+    epoch.begun_at(None)
 
 
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:

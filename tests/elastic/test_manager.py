@@ -52,13 +52,64 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
     manager = Manager(spec, lambda arguments, slots: None)
     manager._before = EpochProgress(first_ns=1)
     lost = ended(-9)
-    lost.fault = "node a was lost"
+    lost.fault = lost.gone = "node a was lost"
     for _ in range(5):
         assert manager._judge(lost) == (None, lost.fault)
     killed = ended(-9)
     assert manager._judge(killed) == (None, killed.fault)
     assert manager._judge(lost) == (None, lost.fault)
     assert manager._judge(killed) == (1, "")
+
+
+@pytest.mark.parametrize("first", ["b", "a"])
+def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
+    tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that heard nothing of it any more ended before the manager knew, with status 2."""
+    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=0)
+
+    async def cut() -> tuple[int | None, str]:
+        manager = Manager(spec, lambda arguments, slots: None)
+        manager._has_worked = True
+        manager._members.nodes |= {name: Node(name=name, status="present") for name in "ab"}
+        running = ended(2)
+        running.where, running.statuses, running.fault = {"1/0": "a", "1/1": "b"}, {}, ""
+        lost = manager._members.nodes["b"]
+        events = [
+            Event("ended", "a", {"key": "1/0", "status": 2}),
+            Event("lost", "b", {}),
+        ]
+        for event in events if first == "a" else events[::-1]:
+            manager._members.events.put_nowait(event)
+        lost.status, lost.why = "lost", "nothing was heard from it for 20 s"
+        if first == "a":
+            lost.status = "present"
+            asyncio.get_running_loop().call_later(0.1, setattr, lost, "status", "lost")
+        await manager._watch(running)
+        return manager._judge(running)
+
+    for _ in range(3):
+        assert asyncio.run(cut()) == (None, "node b was lost")
+    assert "giving up" not in capsys.readouterr().err
+
+
+def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
+    """A node that was taken before its ranks had saved counted as one."""
+    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=0)
+    manager = Manager(spec, lambda arguments, slots: None)
+    manager._before = EpochProgress(first_ns=1)
+    told = "notice SIGTERM on b"
+    nodes = {"a": Node(name="a", status="present")}
+    nodes["b"] = Node(name="b", status="leaving", why=told)
+    manager._members.nodes |= nodes
+    running = ended(2)
+    running.where, running.statuses, running.fault = {"1/0": "a", "1/1": "b"}, {}, ""
+    manager._rank_ended(running, Event("ended", "a", {"key": "1/0", "status": 2}))
+    manager._rank_ended(running, Event("ended", "b", {"key": "1/1", "status": -9}))
+    assert manager._judge(running) == (None, told)
+    assert nodes["b"].status == "gone"
+    alone = ended(2)
+    assert manager._judge(alone) == (2, "")  # of the program itself
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ def job(tmp_path: Path) -> Iterator[ElasticJob]:
     job.close()
 
 
-def undisturbed(job: ElasticJob, folder: Path, last: int) -> dict[int, float]:
+def undisturbed(job: ElasticJob, folder: Path, last: int, first: int = 15) -> dict[int, float]:
     """Losses of one process that goes on alone from the job's first checkpoint."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--train-iters", "9999"]
     words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
-    words += ["--load", str(job.checkpoints), "--ckpt-step", "15"]
+    words += ["--load", str(job.checkpoints), "--ckpt-step", str(first)]
     words += ["--exit-interval", str(last)]
     subprocess.run(words, env=environment(), check=True, timeout=300, capture_output=True)
     lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())

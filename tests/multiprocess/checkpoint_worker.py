@@ -34,7 +34,10 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
+from megatron.adaptive.training import checkpoint_upload  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.training.checkpoint_folder import CheckpointFolder  # noqa: E402
+from megatron.adaptive.training.checkpoint_local import make_local_disk  # noqa: E402
 from megatron.adaptive.training.checkpoint_shards import ShardFile  # noqa: E402
 from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
 from megatron.adaptive.training.initialize import (  # noqa: E402
@@ -133,7 +136,14 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler)
+        self.local = make_local_disk(job)
+        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler, self.local)
+
+    def resume(self) -> Progress | None:
+        """Load as the trainer does."""
+        if self.local is not None:
+            self.local.finish_former()
+        return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
         """Take optimizer steps with gradients that are a function of each weight alone."""
@@ -357,6 +367,92 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
         ShardFile.write = write_and_die
     run.checkpoints.save(progress(2))
+
+
+def with_disks(folder: Path, **flags: str | None) -> Flags:
+    """Give every rank a node of its own, with a disk of its own."""
+    os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
+    disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
+    return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
+
+
+def scenario_local(jobs: Jobs, folder: Path) -> None:
+    """What is written to the nodes' own disks comes to shared storage, and is read from both."""
+    # Else the last stage needs the embedding, which the first one writes.
+    flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
+    run = Training(jobs, flags)
+    for iteration in range(1, 5):
+        run.step()
+        run.checkpoints.save_behind(progress(iteration))
+    run.checkpoints.close()
+    saved = run.state()
+    shared, rank = CheckpointFolder(folder / "shared"), dist.get_rank()
+    own = run.local._folder.steps()
+    if shared.latest() != 4 or len(shared.steps()) > 2 or list(own) != [3, 4]:
+        raise SystemExit(f"{shared.steps()} in shared storage and {own} on a node")
+    here = {one.name for one in own[4].glob("*.distcp")}
+    if here != {f"__{rank}_0.distcp"}:
+        raise SystemExit(f"a node has {here}")
+    dist.barrier()
+    for target in ({}, shape(2, 1), {"--ckpt-fully-parallel-load": None}):
+        again = Training(jobs, flags | target)
+        if again.resume() != progress(4):
+            raise SystemExit("it is not the newest that is loaded")
+        if not target:
+            require_equal(again.state(), saved, "loaded")
+    if rank == 0:  # of the right sizes, so that who reads it notices
+        for one in shared.complete_path(4).glob("*.distcp"):
+            one.write_bytes(bytes(one.stat().st_size))
+    dist.barrier()
+    again = Training(jobs, flags)
+    again.resume()
+    require_equal(again.state(), saved, "loaded from the nodes' own disks")
+    try:
+        Training(jobs, flags | shape(2, 1)).resume()
+    except CheckpointError:
+        return
+    raise SystemExit("what one node needs and another one has was not read from shared storage")
+
+
+def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
+    """A rank is killed while a checkpoint is copied to shared storage."""
+    run = Training(jobs, with_disks(folder))
+    run.step()
+    run.checkpoints.save(progress(1))
+    checkpoint_upload._PIECE_BYTES = 1000
+    if dist.get_rank() == 1:
+        copying = checkpoint_upload._copying
+
+        def copy_and_die(files: Any) -> Iterator[int]:
+            for number, count in enumerate(copying(files)):
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield count
+
+        checkpoint_upload._copying = copy_and_die
+    run.step()
+    run.checkpoints.save(progress(2))
+
+
+def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
+    """Go on after that, with what is left."""
+    flags = with_disks(folder)
+    whole = len(list((folder / "disk").glob("*/*"))) == 2
+    expected = 2 if whole else 1
+    undisturbed = Training(jobs, shape(1, 2))
+    undisturbed.step(expected)
+    run = Training(jobs, flags)
+    found = run.resume()
+    if found != progress(expected):
+        raise SystemExit(f"it goes on from {found}")
+    require_equal(run.state(), undisturbed.state(), "loaded")
+    run.step()
+    undisturbed.step()
+    require_equal(run.state(), undisturbed.state(), "one step later")
+    run.checkpoints.save(progress(expected + 1))
+    own = list(run.local._folder.steps())
+    if own[-1] != expected + 1:
+        raise SystemExit(f"a node has {own}")
 
 
 SCENARIOS = {

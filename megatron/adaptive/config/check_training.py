@@ -238,6 +238,11 @@ def _check_run(config: TrainerConfig) -> None:
         raise ConfigError(
             f"--save {config.checkpoint.save} does not say how often: add --save-interval"
         )
+    if config.checkpoint.save_local is not None and config.checkpoint.save is None:
+        raise ConfigError(
+            f"--save-local {config.checkpoint.save_local} is where checkpoints are on their way to "
+            "--save, which is missing: add --save DIR on storage that all nodes share"
+        )
     if run.train_samples is not None and run.train_samples < config.batch.global_batch_size:
         raise ConfigError(
             f"--train-samples {run.train_samples} is less than one batch of "

@@ -27,6 +27,12 @@ class CheckpointConfig:
         "Write checkpoints while training goes on, which waits only for a copy in host memory.",
         default=False,
     )
+    save_local: str | None = flag(
+        "Folder on each node's own disk: checkpoints are written there while training goes on, and "
+        "copied to --save behind it.",
+        default=None,
+        unit="DIR",
+    )
     keep_checkpoints: int | None = flag(
         "Complete checkpoints to keep, the last ones; all by default.",
         default=None,
@@ -77,3 +83,8 @@ class CheckpointConfig:
     use_dist_ckpt_deprecated: bool = flag(
         "No effect: it is the default.", names=("--use-dist-ckpt",), default=False
     )
+
+    @property
+    def saves_behind(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.async_save or self.save_local is not None

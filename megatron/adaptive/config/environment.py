@@ -40,6 +40,7 @@ class Environment:
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
         copies: how copies of the state are to be kept in memory, as ``run`` tells its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
+        node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
         job: what ``run`` tells a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``), see
             :class:`~megatron.adaptive.config.job.JobOrder`; ``None`` without it.
     """
@@ -59,6 +60,7 @@ class Environment:
     socket_interface: str | None = None
     has_agent_store: bool = False
     copies: str | None = None
+    node: str | None = None
     job: str | None = None
 
     @classmethod
@@ -99,6 +101,7 @@ class Environment:
             socket_interface=given.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None,
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=given.get("MEGATRON_ADAPTIVE_COPIES", "").strip() or None,
+            node=given.get("MEGATRON_ADAPTIVE_NODE", "").strip() or None,
             job=given.get("MEGATRON_ADAPTIVE_JOB", "").strip() or None,
         )
 

@@ -219,12 +219,16 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "checkpoints are written into --save as torch_dist by the ranks themselves; drop the flag",
-        "use-persistent-ckpt-worker non-persistent-save-interval "
-        "non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
-        "non-persistent-local-ckpt-algo save-retain-interval ckpt-assume-constant-structure "
+        "use-persistent-ckpt-worker save-retain-interval ckpt-assume-constant-structure "
         "dist-ckpt-save-pre-mcore-014 dist-ckpt-optim-fully-reshardable "
         "distrib-optim-fully-reshardable-mem-efficient",
-        "non-persistent- async-ckpt-",
+        "async-ckpt-",
+    ),
+    Family(
+        "checkpoints on the nodes' own disks are on their way to --save; use --save-local",
+        "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "
+        "non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo",
+        "non-persistent-",
     ),
     Family(
         "a checkpoint is loaded as torch_dist and must fit the flags; use --load",

@@ -88,8 +88,8 @@ class Epoch:
         reason: why the one before ended, or ``start``.
         resumed: the iteration that it went on from.
         lost_steps: that were done before and are done again.
-        source: what it went on from: ``start``, ``checkpoint`` or ``copies in memory``, and why not
-            from the last where that could not be.
+        source: what it went on from: ``start``, ``checkpoint``, ``checkpoint on the nodes' own
+            disks`` or ``copies in memory``, and why not from the last where that could not be.
         marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
             ``begun``.
         phases_s: seconds of each part of the morph to this shape.
@@ -112,6 +112,12 @@ class Epoch:
     before: EpochProgress | None = None
     predicted_s: float | None = None
     step_s: float | None = None
+
+    def begun_at(self, iteration: int | None) -> None:
+        """Heed where its ranks went on from, if they found something newer on their own disks."""
+        if iteration is not None and iteration > self.resumed:
+            self.lost_steps = max(0, self.lost_steps - (iteration - self.resumed))
+            self.resumed, self.source = iteration, "checkpoint on the nodes' own disks"
 
     def told(self) -> dict[str, Any]:
         """What the state holds of it."""
@@ -158,6 +164,7 @@ class EpochProgress:
 
     Attributes:
         total: iterations of the whole training, 0 before it is known.
+        start: iterations done before these ranks, ``None`` before it is known.
         iteration: the last one done.
         ended: why training ended in good order, ``None`` if it did not.
         begun_ns: when the model was built and loaded.
@@ -171,6 +178,7 @@ class EpochProgress:
     """
 
     total: int = 0
+    start: int | None = None
     iteration: int | None = None
     ended: str | None = None
     begun_ns: int | None = None
@@ -230,6 +238,7 @@ class ProgressReader:
         at, found = told["unix_ns"], self._found
         if "total_iterations" in told:
             found |= {"total": told["total_iterations"], "begun_ns": at}
+            found["start"] = told.get("start_iteration")
         elif "loaded_s" in told:
             found["loaded_s"] = told["loaded_s"]
         elif "iteration" in told:

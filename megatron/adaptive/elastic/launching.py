@@ -91,6 +91,7 @@ class Running:
         statuses: of the ranks that ended, by key.
         stopping: why they were asked to save and end.
         fault: what went wrong first.
+        gone: the first node that was lost, or went with notice and took a rank along, in words.
         deadline_s: when the rest is killed.
         killed: whether it was.
     """
@@ -102,6 +103,7 @@ class Running:
     statuses: dict[str, int] = field(default_factory=dict)
     stopping: str = ""
     fault: str = ""
+    gone: str = ""
     deadline_s: float | None = None
     killed: bool = False
 
@@ -110,11 +112,25 @@ class Running:
         """Ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(self, fault: str, grace_s: float) -> None:
-        """Note what went wrong first; the other ranks get a moment to say what they saw of it."""
+    def at_fault(self, fault: str, grace_s: float, *, gone: str = "") -> None:
+        """Note what went wrong first; the other ranks get a moment to say what they saw of it.
+
+        Args:
+            fault: what went wrong.
+            grace_s: that moment.
+            gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
+                be seen to, before it counts as lost.
+        """
+        self.gone = self.gone or gone
         self.fault = self.fault or fault
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
+
+    def rank_failed(self, key: str, node: Node, status: int, grace_s: float) -> None:
+        """Note that a rank ended; one that its node took along before it had saved is no fault."""
+        gone = node.why if node.status == "leaving" else ""
+        rank = key.partition("/")[2]
+        self.at_fault(f"rank {rank} on {node.name} {how_ended(status)}", grace_s, gone=gone)
 
 
 @dataclass(frozen=True, kw_only=True)

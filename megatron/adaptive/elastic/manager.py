@@ -40,7 +40,6 @@ from megatron.adaptive.elastic.launching import (
     Running,
     assign,
     earliest,
-    how_ended,
     rank_orders,
 )
 from megatron.adaptive.elastic.lease import Lease
@@ -305,7 +304,7 @@ class Manager:
                 name = running.where[key]  # may have come back since
                 if name == left or self._members.nodes[name].status in ("lost", "gone"):
                     running.statuses[key] = -signal.SIGKILL
-                    running.at_fault(f"node {name} was lost", 0.0)
+                    running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if event is not None and event.kind == "tick" and not running.stopping:
@@ -324,8 +323,8 @@ class Manager:
         status = event.told["status"]
         running.statuses[event.told["key"]] = status
         if not self._program.is_well(status):
-            rank = event.told["key"].partition("/")[2]
-            running.at_fault(f"rank {rank} on {event.node} {how_ended(status)}", _GRACE_S)
+            node = self._members.nodes[event.node]
+            running.rank_failed(event.told["key"], node, status, _GRACE_S)
 
     def _overdue(self, running: Running) -> None:
         """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
@@ -394,11 +393,11 @@ class Manager:
                 return None, running.stopping or again
             return 0, ""  # the program's own reason; it has said which
         self._notice_ns = None
-        say(f"error: {running.fault}")
+        lost, statuses = running.gone, running.statuses.values()
+        say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        lost, statuses = running.fault.startswith("node "), running.statuses.values()
-        # A node that is taken is no failure of the program.
+        # A node that is taken or cut off is no failure of the program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
         own = not lost and not any(one < 0 for one in statuses)
@@ -410,7 +409,7 @@ class Manager:
                 f" the last complete one is of iteration {self._latest()}"
             )
             return code, ""
-        return None, running.fault
+        return None, lost or running.fault
 
     async def _next(self, until_s: float | None) -> Event | None:
         """Wait for the next event, and heed what it says of nodes; ``None`` at the deadline."""
@@ -478,6 +477,7 @@ class Manager:
         self._iteration = max(now.iteration or 0, epoch.resumed)
         self._total = now.total or self._total
         self._copies_told = now.copies
+        epoch.begun_at(now.start)
         epoch.phases_s, epoch.step_s = phases(epoch, now), now.step_s
         self._has_slow = bool(now.slow)
 

@@ -22,11 +22,11 @@ class Behind:
         self._pending: _Pending | None = None
         self._former: tuple[int, Path] | None = None
 
-    def begin(self, write: Callable[[], Path], step: int) -> None:
+    def begin(self, write: Callable[[], Path | None], step: int) -> None:
         """Write a checkpoint in a thread of its own; after :meth:`finish` or :meth:`lacking`.
 
         Args:
-            write: returns its folder.
+            write: returns its folder, ``None`` where it is not yet where it is to be.
             step: that it is of.
         """
         self._former = self.completed()
@@ -74,7 +74,7 @@ class Behind:
 class _Pending(threading.Thread):
     """Writes one checkpoint."""
 
-    def __init__(self, write: Callable[[], Path], step: int) -> None:
+    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
         super().__init__(name=f"checkpoint {step}", daemon=True)
         self._write = write
         self.step = step

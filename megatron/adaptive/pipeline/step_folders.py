@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 __all__ = ["StepFolders", "sync", "write_durably"]
@@ -110,18 +110,24 @@ class StepFolders:
             shutil.rmtree(former)
         return complete
 
-    def keep(self, number: int) -> None:
+    def keep(self, number: int, but: Collection[int] = ()) -> None:
         """Remove all but the last complete ones, as far as the file system lets us.
 
         Args:
             number: of those that stay.
+            but: these stay too.
         """
         for step in list(self.steps())[:-number]:
-            # Under a name that nobody loads from, before the first file goes.
-            doomed = self.partial_path(step)
-            with contextlib.suppress(OSError):
-                self.complete_path(step).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            if step not in but:
+                self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Remove a complete one, as far as the file system lets us."""
+        # Under a name that nobody loads from, before the first file goes.
+        doomed = self.partial_path(step)
+        with contextlib.suppress(OSError):
+            self.complete_path(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
         """Remove a partial folder, as far as the file system lets us."""

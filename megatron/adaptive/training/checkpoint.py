@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -31,13 +30,14 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.pipeline.behind import Behind
-from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training import checkpoint_state as state
 from megatron.adaptive.training.checkpoint_exchange import Exchange, by_name, common_bytes
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
+from megatron.adaptive.training.checkpoint_local import LocalDisk
 from megatron.adaptive.training.checkpoint_match import require_same_model, require_same_optimizer
 from megatron.adaptive.training.checkpoint_saver import InProcessSaver, Shards
 from megatron.adaptive.training.checkpoint_standing import Standing
+from megatron.adaptive.training.checkpoint_writer import CheckpointWriter
 from megatron.adaptive.training.initialize import Job
 
 __all__ = ["Checkpoints", "Progress"]
@@ -72,12 +72,19 @@ class Checkpoints:
         chunks: this rank's model chunks, wrapped for data parallelism.
         optimizer: megatron-core's optimizer over their parameters.
         scheduler: megatron-core's schedule of learning rate and weight decay.
+        local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
     """
 
     def __init__(
-        self, job: Job, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any
+        self,
+        job: Job,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        local: LocalDisk | None = None,
     ) -> None:
         self._job = job
+        self._local = local
         self._config = job.config
         self._config_told = job.config.to_dict()
         self._settings = job.config.checkpoint
@@ -87,6 +94,7 @@ class Checkpoints:
         self._all = Exchange(job.rank, job.control_group)
         self._background: Exchange | None = None
         self._saver = InProcessSaver()
+        self._writer = CheckpointWriter(job, self._saver, local)
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: Standing | None = None
@@ -108,7 +116,12 @@ class Checkpoints:
             CheckpointError: it could not be written on some rank; nothing of it is left.
         """
         self._is_former_lacking(progress.iteration)
-        return self._take(progress, self._all, copy=False)()
+        path = self._take(progress, self._all, copy=False)()
+        if path is None:
+            assert self._local is not None
+            path = self._local.drain()
+            assert path is not None
+        return path
 
     def save_behind(self, progress: Progress) -> Path | None:
         """Copy the state into the host's memory and write it while training goes on.
@@ -145,7 +158,10 @@ class Checkpoints:
 
     def completed(self) -> tuple[int, Path] | None:
         """Iteration and folder of a checkpoint that was completed behind training; each once."""
-        return self._behind.completed()
+        found = self._behind.completed()
+        if found is None and self._local is not None:
+            found = self._local.completed()
+        return found
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -154,6 +170,16 @@ class Checkpoints:
             CheckpointError: it could not be written; nothing of it is left.
         """
         self._behind.finish()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is where it is to be, in shared storage.
+
+        Raises:
+            CheckpointError: it could not be written, or not be copied there.
+        """
+        self.finish()
+        if self._local is not None:
+            self._local.drain()
 
     def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
@@ -202,12 +228,21 @@ class Checkpoints:
             return None
         path, manifest = found
         self._standing = None
-        self._read(path, manifest)
+        if self._local is None:
+            self._read(path, path, manifest)
+        else:
+            with self._local.reading(path, manifest) as near:
+                self._read(path, near, manifest)
+        progress = Progress(**manifest.progress)
         if self._settings.finetune:
-            return Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
-        return Progress(**manifest.progress)
+            progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
+        if self._local is not None:
+            self._local.resumed = progress.iteration
+        return progress
 
-    def _take(self, progress: Progress, ranks: Exchange, *, copy: bool) -> Callable[[], Path]:
+    def _take(
+        self, progress: Progress, ranks: Exchange, *, copy: bool
+    ) -> Callable[[], Path | None]:
         """Take the state as it is now.
 
         Args:
@@ -216,7 +251,8 @@ class Checkpoints:
             copy: whether it is copied, so that it may change before it is written.
 
         Returns:
-            What writes it, collective over ``ranks``.
+            What writes it, collective over ``ranks``; gives its folder, ``None`` while it is on
+            the nodes' own disks alone.
         """
         if self._settings.save is None:
             raise CheckpointError("there is no folder to save a checkpoint in: add --save")
@@ -224,7 +260,7 @@ class Checkpoints:
         shards, common = self._again(progress) or self._apart(progress)
         shards = self._saver.taken(shards, copy=copy)
         content, manifest = common_bytes(common), self.manifest(progress)
-        return lambda: self._write(folder, manifest, content, shards, ranks)
+        return lambda: self._writer.put(folder, manifest, content, shards, ranks)
 
     def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
         """Take the state apart; returns what this rank writes, and what all have in common."""
@@ -259,50 +295,6 @@ class Checkpoints:
             shard.data = state.sharded_rng(self._config).data
         return standing.shards, standing.common
 
-    def _write(
-        self,
-        folder: CheckpointFolder,
-        manifest: Manifest,
-        common: memoryview,
-        shards: Shards,
-        ranks: Exchange,
-    ) -> Path:
-        iteration = manifest.progress["iteration"]
-        partial = folder.partial_path(iteration)
-
-        def begin() -> None:
-            require_current(self._config.progress_dir)
-            folder.begin(iteration)
-            # megatron-core's `save` does the same, but a failure of rank 0 in its own part would
-            # leave the others waiting in a collective.
-            (partial / COMMON_STATE_FNAME).write_bytes(common)
-
-        def complete() -> None:
-            self._saver.write_metadata(partial)
-            config = CheckpointingConfig(self._saver.backend, self._saver.version)
-            save_config(config, str(partial))
-            folder.commit(iteration, manifest, lambda: require_current(self._config.progress_dir))
-            if self._settings.keep_checkpoints is not None:
-                folder.keep(self._settings.keep_checkpoints)
-
-        try:
-            ranks.first(begin)
-            self._saver.write(shards, partial, ranks)
-            ranks.first(complete)
-            return folder.complete_path(iteration)
-        except BaseException as error:
-            # Of a job that went on without us, what is there now is not ours.
-            if self._job.is_first and not is_over(self._config.progress_dir):
-                folder.abandon(iteration)
-            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-                dist.barrier(group=ranks.group)
-                raise CheckpointError(
-                    f"the checkpoint of iteration {iteration} was not written to "
-                    f"{folder.path}: {error}; those before it are as they were. Free space there "
-                    "or name another folder with --save"
-                ) from error
-            raise
-
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
@@ -330,6 +322,7 @@ class Checkpoints:
             padded_vocab_size=state.padded_vocab_size(self._chunks),
             has_optimizer=not self._settings.no_save_optim,
             has_rng=not self._settings.no_save_rng,
+            save_id="" if self._local is None else secrets.token_hex(8),
         )
 
     def _find(self) -> tuple[Path, Manifest] | None:
@@ -378,8 +371,9 @@ class Checkpoints:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
-    def _read(self, path: Path, manifest: Manifest) -> None:
-        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    def _read(self, path: Path, near: Path, manifest: Manifest) -> None:
+        """Read a checkpoint from ``near``, where its files are to be found."""
+        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(near)))
         content = common[_CONTENT]
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
@@ -390,7 +384,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        loaded = self._all.together(lambda: self._read_shards(whole, path))
+        loaded = self._all.together(lambda: self._read_shards(whole, path, near))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
@@ -411,12 +405,12 @@ class Checkpoints:
                 "weights alone with --no-load-optim"
             )
 
-    def _read_shards(self, whole: dict[str, Any], path: Path) -> dict[str, Any]:
-        strategy = get_default_load_sharded_strategy(str(path))
+    def _read_shards(self, whole: dict[str, Any], path: Path, near: Path) -> dict[str, Any]:
+        strategy = get_default_load_sharded_strategy(str(near))
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
-            whole, str(path), strategy, strict=StrictHandling.RETURN_UNEXPECTED
+            whole, str(near), strategy, strict=StrictHandling.RETURN_UNEXPECTED
         )
         # Layers of Transformer Engine keep their own scratch state, which others do not write.
         absent = sorted(key for key in absent if not key.endswith("_extra_state"))

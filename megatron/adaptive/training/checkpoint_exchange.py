@@ -49,12 +49,30 @@ class Exchange:
         self._rank = rank
         self.group = group
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
     def any(self, flag: bool) -> bool:
         """Whether it is set on any rank."""
         found = torch.tensor([int(flag)])
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
+
+    def sum(self, number: int) -> int:
+        """Add up what all ranks give."""
+        found = torch.tensor([number])
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(found, group=self.group)
+        return int(found)
+
+    def gather(self, mine: _Result) -> list[_Result]:
+        """Return what every rank gave, by rank."""
+        told: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, mine, group=self.group)
+        return told
 
     def first(self, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""

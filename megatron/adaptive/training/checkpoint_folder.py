@@ -50,6 +50,8 @@ class Manifest:
         has_optimizer: whether optimizer state is in it.
         has_rng: whether random states are in it.
         files: size of each other file in bytes.
+        save_id: of this saving, by which parts of it elsewhere are known; empty where there are
+            none.
     """
 
     progress: Mapping[str, int]
@@ -59,6 +61,10 @@ class Manifest:
     has_optimizer: bool
     has_rng: bool
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    save_id: str = ""
+
+
+_NEEDED = tuple(one.name for one in dataclasses.fields(Manifest) if one.name != "save_id")
 
 
 class CheckpointFolder(StepFolders):
@@ -133,8 +139,8 @@ class CheckpointFolder(StepFolders):
                 f"there: {self._others(iteration)}"
             )
         body = self._read_manifest(path, iteration)
-        names = [field.name for field in dataclasses.fields(Manifest)]
-        missing = [name for name in names if name not in body]
+        names = [field.name for field in dataclasses.fields(Manifest) if field.name in body]
+        missing = [name for name in _NEEDED if name not in body]
         if missing:
             raise CheckpointError(
                 f"{path / _MANIFEST} has no {missing[0]!r}: it is damaged; "

@@ -20,6 +20,7 @@ from megatron.adaptive.training import relocate
 from megatron.adaptive.training.auto import Decision, make_tuner, use
 from megatron.adaptive.training.batch_sizes import BatchSizes
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress
+from megatron.adaptive.training.checkpoint_local import LocalDisk
 from megatron.adaptive.training.copies import make_copies
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
@@ -62,6 +63,7 @@ class Trainer:
         tell_position: told where the run is, for the messages of a rank that is lost.
         connect: told the run whose channels shall hear of a rank that is lost, ``None`` while there
             are no channels.
+        local: where checkpoints go first.
     """
 
     COMPLETE = COMPLETE
@@ -75,8 +77,10 @@ class Trainer:
         progress: Progress | None,
         tell_position: Callable[[str], None],
         connect: Callable[[Run | None], None],
+        local: LocalDisk | None = None,
     ) -> None:
         config = run.job.config
+        self._local = local
         self._tell_position = tell_position
         self._connect = connect
         self._log = log
@@ -103,6 +107,7 @@ class Trainer:
         self._diagnosis = _make_diagnosis(run, log, self._counters.iteration)
         self._saved_at = self._counters.iteration if progress is not None else -1
         self._iterations_here = 0
+        self._told_saved = -1
         self._waited_s = 0.0  # for the last checkpoint
 
     @property
@@ -113,7 +118,9 @@ class Trainer:
     def _adopt(self, run: Run) -> None:
         self._run = run
         self._config = run.job.config
-        self._checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
+        self._checkpoints = Checkpoints(
+            run.job, run.chunks, run.optimizer, run.scheduler, self._local
+        )
         self._step = Step(run)
         self._copies = make_copies(run, self._log, lambda: self._counters.progress())
 
@@ -156,7 +163,8 @@ class Trainer:
         self._stop.finish()
         if config.checkpoint.save is not None and self._saved_at != counters.iteration:
             self._save()
-        self._checkpoints.finish()
+        self._checkpoints.close()
+        self._tell_completed()
         return reason
 
     def evaluate_at_end(self) -> None:
@@ -363,11 +371,9 @@ class Trainer:
         checkpoint = self._config.checkpoint
         if checkpoint.save is None or not checkpoint.save_interval:
             return
-        done = self._checkpoints.completed()
-        if done is not None:
-            self._tell_saved(*done)
+        self._tell_completed()
         if self._counters.iteration % checkpoint.save_interval == 0:
-            self._save(behind=checkpoint.async_save and not self._is_finished())
+            self._save(behind=checkpoint.saves_behind and not self._is_finished())
 
     def _save(self, *, behind: bool = False) -> None:
         start = time.perf_counter()
@@ -382,9 +388,16 @@ class Trainer:
         if path is not None:
             self._tell_saved(self._saved_at, path)
 
+    def _tell_completed(self) -> None:
+        """Tell of checkpoints that were completed behind training."""
+        while (done := self._checkpoints.completed()) is not None:
+            if done[0] != self._told_saved:
+                self._tell_saved(*done)
+
     def _tell_saved(self, iteration: int, path: Path) -> None:
         self._log.tell(saved=iteration, seconds=self._waited_s)
-        behind = self._config.checkpoint.async_save
+        self._told_saved = iteration
+        behind = self._config.checkpoint.saves_behind
         self._log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
 
     def _early_end(self) -> str | None:

@@ -81,6 +81,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     from megatron.adaptive.pipeline.stop import StopRequest
     from megatron.adaptive.training.checkpoint import Checkpoints
+    from megatron.adaptive.training.checkpoint_local import make_local_disk
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
     from megatron.adaptive.training.profiler import make_profiler
@@ -91,12 +92,15 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+        local = make_local_disk(job)
+        if local is not None:
+            local.finish_former()
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler).load()
+        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler, local).load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -110,7 +114,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             tell_position = _position_teller(watcher)
-            trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect)
+            trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect, local)
             del run  # the trainer's, which may replace it
             reason = trainer.train()
             log.ends(reason)
