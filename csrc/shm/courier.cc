@@ -124,6 +124,8 @@ void Courier::carry_all(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     try {
       carry(job);
+    } catch (const PeerLostError&) {
+      // The channel tells that itself, perhaps a moment later.
     } catch (const std::exception& error) {
       fate_->fail(Failure::Kind::kTransport, describe(job.message) + " could not be brought to " +
                                                  fate_->peer_name() + ": " + error.what());

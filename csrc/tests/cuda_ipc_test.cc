@@ -263,7 +263,7 @@ void exchange_until_lost(End& end) {
       gpu.send(*end.sender, size_of(number), number);
       Item item = take(end);
       if (const auto* failure = std::get_if<Failure>(&item)) {
-        check(failure->kind == Failure::Kind::kPeerLost, "a lost peer");
+        check(failure->kind == Failure::Kind::kPeerLost, "a lost peer, not: " + failure->text);
         break;
       }
       gpu.read(std::get<Arrival>(std::move(item)), size_of(number), number);
