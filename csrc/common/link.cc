@@ -2,6 +2,8 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -18,6 +20,10 @@
 
 namespace adaptive {
 namespace {
+
+#ifndef SO_PEERPIDFD
+constexpr int SO_PEERPIDFD = 77;  // Linux 6.5
+#endif
 
 constexpr auto kFirstRetry = std::chrono::milliseconds(2);
 constexpr auto kLongestRetry = std::chrono::milliseconds(100);
@@ -185,6 +191,21 @@ Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const
                 " descriptors instead of " + std::to_string(num_fds));
   }
   return record;
+}
+
+ScopedFd Link::open_process() const {
+  if (!unix_) {
+    return ScopedFd();
+  }
+  int fd = -1;
+  socklen_t length = sizeof(fd);
+  if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0) {
+    return ScopedFd(fd);
+  }
+  if (peer_pid_ <= 0) {
+    return ScopedFd();
+  }
+  return ScopedFd(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid_, 0)));
 }
 
 Link connect_unix(const std::string& address, const Identity& self, int peer,

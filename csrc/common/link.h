@@ -50,6 +50,10 @@ class Link {
   bool is_unix() const noexcept { return unix_; }
   const std::string& remote() const noexcept { return remote_; }  // "10.0.0.3:4711", for messages
 
+  // A descriptor of the peer's process, which its end makes readable: unlike the end of the socket,
+  // it cannot be hidden by a child that the peer forked. Empty where the kernel gives none.
+  ScopedFd open_process() const;
+
   // A length-prefixed record with descriptors (unix links only).
   void send_record(const std::vector<std::uint8_t>& bytes, const std::vector<int>& fds,
                    const Deadline& deadline, const Tick& tick);

@@ -1,6 +1,5 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,27 +22,6 @@ constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
 // Heartbeats within the time limit, and looks at what came.
 constexpr int kTicksPerLimit = 4;
 
-#ifndef SO_PEERPIDFD
-constexpr int SO_PEERPIDFD = 77;  // Linux 6.5
-#endif
-
-// A descriptor of the peer's process: unlike the end of the socket, its end cannot be hidden by a
-// child that the peer forked. Empty where the kernel gives none.
-ScopedFd process_of(const Link& link) {
-  if (!link.is_unix()) {
-    return ScopedFd();
-  }
-  int fd = -1;
-  socklen_t length = sizeof(fd);
-  if (::getsockopt(link.fd(), SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0) {
-    return ScopedFd(fd);
-  }
-  if (link.peer_pid() <= 0) {
-    return ScopedFd();
-  }
-  return ScopedFd(static_cast<int>(::syscall(SYS_pidfd_open, link.peer_pid(), 0)));
-}
-
 }  // namespace
 
 struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
@@ -51,7 +29,7 @@ struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
        std::function<void(const std::string&)> lost_in, std::function<void()> left_in)
       : reactor(reactor_in),
         link(std::move(link_in)),
-        process(process_of(link)),
+        process(link.open_process()),
         silent_limit(silent_limit_in),
         lost(std::move(lost_in)),
         left(std::move(left_in)) {}

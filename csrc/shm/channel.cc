@@ -175,7 +175,7 @@ class ShmSender final : public Sender {
                        stream_threshold(options, distance_ns_), [this] { watch_->say_goodbye(); });
     if (agreement.path) {
       device_bytes_ = agreement.path->arena.size_bytes();
-      incoming_->use_device(std::move(agreement.path->arena));
+      incoming_->use_device(std::move(agreement.path->arena), link.open_process());
       courier_ = std::make_unique<Courier>(fate_, *outgoing_, std::move(agreement.path->context),
                                            std::move(agreement.path->peer),
                                            std::move(agreement.path->stream), options.slot_bytes);

@@ -1,5 +1,7 @@
 #include "shm/device_slots.h"
 
+#include <poll.h>
+
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -15,12 +17,14 @@ constexpr std::chrono::milliseconds kLookUp(1);
 
 }  // namespace
 
-DeviceSlots::DeviceSlots(cuda::Arena arena, std::function<void(unsigned)> give_back,
-                         std::function<bool()> importer_gone,
+DeviceSlots::DeviceSlots(cuda::Arena arena, ScopedFd sender,
+                         std::function<void(unsigned)> give_back,
+                         std::function<Importer()> importer,
                          std::function<void(const char*)> failed)
     : arena_(std::move(arena)),
+      sender_(std::move(sender)),
       give_back_(std::move(give_back)),
-      importer_gone_(std::move(importer_gone)),
+      importer_(std::move(importer)),
       failed_(std::move(failed)),
       thread_([this] { run(); }) {}
 
@@ -31,13 +35,21 @@ DeviceSlots::~DeviceSlots() {
   }
   changed_.notify_all();
   thread_.join();
-  const Deadline deadline = Deadline::after(kSenderLetsGo);
-  while (!importer_gone_() && !deadline.expired()) {
-    std::this_thread::sleep_for(kLookUp);
-  }
-  if (stuck_ || !importer_gone_()) {
+  if (!is_let_go(Deadline::after(kSenderLetsGo)) || stuck_) {
     arena_.leak();
   }
+}
+
+// The socket of a process that is killed may end a while before its device does.
+bool DeviceSlots::is_let_go(const Deadline& deadline) const {
+  while (importer_() == Importer::kThere && !deadline.expired()) {
+    std::this_thread::sleep_for(kLookUp);
+  }
+  if (importer_() != Importer::kLost || !sender_) {
+    return importer_() == Importer::kClosed;
+  }
+  pollfd process{sender_.get(), POLLIN, 0};
+  return ::poll(&process, 1, deadline.remaining_ms()) > 0;
 }
 
 void DeviceSlots::enter(unsigned slot, void* stream) {

@@ -10,6 +10,8 @@
 #include <thread>
 
 #include "common/completions.h"
+#include "common/deadline.h"
+#include "common/scoped_fd.h"
 #include "cuda/arena.h"
 #include "shm/ring.h"
 
@@ -19,11 +21,13 @@ namespace adaptive::shm {
 // may then write to it at once, and would not be held up if this process ended.
 class DeviceSlots final : public DevicePayload {
  public:
-  // give_back: the slot may be written to again. importer_gone: the sender has closed the memory,
-  // or its process has ended; asked by the destructor. failed: the device has, with a reason. All
-  // may be called by any thread.
-  DeviceSlots(cuda::Arena arena, std::function<void(unsigned)> give_back,
-              std::function<bool()> importer_gone, std::function<void(const char*)> failed);
+  // The sender, which has the slots open. One that is lost has until its process has ended.
+  enum class Importer { kThere, kClosed, kLost };
+
+  // sender: its process, may be empty. give_back: the slot may be written to again. importer: asked
+  // by the destructor. failed: the device has, with a reason. All may be called by any thread.
+  DeviceSlots(cuda::Arena arena, ScopedFd sender, std::function<void(unsigned)> give_back,
+              std::function<Importer()> importer, std::function<void(const char*)> failed);
   DeviceSlots(const DeviceSlots&) = delete;
   DeviceSlots& operator=(const DeviceSlots&) = delete;
   // Waits until nothing reads a slot and the sender has let go of them; what is not so within
@@ -42,11 +46,13 @@ class DeviceSlots final : public DevicePayload {
 
  private:
   void run() noexcept;
+  bool is_let_go(const Deadline& deadline) const;
   bool return_first(std::unique_lock<std::mutex>& lock);
 
   cuda::Arena arena_;
+  const ScopedFd sender_;
   const std::function<void(unsigned)> give_back_;
-  const std::function<bool()> importer_gone_;
+  const std::function<Importer()> importer_;
   const std::function<void(const char*)> failed_;
   std::array<std::atomic<cuda::StreamHandle*>, kMostSlots> streams_{};
   std::array<std::atomic<bool>, kMostSlots> entered_{};

@@ -64,18 +64,22 @@ Incoming::~Incoming() {
   }
 }
 
-void Incoming::use_device(cuda::Arena arena) {
+void Incoming::use_device(cuda::Arena arena, ScopedFd sender) {
   device_ = std::make_unique<DeviceSlots>(
-      std::move(arena), [this](unsigned slot) { give_back(slot); },
-      [this] { return importer_gone(); },
+      std::move(arena), std::move(sender), [this](unsigned slot) { give_back(slot); },
+      [this] { return importer(); },
       [fate = fate_](const char* reason) {
         fate->fail(Failure::Kind::kTransport, "the device's end of the channel from " +
                                                   fate->peer_name() + " failed: " + reason);
       });
 }
 
-bool Incoming::importer_gone() const noexcept {
-  return control_->sender.device_closed.load() != 0 || lost_.load(std::memory_order_acquire);
+DeviceSlots::Importer Incoming::importer() const noexcept {
+  if (control_->sender.device_closed.load() != 0) {
+    return DeviceSlots::Importer::kClosed;
+  }
+  const bool lost = lost_.load(std::memory_order_acquire);
+  return lost ? DeviceSlots::Importer::kLost : DeviceSlots::Importer::kThere;
 }
 
 bool Incoming::poll(Completions& into) noexcept {

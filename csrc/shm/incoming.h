@@ -41,7 +41,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   ~Incoming() override;
 
   // From now on payloads may be in `arena`. Before the first poll().
-  void use_device(cuda::Arena arena);
+  void use_device(cuda::Arena arena, ScopedFd sender);
 
   bool poll(Completions& into) noexcept override;
 
@@ -62,7 +62,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   void check_entry(const Message& message, unsigned slot) const;
   void deliver(const Message& message, unsigned slot, std::uint32_t flags, Completions& into);
   void deliver_on_device(const Message& message, unsigned slot, Completions& into);
-  bool importer_gone() const noexcept;
+  DeviceSlots::Importer importer() const noexcept;
   void add_piece(const Message& message, unsigned slot, Completions& into);
   void give_back(unsigned slot) noexcept;
   void tell_loss() noexcept;
