@@ -28,6 +28,7 @@ from .scenarios import Draws
 WIDTH = 16
 DTYPE = torch.float64
 _PR_SET_TIMERSLACK = 29
+_AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
@@ -111,6 +112,7 @@ class RankWork:
         self._microbatches = draws.num_microbatches
         self._unit = 1 / placement.num_chunks
         self._held = 0.0
+        self._due_s = 0.0  # when the last action was to end
         self._seconds: Mapping[ActionKind, Sequence[Sequence[float]]] = draws.table_s(placement)
         self._delays: dict[tuple[ActionKind, int], float] = {}
         for stage in [] if delayed_by_transport else self._stages:
@@ -184,8 +186,17 @@ class RankWork:
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Run ``fraction`` of a backward by weights."""
-        self._spend(ActionKind.W, stage, microbatch, time.monotonic(), fraction)
+        """Run ``fraction`` of a backward by weights.
+
+        One that follows at once on another part of the same goes on where that was to end: what a
+        sleep is late is no part of the work, and cutting must not count it twice. A device that is
+        given the next part before the last has ended has no gap there either.
+        """
+        start_s = time.monotonic()
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last[:3] == (ActionKind.W, stage, microbatch):
+            start_s = self._due_s if start_s - last.end_s < _AT_ONCE_S else start_s
+        self._spend(ActionKind.W, stage, microbatch, start_s, fraction)
         self._held -= self._unit * fraction
 
     @staticmethod
@@ -241,7 +252,8 @@ class RankWork:
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
         """Sleep as long as the action takes from ``start_s``."""
-        self._sleeper.until(start_s + self._seconds[kind][stage][microbatch] * fraction)
+        self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
+        self._sleeper.until(self._due_s)
         end_s = time.monotonic()
         self.spans.append(Span(kind, stage, microbatch, fraction, start_s, end_s))
 

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -21,8 +22,10 @@
 namespace adaptive::testing {
 
 // Far longer than any wait that goes well.
+// An emulated machine with a sanitizer, beside other programs, takes more than usual.
 inline Deadline patient() {
-  return Deadline::after(std::chrono::seconds(60));
+  const char* const wanted = std::getenv("TEST_PATIENCE_S");
+  return Deadline::after(std::chrono::seconds(wanted == nullptr ? 60 : std::atoi(wanted)));
 }
 
 inline Deadline soon(int milliseconds = 20) {

@@ -122,7 +122,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes(name: str) -> None:
     # The thread sanitizer knows no more random bits of addresses than these.
     script = f"""
         echo 28 >/proc/sys/vm/mmap_rnd_bits
-        export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1
+        export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1 TEST_PATIENCE_S=240
         {runs}
     """
     result = run(["sh", "-ec", script], timeout_s=900.0, memory_mib=1500, machine="qemu")

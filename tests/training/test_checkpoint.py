@@ -129,7 +129,9 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     run.checkpoints.save_behind(worker.progress(4))  # waits for the one before
     assert run.learn(3, 6) == losses[3:]
     run.checkpoints.finish()
-    assert run.checkpoints.completed() == (4, CheckpointFolder(tmp_path).complete_path(4))
+    path = CheckpointFolder(tmp_path).complete_path
+    for iteration in (1, 3, 4):
+        assert run.checkpoints.completed() == (iteration, path(iteration))
     assert run.checkpoints.completed() is None
     resumed = make(load=tmp_path, ckpt_step=3)
     assert resumed.checkpoints.load() == worker.progress(3)
@@ -158,8 +160,9 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     with pytest.raises(CheckpointError, match="iteration 3 was not written"):
         run.checkpoints.finish()
     run.checkpoints.save_behind(worker.progress(4))
-    assert run.checkpoints._pending is not None
-    run.checkpoints._pending.join()
+    pending = run.checkpoints._behind._pending
+    assert pending is not None
+    pending.join()
     folder.unlink()
     path = run.checkpoints.save_behind(worker.progress(5))
     assert path == CheckpointFolder(folder / "inner").complete_path(5)

@@ -7,6 +7,7 @@ for all programs that train.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ class Behind:
 
     def __init__(self) -> None:
         self._pending: _Pending | None = None
-        self._former: tuple[int, Path] | None = None
+        self._untold: deque[tuple[int, Path]] = deque()
 
     def begin(self, write: Callable[[], Path | None], step: int) -> None:
         """Write a checkpoint in a thread of its own; after :meth:`finish` or :meth:`lacking`.
@@ -29,19 +30,13 @@ class Behind:
             write: returns its folder, ``None`` where it is not yet where it is to be.
             step: that it is of.
         """
-        self._former = self.completed()
+        self._take_note()
         self._pending = _Pending(write, step)
 
     def completed(self) -> tuple[int, Path] | None:
-        """Step and folder of a checkpoint that was completed; each once."""
-        former, self._former = self._former, None
-        if former is not None:
-            return former
-        pending = self._pending
-        if pending is None or pending.is_alive() or pending.path is None:
-            return None
-        self._pending = None
-        return pending.step, pending.path
+        """Step and folder of a checkpoint that was completed; each once, in their order."""
+        self._take_note()
+        return self._untold.popleft() if self._untold else None
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -69,6 +64,12 @@ class Behind:
         except CheckpointError as error:
             return f"{error}; training waits until that of iteration {step} is there in its place"
         return ""
+
+    def _take_note(self) -> None:
+        pending = self._pending
+        if pending is not None and not pending.is_alive() and pending.path is not None:
+            self._pending = None
+            self._untold.append((pending.step, pending.path))
 
 
 class _Pending(threading.Thread):
