@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,14 +11,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Run a test that failed once more, and list it as ``RERUN`` at the end.
+# Folders whose files take minutes come first: a file that starts last leaves the others idle.
+LONGEST_FIRST = ("labs", "multiprocess", "elastic", "cutpoint", "launch", "plugin", "cli")
 
-    Thousands of tests with real processes share a few processors, and one of them meets a moment
-    without any. What a second run passes is unsteady and to be mended, but says nothing against a
-    change. Whether losses and gradients are right never depends on such a moment: those tests and
-    everything without processes of its own have one run only.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first, and mark what runs once more.
+
+    A test that failed runs once more, and is listed as ``RERUN`` at the end: thousands of tests
+    with real processes share a few processors, and one of them meets a moment without any. What a
+    second run passes is unsteady and to be mended, but says nothing against a change. Whether
+    losses and gradients are right never depends on such a moment: those tests and everything
+    without processes of its own have one run only.
     """
+    rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
     for item in items:
         exact = any(word in item.path.name for word in ("equivalence", "fuzz"))
         real = any(item.get_closest_marker(name) for name in ("slow", "multiprocess"))

@@ -44,6 +44,7 @@ LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
 LITTLE = 4_000_000 << 10
 """Bytes of address space of each process of a job, which Slurm takes over from the submitter."""
 NAMED_S = 30.0
+ITERATION = re.compile(r"iteration +(\d+)/")
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 SETTINGS = [
     "PreemptType=preempt/partition_prio",
@@ -64,6 +65,15 @@ def lab() -> Iterator[Lab]:
         place = Path(folder, "lab")
         with Lab(place, kinds, accounting=True, settings=SETTINGS) as cluster:
             yield cluster
+
+
+@pytest.fixture(autouse=True)
+def queue(lab: Lab) -> Iterator[None]:
+    """Leave no job to the next test, whatever became of this one."""
+    yield
+    if jobs := lab.output("squeue", "-h", "-o", "%A").split():
+        lab.output("scancel", *set(jobs))
+        wait_for(lambda: not lab.output("squeue", "-h"), lambda: lab.output("squeue"))
 
 
 @pytest.fixture
@@ -114,15 +124,15 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
-        return any(len(part) >= start and "iteration " in part[start - 1] for part in parts)
+        return any(len(part) >= start and ITERATION.search(part[start - 1]) for part in parts)
 
     wait_for(trains, lambda: said(conf, job))
 
 
 def iterations(text: str) -> list[list[int]]:
     """Return the iterations of each start of the node that writes."""
-    parts = [part for part in text.split(" starts\n") if "iteration " in part]
-    return [[int(number) for number in re.findall(r"iteration +(\d+)/", part)] for part in parts]
+    found = [ITERATION.findall(part) for part in text.split(" starts\n")]
+    return [[int(number) for number in numbers] for numbers in found if numbers]
 
 
 def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
