@@ -248,8 +248,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
     if way == "unplug":
         lab.plug(node)
     else:
-        lab.boot(node)
-        lab.wait_until_registered(node)
+        lab.put_back(node)
 
     def left() -> list[str]:
         return [

@@ -18,8 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# For real verbs: needs the library and its headers.
-VERBS = ("-O1", "-DMEGATRON_ADAPTIVE_RDMA")
+# For real verbs: needs the library and its headers. Only what knows of verbs is told.
+VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
+VERBS = ("-O1", VERBS_DEFINED)
 # What all test programs are linked with. Neither Python nor, unless VERBS are asked for, anything
 # of RDMA is needed for it.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
@@ -50,8 +51,7 @@ class CppTests:
         self._libraries = ("-ldl", *libraries)
         self._folder = folder
         self._objects = cache_folder()
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
-        self._maker = repr((version.stdout, self._flags)).encode()
+        self._version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
         headers = sorted((ROOT / "csrc").rglob("*.h"))
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
@@ -68,7 +68,7 @@ class CppTests:
             objects = list(pool.map(self._compile, sources))
         program = self._folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._run([*map(str, objects), "-o", str(program), *self._libraries])
+        self._run([*self._flags, *map(str, objects), "-o", str(program), *self._libraries])
         return program
 
     def library(self, name: str) -> Path:
@@ -80,27 +80,28 @@ class CppTests:
         made = self._compile(ROOT / "csrc" / "tests" / f"{name}.cc", "-fPIC")
         target = self._folder / f"lib{name}.so"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._run(["-shared", str(made), "-o", str(target)])
+        self._run([*self._flags, "-shared", str(made), "-o", str(target)])
         return target
 
     def _compile(self, source: Path, *more: str) -> Path:
+        knows_verbs = source.parent.name == "rdma" or source.name.startswith("rdma_")
+        flags = [flag for flag in self._flags if knows_verbs or flag != VERBS_DEFINED]
         digest = self._headers.copy()
         digest.update(source.read_bytes())
-        digest.update(self._maker)
-        digest.update("".join(more).encode())
+        digest.update(repr((self._version.stdout, flags, more)).encode())
         name = f"{source.parent.name}-{source.stem}"
         target = self._objects / f"{name}.{digest.hexdigest()[:24]}.o"
         if target.exists():
             target.touch()
         else:
             fresh = target.with_suffix(f".{os.getpid()}.new")
-            self._run([*more, "-c", str(source.relative_to(ROOT)), "-o", str(fresh)])
+            self._run([*flags, *more, "-c", str(source.relative_to(ROOT)), "-o", str(fresh)])
             fresh.replace(target)
         return target
 
     def _run(self, arguments: Sequence[str]) -> None:
         done = subprocess.run(
-            [self._compiler, *self._flags, *arguments],
+            [self._compiler, *arguments],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -25,7 +25,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.completions import Arrival, CompletionQueue
+from megatron.adaptive.transport.completions import CompletionQueue, HeldArrival
 from megatron.adaptive.transport.header import Label
 
 from .ours import LIMIT_S, TransportConnector
@@ -112,7 +112,7 @@ class InstantTransport:
 
     def _put(self, label: Label) -> None:
         tensor = self._inputs[label.action.microbatch % len(self._inputs)]
-        self.completions.put(Arrival(label, 1 - self._rank, tensor.nbytes, lambda: tensor))
+        self.completions.put(HeldArrival(label, 1 - self._rank, tensor.nbytes, lambda: tensor))
 
 
 class Pipeline:

@@ -17,7 +17,7 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.completions import delivered
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Item
 
 from .competitors import Competitor
 from .scenarios import Draws
@@ -132,7 +132,7 @@ class DelayedQueue(CompletionQueue):
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
-            item = Arrival(item.label, item.peer, item.nbytes, lambda: payload)
+            item = HeldArrival(item.label, item.peer, item.nbytes, lambda: payload)
             due_s = payload[2].item() + self._delays_s[item.peer]
         with self._changed:
             self._count += 1

@@ -45,7 +45,7 @@ from megatron.adaptive.schedule.state import RankState  # noqa: E402
 from megatron.adaptive.trace.event import KINDS, TraceHeader  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 from megatron.adaptive.transport.gloo import GlooTransport  # noqa: E402
-from megatron.adaptive.transport.interface import Arrival, Item  # noqa: E402
+from megatron.adaptive.transport.interface import Arrival, HeldArrival, Item  # noqa: E402
 
 TIMEOUT_S = 60.0
 LAYERS = 4
@@ -61,7 +61,9 @@ class LateQueue(DelayedQueue):
             payload = item.take()
             due_s = payload[2].item() + self._delays_s.get(item.peer, 0.0)
             due_s = max(due_s, time.monotonic())
-            item = Arrival(item.label, item.peer, item.nbytes, lambda: payload, int(due_s * 1e9))
+            item = HeldArrival(
+                item.label, item.peer, item.nbytes, lambda: payload, int(due_s * 1e9)
+            )
         with self._changed:
             self._count += 1
             heapq.heappush(self._held, (due_s, self._count, item))

@@ -54,9 +54,16 @@ std::unique_ptr<Managed> manage(Lease&& lease, const Message& message, Place pla
 
 // ---- Arrival
 
+// What a subclass keeps with an arrival: attributes of its own would make each one known to the
+// garbage collector, which costs as much as all else.
+enum Kept : std::size_t { kLabel, kSettled, kNumKept };
+
 struct PyArrival {
   PyObject_HEAD bool taken;
   long free_slots;  // when it was taken
+  long least_free;  // as in ArrivalForm, and the next
+  bool direct;
+  PyObject* kept[kNumKept];
   Arrival arrival;
 };
 
@@ -113,6 +120,10 @@ long free_slots(const Arrival& arrival) noexcept {
 PyObject* arrival_free_slots(PyObject* self, void*) {
   auto* const object = reinterpret_cast<PyArrival*>(self);
   return PyLong_FromLong(object->taken ? object->free_slots : free_slots(object->arrival));
+}
+
+PyObject* arrival_least_free(PyObject* self, void*) {
+  return PyLong_FromLong(reinterpret_cast<PyArrival*>(self)->least_free);
 }
 
 PyObject* arrival_shape(PyObject* self, void*) {
@@ -201,9 +212,50 @@ PyObject* arrival_tensor(PyObject* self, PyObject*) {
   }
 }
 
+PyObject* arrival_take(PyObject* self, PyObject*) {
+  static PyObject* const ask = PyUnicode_InternFromString("_take");
+  static PyObject* const clone = PyUnicode_InternFromString("clone");
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  if (PyObject* const settled = object->kept[kSettled]; settled != nullptr) {
+    Py_INCREF(settled);
+    return settled;
+  }
+  if (!object->direct || object->arrival.device != nullptr || message_of(self).variant != 0) {
+    return PyObject_CallMethodNoArgs(self, ask);
+  }
+  PyObject* const tensor = arrival_tensor(self, nullptr);
+  if (tensor == nullptr || object->free_slots >= object->least_free) {
+    return tensor;
+  }
+  PyObject* const copy = PyObject_CallMethodNoArgs(tensor, clone);
+  Py_DECREF(tensor);
+  return copy;
+}
+
+PyObject* arrival_kept(PyObject* self, void* which) {
+  PyObject* const value =
+      reinterpret_cast<PyArrival*>(self)->kept[reinterpret_cast<std::uintptr_t>(which)];
+  PyObject* const shown = value == nullptr ? Py_None : value;
+  Py_INCREF(shown);
+  return shown;
+}
+
+int arrival_keep(PyObject* self, PyObject* value, void* which) {
+  auto*& place = reinterpret_cast<PyArrival*>(self)->kept[reinterpret_cast<std::uintptr_t>(which)];
+  Py_XINCREF(value);
+  PyObject* const former = place;
+  place = value;
+  Py_XDECREF(former);
+  return 0;
+}
+
 void delete_arrival(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
-  reinterpret_cast<PyArrival*>(self)->arrival.~Arrival();
+  auto* const object = reinterpret_cast<PyArrival*>(self);
+  for (PyObject*& value : object->kept) {
+    Py_CLEAR(value);
+  }
+  object->arrival.~Arrival();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -225,6 +277,11 @@ PyGetSetDef kArrivalFields[] = {
     {"free_slots", arrival_free_slots, nullptr,
      "Slots of the channel that this process does not hold, now or when dlpack() was called.",
      nullptr},
+    {"least_free", arrival_least_free, nullptr, "As deliver_as() was told.", nullptr},
+    {"_label", arrival_kept, arrival_keep, "For a subclass; None at first.",
+     reinterpret_cast<void*>(kLabel)},
+    {"_settled", arrival_kept, arrival_keep, "What take() returns instead of the payload.",
+     reinterpret_cast<void*>(kSettled)},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -238,6 +295,9 @@ PyMethodDef kArrivalMethods[] = {
      "stream is past what is on it when the tensor is dropped. Waits for nothing."},
     {"tensor", arrival_tensor, METH_NOARGS,
      "Returns the payload as a tensor, once, faster than through dlpack(). After use_torch()."},
+    {"take", arrival_take, METH_NOARGS,
+     "As tensor(), but a copy where fewer slots than least_free are free; what _take() of a "
+     "subclass returns, where the node is not direct, the payload is on a device or a variant."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -249,10 +309,10 @@ PyType_Slot kArrivalSlots[] = {
     {0, nullptr},
 };
 
-PyType_Spec kArrivalSpec = {
-    "megatron.adaptive._C.Arrival", sizeof(PyArrival), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
-    kArrivalSlots};
+PyType_Spec kArrivalSpec = {"megatron.adaptive._C.Arrival", sizeof(PyArrival), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE |
+                                Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+                            kArrivalSlots};
 
 PyTypeObject* arrival_type = nullptr;  // of this module, which is never unloaded
 
@@ -267,12 +327,25 @@ void bind_arrival(py::module_& module) {
   module.add_object("Arrival", py::reinterpret_borrow<py::object>(type));
 }
 
-py::object make_arrival(Arrival&& arrival) {
-  auto* const object = PyObject_New(PyArrival, arrival_type);
+ArrivalForm plain_arrivals() {
+  return {py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(arrival_type))};
+}
+
+void check_arrival_type(const py::object& type) {
+  if (PyType_Check(type.ptr()) == 0 ||
+      PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), arrival_type) == 0) {
+    throw py::type_error("the type of arrivals must be a subclass of Arrival");
+  }
+}
+
+py::object make_arrival(Arrival&& arrival, const ArrivalForm& form) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(form.type.ptr());
+  auto* const object = reinterpret_cast<PyArrival*>(type->tp_alloc(type, 0));  // zeroed
   if (object == nullptr) {
     throw py::error_already_set();
   }
-  object->taken = false;
+  object->least_free = form.least_free;
+  object->direct = form.direct;
   new (&object->arrival) Arrival(std::move(arrival));
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
 }

@@ -9,8 +9,21 @@ namespace adaptive {
 // Adds the type `Arrival` to the module; to be called before the function below.
 void bind_arrival(pybind11::module_& module);
 
-// A new `Arrival`. Throws py::error_already_set.
-pybind11::object make_arrival(Arrival&& arrival);
+// As what a node's arrivals are handed to Python.
+struct ArrivalForm {
+  pybind11::object type;  // `Arrival`, or a subclass of it
+  long least_free = 0;    // with fewer free slots take() copies
+  bool direct = false;    // take() makes tensors by itself, without asking the subclass
+};
+
+// The form of a node that was told of none.
+ArrivalForm plain_arrivals();
+
+// Throws py::type_error where `type` is no subclass of `Arrival`.
+void check_arrival_type(const pybind11::object& type);
+
+// A new object of that form. Throws py::error_already_set.
+pybind11::object make_arrival(Arrival&& arrival, const ArrivalForm& form);
 
 // Where memory is, as DLPack has it.
 struct Place {

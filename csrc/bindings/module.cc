@@ -26,7 +26,7 @@ namespace adaptive {
 namespace {
 
 // Raised by one whenever Python code has to know about a change here; see extension.py.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 // Refuses a second thread instead of making it wait: each end of a log belongs to one.
 class OneThread {

@@ -68,6 +68,43 @@ std::shared_ptr<void> keep_object(void* context) {
           [drops = request->drops](void* object) { drops->push(static_cast<PyObject*>(object)); }};
 }
 
+struct StorageRequest {
+  PyObject* tensor;
+  std::shared_ptr<DropList>* drops;
+};
+
+// Not the tensor: its owner may put another storage into it before this one is sent.
+PyObject* storage_of(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
+  PyObject* const storage = PyObject_CallMethodNoArgs(tensor, name);
+  if (storage == nullptr) {
+    throw py::error_already_set();
+  }
+  return storage;
+}
+
+// With the GIL. A channel's mutex is held: what the garbage collector ends might want it.
+std::shared_ptr<void> keep_storage(void* context) {
+  auto* const request = static_cast<StorageRequest*>(context);
+  const bool collects = PyGC_Disable() != 0;
+  const auto restore = [&] {
+    if (collects) {
+      PyGC_Enable();
+    }
+  };
+  try {
+    PyObject* const storage = storage_of(request->tensor);
+    std::shared_ptr<void> kept{storage, [drops = *request->drops](void* object) {
+                                 drops->push(static_cast<PyObject*>(object));
+                               }};
+    restore();
+    return kept;
+  } catch (...) {
+    restore();
+    throw;
+  }
+}
+
 }  // namespace
 
 // ---- DropList
@@ -107,6 +144,7 @@ struct Node::Parts {
   std::optional<Listener> unix_listener;
   std::optional<Listener> tcp_listener;
   std::vector<std::pair<int, std::unique_ptr<Sender>>> senders;  // few: searched one by one
+  ArrivalForm form = plain_arrivals();
   bool closed = false;
 };
 
@@ -267,6 +305,18 @@ void Node::send(int peer, const Message& message, const void* data, PyObject* ke
   finish();
 }
 
+void Node::send_tensor(int peer, const Message& message, const void* data, PyObject* tensor) {
+  if (message.nbytes >= kLongCopyBytes) {
+    const auto storage = py::reinterpret_steal<py::object>(storage_of(tensor));
+    send(peer, message, data, storage.ptr());
+    return;
+  }
+  Sender& sender = sender_to(peer);
+  const Busy busy(sending_, "send");
+  StorageRequest request{tensor, &parts_->drops};
+  sender.send(message, data, {&keep_storage, &request});
+}
+
 void Node::send_after(int peer, const Message& message, const void* data, bool on_device,
                       void* stream, PyObject* keep) {
   Sender& sender = sender_to(peer);
@@ -299,6 +349,11 @@ void Node::commit(int peer, const Message& message, Reserved reserved) {
   sender.commit(message, std::move(reserved));
 }
 
+void Node::deliver_as(const py::object& type, long least_free, bool direct) {
+  check_arrival_type(type);
+  parts().form = {type, least_free, direct};
+}
+
 void Node::put(PyObject* item) {
   Parts& all = parts();
   all.session.completions->put(Posted{reinterpret_cast<std::uintptr_t>(item)});
@@ -307,7 +362,7 @@ void Node::put(PyObject* item) {
 
 py::object Node::open_item(Item&& item) {
   if (auto* arrival = std::get_if<Arrival>(&item)) {
-    return make_arrival(std::move(*arrival));
+    return make_arrival(std::move(*arrival), parts_->form);
   }
   if (const auto* posted = std::get_if<Posted>(&item)) {
     return py::reinterpret_steal<py::object>(

@@ -48,6 +48,10 @@ class Node {
                   PyObject* keep);
   std::optional<Reserved> reserve(int peer, std::size_t nbytes);
   void commit(int peer, const Message& message, Reserved reserved);
+  // As send(), of the tensor whose memory `data` is.
+  void send_tensor(int peer, const Message& message, const void* data, PyObject* tensor);
+  // From now on poll() and wait() return arrivals as `type`; see ArrivalForm.
+  void deliver_as(const pybind11::object& type, long least_free, bool direct);
   void put(PyObject* item);
   pybind11::object poll();
   pybind11::object wait(const Deadline& deadline);

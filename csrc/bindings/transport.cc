@@ -184,14 +184,7 @@ PyObject* node_send_tensor(PyObject* self, PyObject* const* args, Py_ssize_t cou
       Py_RETURN_FALSE;
     }
     fill_label(message, args + 1);
-    // The tensor's owner may put another storage into it before this one is sent.
-    static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
-    const auto storage =
-        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(args[5], name));
-    if (!storage) {
-      throw py::error_already_set();
-    }
-    node_of(self).send(narrow<std::int32_t>(args[0], "peer"), message, data, storage.ptr());
+    node_of(self).send_tensor(narrow<std::int32_t>(args[0], "peer"), message, data, args[5]);
     Py_RETURN_TRUE;
   });
 }
@@ -405,6 +398,12 @@ TransportError.)");
            R"(Flushes, says goodbye to all peers and ends the channels. Idempotent.
 
 Returns False when something was still pending after timeout_s. Views of what arrived stay valid.)");
+  node.def("deliver_as", &Node::deliver_as, py::arg("type"), py::arg("least_free"),
+           py::arg("direct"),
+           R"(Makes poll() and wait() return arrivals as `type`, a subclass of Arrival.
+
+least_free: take() copies where a channel has fewer free slots. direct: take() makes tensors by
+itself, after use_torch(), instead of asking _take() of the subclass.)");
   node.def("info", &Node::info, py::arg("peer"), "What the channel to `peer` found and chose.");
   add_fast_methods(node);
 }

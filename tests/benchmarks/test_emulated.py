@@ -19,7 +19,7 @@ from benchmarks.emulated.simulated import Runtime, nearest_makespan_s, simulated
 from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, Span, WorkError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.transport.interface import Arrival, Label
+from megatron.adaptive.transport.interface import Arrival, HeldArrival, Label
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 TIMES = Times(forward_s=1e-4, backward_s=2e-4, weight_s=3e-4)
@@ -160,7 +160,7 @@ def test_a_step_is_complete_when_each_action_ran_once() -> None:
 
 def put(queue: DelayedQueue, peer: int, sent_s: float) -> None:
     payload = torch.tensor([0.0, 0.0, sent_s], dtype=DTYPE)
-    queue.put(Arrival(Label(0, Action(F, 0, peer)), peer, 0, lambda: payload))
+    queue.put(HeldArrival(Label(0, Action(F, 0, peer)), peer, 0, lambda: payload))
 
 
 def test_a_delayed_message_lets_others_pass() -> None:

@@ -27,7 +27,7 @@ from megatron.adaptive.pipeline.agreement import Alone
 from megatron.adaptive.pipeline.executor import Executor
 from megatron.adaptive.pipeline.meter import ActivationMeter
 from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 accelerator.install()  # the examples import what needs it
 
@@ -60,7 +60,7 @@ class Wire:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         copied = tensor.detach().clone()
-        self._network[peer].put(Arrival(label, self._me, copied.nbytes, lambda: copied))
+        self._network[peer].put(HeldArrival(label, self._me, copied.nbytes, lambda: copied))
 
     def flush(self, timeout_s: float) -> None:
         pass

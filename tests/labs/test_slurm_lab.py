@@ -326,8 +326,7 @@ def test_a_node_that_crashes_is_named_and_the_job_goes_on_elsewhere(lab: Lab, co
         lab.output("scancel", str(job))
         finish(lab, conf, job)
     finally:
-        lab.boot(node)
-    lab.wait_until_registered(node)
+        lab.put_back(node)
     wait_until_no_process(lab)
 
 
@@ -389,8 +388,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     try:
         wait_for_nodes(1)
     finally:
-        lab.boot("n3")
-    lab.wait_until_registered("n3")
+        lab.put_back("n3")
     wait_for_nodes(2)
     lab.output("scancel", job)
     wait_for(lambda: not lab.output("squeue", "-h", "-j", job), wrote)

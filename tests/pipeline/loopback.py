@@ -16,7 +16,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
 FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # of the tensors below
@@ -47,7 +47,7 @@ class Loopback:
 
 
 def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
-    return Arrival(label, peer, tensor.nbytes, lambda: tensor)
+    return HeldArrival(label, peer, tensor.nbytes, lambda: tensor)
 
 
 class Counting:

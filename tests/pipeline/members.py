@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
@@ -106,7 +106,7 @@ def inputs(step: int, seed: int) -> list[Arrival]:
 
 def arrival(step: int, action: Action) -> Arrival:
     tensor = torch.zeros(1)
-    return Arrival(Label(step, action), 0, 4, lambda: tensor)
+    return HeldArrival(Label(step, action), 0, 4, lambda: tensor)
 
 
 def describe(rank: int) -> str:

@@ -23,7 +23,13 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label, Notice
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    CompletionQueue,
+    HeldArrival,
+    Label,
+    Notice,
+)
 
 from .conftest import BOARDS, WATCHDOG_S, Start
 
@@ -150,7 +156,7 @@ def fresh(rank: int) -> RankState:
 
 def message(step: int, microbatch: int) -> Arrival:
     label = Label(step, Action(F, 0, microbatch))
-    return Arrival(label, 9, 4, lambda: torch.zeros(1))
+    return HeldArrival(label, 9, 4, lambda: torch.zeros(1))
 
 
 def make_leader(decisions: Paper, reports: dict[int, Any], queue: CompletionQueue) -> Leader:

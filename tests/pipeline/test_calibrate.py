@@ -21,7 +21,7 @@ from megatron.adaptive.pipeline.calibrate import (
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import Link
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 MS = 1_000_000
@@ -43,7 +43,7 @@ class Wire:
         self.free_s = max(self.free_s, time.monotonic()) + byte_s * tensor.nbytes
         wait_s = self.free_s + latency_s - time.monotonic()
         assert self.other is not None
-        item = Arrival(label, 0, tensor.nbytes, lambda: tensor)
+        item = HeldArrival(label, 0, tensor.nbytes, lambda: tensor)
         threading.Timer(wait_s, self.other.completions.put, [item]).start()
 
     def flush(self, timeout_s: float) -> None:

@@ -289,7 +289,8 @@ def test_inputs_that_only_some_members_have_are_waited_for() -> None:
             self.begun.append((step, is_static))
 
         def is_everywhere(self, item: Item) -> bool:
-            self.items.append(f"{type(item).__name__} {item.label.step}:{item.label.action}")
+            kind = "Notice" if isinstance(item, Notice) else "Arrival"
+            self.items.append(f"{kind} {item.label.step}:{item.label.action}")
             return isinstance(item, Notice)
 
         def missing(self) -> str:

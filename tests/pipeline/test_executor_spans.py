@@ -21,7 +21,7 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, Label
+from megatron.adaptive.transport.interface import HeldArrival, Label
 
 from .loopback import (
     BACKWARD_BYTES,
@@ -217,7 +217,7 @@ def test_a_transport_may_tell_when_a_message_arrived(tmp_path: Path) -> None:
     early = time.monotonic_ns()
 
     def put(item: Any) -> None:
-        completions.put(Arrival(item.label, item.peer, item.nbytes, item.take, early))
+        completions.put(HeldArrival(item.label, item.peer, item.nbytes, item.take, early))
 
     spans = awaited_later(tmp_path, put, pipeline)
     receives = [span for span in spans if span.action == "receive"]

@@ -61,11 +61,8 @@ def open_pair(**options: Any) -> tuple[Any, Any]:
 
 
 def transport_of(node: Any, peer: int) -> NativeTransport:
-    made = NativeTransport(node, {peer: "shm"}, device=CPU, least_free=4)
     staging = Staging(node, CPU, [peer])
-    made._staging = staging
-    made.completions.staging = staging
-    return made
+    return NativeTransport(node, {peer: "shm"}, device=CPU, least_free=4, staging=staging)
 
 
 @pytest.fixture

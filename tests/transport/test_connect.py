@@ -18,7 +18,12 @@ from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
-from megatron.adaptive.transport.completions import Arrival, CompletionQueue, Completions
+from megatron.adaptive.transport.completions import (
+    Arrival,
+    CompletionQueue,
+    Completions,
+    HeldArrival,
+)
 from megatron.adaptive.transport.composite import CompositeTransport
 from megatron.adaptive.transport.connect import (
     Payloads,
@@ -69,7 +74,7 @@ class Wire:
         net[rank] = self
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        item = Arrival(label, self._rank, tensor.nbytes, lambda: tensor)
+        item = HeldArrival(label, self._rank, tensor.nbytes, lambda: tensor)
         self._net[peer].completions.put(item)
 
     def channel(self, peer: int) -> DirectChannel:

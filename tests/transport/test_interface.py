@@ -15,6 +15,7 @@ from megatron.adaptive.transport.interface import (
     Arrival,
     CompletionQueue,
     Header,
+    HeldArrival,
     Label,
 )
 
@@ -25,7 +26,7 @@ FORWARD = Label(4, Action(ActionKind.F, 1, 9))
 def arrival(microbatch: int, tensor: torch.Tensor | None = None) -> Arrival:
     payload = torch.zeros(1) if tensor is None else tensor
     label = Label(0, Action(ActionKind.F, 0, microbatch))
-    return Arrival(label, 2, payload.nbytes, lambda: payload)
+    return HeldArrival(label, 2, payload.nbytes, lambda: payload)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import native_queue
-from megatron.adaptive.transport.completions import Arrival, Notice
+from megatron.adaptive.transport.completions import Arrival, HeldArrival, Notice
 from megatron.adaptive.transport.header import CODE_OF, Label, code_of
 from megatron.adaptive.transport.native import NativeTransport
 
@@ -77,7 +77,7 @@ def test_other_items_keep_their_place(transport: NativeTransport) -> None:
     """Notices, arrivals of other transports and errors come through the same queue."""
     queue = transport.completions
     notice = Notice(LABEL, 3)
-    foreign = Arrival(LABEL, 7, 4, lambda: torch.ones(1))
+    foreign = HeldArrival(LABEL, 7, 4, lambda: torch.ones(1))
     transport.send(0, LABEL, torch.zeros(2))
     queue.put(notice)
     queue.put(PeerLostError("rank 5 is gone"))

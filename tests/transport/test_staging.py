@@ -110,10 +110,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def transport(device: Device) -> Iterator[NativeTransport]:
     node = extension.require("a test").Node(0, bytes(16), 1, 1)
     node.open("loopback", 0, "", LIMIT_S, slot_bytes=4096, slots=8, reservable=2)
-    made = NativeTransport(node, {0: "loopback"}, device=CPU, least_free=4)
     staging = Staging(node, CPU, [0])
-    made._staging = staging
-    made.completions.staging = staging
+    made = NativeTransport(node, {0: "loopback"}, device=CPU, least_free=4, staging=staging)
     yield made
     device.copied.set()
     made.close()

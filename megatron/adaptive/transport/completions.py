@@ -22,7 +22,15 @@ import torch
 
 from megatron.adaptive.transport.header import Label
 
-__all__ = ["Arrival", "CompletionQueue", "Completions", "Item", "Notice", "delivered"]
+__all__ = [
+    "Arrival",
+    "CompletionQueue",
+    "Completions",
+    "HeldArrival",
+    "Item",
+    "Notice",
+    "delivered",
+]
 
 
 class Arrival:
@@ -35,6 +43,22 @@ class Arrival:
         arrived_ns: when the receive was complete, on ``time.monotonic_ns``; ``None`` where no
             thread sees that happen, as in memory that the peer writes by itself.
     """
+
+    # None of its own: what the C++ extension makes is an arrival too.
+    __slots__ = ()
+
+    label: Label
+    peer: int
+    nbytes: int
+    arrived_ns: int | None
+
+    def take(self) -> torch.Tensor:
+        """Return the payload; the caller owns it. Call once, in the order of arrival."""
+        raise NotImplementedError
+
+
+class HeldArrival(Arrival):
+    """An arrival whose payload ``take`` returns."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -53,7 +77,7 @@ class Arrival:
         self._take = take
 
     def take(self) -> torch.Tensor:
-        """Return the payload; the caller owns it. Call once, in the order of arrival."""
+        """See :class:`Arrival`."""
         return self._take()
 
 

@@ -30,7 +30,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.completions import Arrival, CompletionQueue, Completions
+from megatron.adaptive.transport.completions import (
+    Arrival,
+    CompletionQueue,
+    Completions,
+    HeldArrival,
+)
 from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
 from megatron.adaptive.transport.interface import Channel, DirectChannel
 from megatron.adaptive.transport.packet import Packet
@@ -295,7 +300,7 @@ class GlooTransport:
             self._group.recv([raw(payload)], self._index[peer], tag).wait(_POSTED_FOR)
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
-        return Arrival(
+        return HeldArrival(
             label,
             peer,
             payload.nbytes,

@@ -29,6 +29,7 @@ from megatron.adaptive.transport.completions import (
     Arrival,
     CompletionQueue,
     Completions,
+    HeldArrival,
     Item,
     Notice,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "DirectChannel",
     "Endpoint",
     "Header",
+    "HeldArrival",
     "Item",
     "Label",
     "Notice",

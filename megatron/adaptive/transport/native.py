@@ -44,6 +44,7 @@ class NativeTransport:
         device: where received tensors go.
         describe: text for a peer in error messages.
         least_free: slots of a channel that its receiver leaves to the sender.
+        staging: the GPU's part; for a ``device`` that is a GPU it is made.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class NativeTransport:
         device: torch.device,
         describe: Callable[[int], str] = lambda rank: f"rank {rank}",
         least_free: int = 2,
+        staging: Staging | None = None,
     ) -> None:
         self.name = "+".join(sorted(set(kinds.values())))
         self._node = node
@@ -66,8 +68,10 @@ class NativeTransport:
         self._is_closed = False
         # By address: what was reserved and neither sent nor dropped, as far as this side knows.
         self._reserved: dict[int, tuple[int, int]] = {}
-        self._staging = Staging(node, device, kinds) if device.type == "cuda" else None
-        self.completions = NativeQueue(node, self._staging, least_free)
+        if staging is None and device.type == "cuda":
+            staging = Staging(node, device, kinds)
+        self._staging = staging
+        self.completions = NativeQueue(node, staging, least_free)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """See :class:`~megatron.adaptive.transport.interface.Transport`."""

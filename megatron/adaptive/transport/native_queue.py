@@ -26,7 +26,7 @@ from megatron.adaptive.transport.completions import Arrival, CompletionQueue, It
 from megatron.adaptive.transport.header import DTYPE_OF, KINDS, Label
 from megatron.adaptive.transport.staging import Staging
 
-__all__ = ["NativeArrival", "NativeQueue", "tensor_of_capsule", "uses_torch"]
+__all__ = ["DeviceArrival", "NativeQueue", "tensor_of_capsule", "uses_torch"]
 
 _LONGEST_WAIT_S = 1e8
 _STOP = object()
@@ -47,33 +47,58 @@ def uses_torch(module: ModuleType) -> bool:
     return table is not None and bool(module.use_torch(table))
 
 
-class NativeArrival(Arrival):
-    """A message in the memory of its channel; see :class:`Arrival`.
+@lru_cache(maxsize=1)
+def _arrival_class(module: ModuleType) -> type[Any]:
+    """Return the class of messages in the memory of their channel; see :class:`Arrival`.
+
+    The extension makes its objects and answers most of what is asked of them.
+    """
+
+    class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
+        __slots__ = ()
+
+        @property
+        def label(self) -> Label:  # type: ignore[override]
+            """See :class:`Arrival`."""
+            native: Any = self
+            if native._label is None:
+                native._label = _label_of(native)
+            return native._label  # type: ignore[no-any-return]
+
+        def _take(self) -> torch.Tensor:
+            """Take what the extension does not by itself."""
+            tensor = _view(self)
+            return tensor.clone() if self.free_slots < self.least_free else tensor
+
+    return NativeArrival
+
+
+class DeviceArrival(Arrival):
+    """A message for a GPU, in its memory or in the host's.
 
     Args:
         native: the ``_C.Arrival``.
-        queue: the queue that it came out of.
+        staging: the GPU's part.
+        least_free: with fewer free slots of a channel its payload is copied out of its own.
     """
 
     # The attributes of the base are properties here: most are never asked for.
-    __slots__ = ("_copied", "_label", "_native", "_queue", "_settled")
-    _label: Label
+    __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
-    def __init__(self, native: Any, queue: NativeQueue) -> None:
+    def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
         self._native = native
-        self._queue = queue
+        self._staging = staging
+        self._least_free = least_free
         self._settled: torch.Tensor | None = None
-        self._copied: Callable[[], torch.Tensor] | None = None  # the same on a GPU
+        self._copied: Callable[[], torch.Tensor] | None = None
 
     @property
     def label(self) -> Label:  # type: ignore[override]
         """See :class:`Arrival`."""
-        try:
-            return self._label
-        except AttributeError:
-            native = self._native
-            self._label = Label(native.step, _action(native.kind, native.chunk, native.microbatch))
-            return self._label
+        native = self._native
+        if native._label is None:
+            native._label = _label_of(native)
+        return native._label  # type: ignore[no-any-return]
 
     @property
     def peer(self) -> int:  # type: ignore[override]
@@ -94,38 +119,49 @@ class NativeArrival(Arrival):
         """See :class:`Arrival`.
 
         Returns:
-            A view of the slot, which goes back when the last view is gone, whichever thread that
-            happens in; a copy where slots run out.
+            The payload on the device; a view of its slot where that is there.
         """
-        queue, native = self._queue, self._native
-        if queue.staging is not None:
-            return self._take_on_device(queue.staging)
-        tensor = self._settled
-        if tensor is None:
-            # Not through tensor_of() where that is possible: a call takes a tenth of all this.
-            plain = queue.is_direct and not native.variant
-            tensor = native.tensor() if plain else queue.tensor_of(native)
-            return tensor.clone() if native.free_slots < queue.least_free else tensor
-        return tensor
-
-    def _take_on_device(self, staging: Staging) -> torch.Tensor:
-        queue, native = self._queue, self._native
         if self._copied is not None:
             return self._copied()
+        native = self._native
         if not native.on_device:
-            tensor = self._settled
-            return staging.receive(queue.tensor_of(native) if tensor is None else tensor)
-        tensor = queue.tensor_of(native)
-        return tensor.clone() if native.free_slots < queue.least_free else tensor
+            host = self._settled
+            return self._staging.receive(_view(native) if host is None else host)
+        tensor = self._lent()
+        return tensor.clone() if native.free_slots < self._least_free else tensor
 
     def settle(self) -> None:
-        """Give the slot back if slots run out, for who takes the payload may be long in coming."""
-        queue, native = self._queue, self._native
-        if native.free_slots < queue.least_free:
-            if native.on_device and queue.staging is not None:
-                self._copied = queue.staging.copy_out(lambda: queue.tensor_of(native))
-            else:
-                self._settled = queue.tensor_of(native).clone()
+        """See :func:`_settle`."""
+        if self._native.free_slots >= self._least_free:
+            return
+        if self._native.on_device:
+            self._copied = self._staging.copy_out(self._lent)
+        else:
+            self._settled = _view(self._native).clone()
+
+    def _lent(self) -> torch.Tensor:
+        native = self._native
+        tensor = tensor_of_capsule(self._staging.lend(native))
+        variant = native.variant
+        return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
+
+
+def _view(native: Any) -> torch.Tensor:
+    """Return the payload of a ``_C.Arrival`` in the host's memory as a view of its slot."""
+    is_direct = uses_torch(extension.require("a native transport"))
+    tensor: torch.Tensor = native.tensor() if is_direct else tensor_of_capsule(native.dlpack())
+    variant = native.variant
+    return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
+
+
+def _settle(native: Any, least_free: int) -> None:
+    """Give a slot back if slots run out, for who takes the payload may be long in coming."""
+    if native.free_slots < least_free:
+        native._settled = _view(native).clone()
+
+
+def _label_of(native: Any) -> Label:
+    return Label(native.step, _action(native.kind, native.chunk, native.microbatch))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -155,12 +191,15 @@ class NativeQueue:
         least_free: int = 2,
     ) -> None:
         module = extension.require("a native transport")
-        self.staging = staging
-        self.least_free = least_free
+        self._staging = staging
+        self._least_free = least_free
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        self.is_direct = uses_torch(module)
+        self._ready: type | None = None  # of what comes out of the node as it goes to who waits
+        if staging is None:
+            self._ready = _arrival_class(module)
+            node.deliver_as(self._ready, least_free, uses_torch(module))
         self._forwarded: CompletionQueue | None = None
         self._thread: threading.Thread | None = None
 
@@ -199,20 +238,9 @@ class NativeQueue:
         # The time is not asked for here: in a virtual machine that may take as long as a message.
         item = self._wait(deadline_s)
         # Not in _open(): a call takes as long as the rest of this.
-        if type(item) is self._arrival:
-            return NativeArrival(item, self)
+        if type(item) is self._ready:
+            return item  # type: ignore[return-value]
         return None if item is None else self._open(item)
-
-    def tensor_of(self, native: Any) -> torch.Tensor:
-        """Return the payload of a ``_C.Arrival`` as a view of its slot."""
-        tensor: torch.Tensor
-        if native.on_device:
-            assert self.staging is not None
-            tensor = tensor_of_capsule(self.staging.lend(native))
-        else:
-            tensor = native.tensor() if self.is_direct else tensor_of_capsule(native.dlpack())
-        variant = native.variant
-        return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
     def stop(self) -> None:
         """Stop the thread of :meth:`listen`, if there is one."""
@@ -222,8 +250,8 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item:
-        if isinstance(item, self._arrival):
-            return NativeArrival(item, self)
+        if self._staging is not None and type(item) is self._arrival:
+            return DeviceArrival(item, self._staging, self._least_free)
         # Anything else was put here by a thread of Python.
         if isinstance(item, Exception):
             raise item
@@ -239,8 +267,10 @@ class NativeQueue:
                     return
                 if item is not None:
                     opened = self._open(item)
-                    if isinstance(opened, NativeArrival):
+                    if isinstance(opened, DeviceArrival):
                         opened.settle()
+                    elif type(item) is self._ready:
+                        _settle(item, self._least_free)
                     forwarded.put(opened)
             except Exception as error:
                 forwarded.put(error)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.transport.completions import Arrival, Completions
+from megatron.adaptive.transport.completions import Arrival, Completions, HeldArrival
 from megatron.adaptive.transport.gloo import GlooTransport, raw
 from megatron.adaptive.transport.header import Header, Label, settled
 
@@ -88,4 +88,4 @@ class NcclTransport(GlooTransport):
             return received
 
         # The payload waits with NCCL on the sender from here on.
-        return Arrival(label, peer, payload.nbytes, take, time.monotonic_ns())
+        return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())

@@ -211,11 +211,11 @@ class Lab:
         )
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
-    def wait_until_registered(self, name: str) -> None:
-        """Wait until Slurm knows that a node which lost its processes has started anew.
+    def put_back(self, name: str) -> None:
+        """Boot a node that lost its processes; it gets jobs once Slurm has heard of that.
 
-        Before, it may give a job to the node as it was, and ends it once the node says that no such
-        job is there.
+        As an administrator does it. Before, Slurm may give a job to the node as it was, and ends it
+        for good once the node says that it started anew and no such job is there.
         """
 
         def is_registered() -> bool:
@@ -225,7 +225,11 @@ class Lab:
                 return False
             return datetime.datetime.fromisoformat(found[1]).timestamp() >= self._booted_s[name]
 
+        update = "scontrol", "update", f"NodeName={name}"
+        self.output(*update, "State=DRAIN", "Reason=it starts anew")
+        self.boot(name)
         self._wait(f"word from {name}", is_registered)
+        self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
         """Return the words before a command that runs it on a host, in a folder."""
