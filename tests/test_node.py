@@ -19,6 +19,7 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.errors import PeerLostError, TransportError
+from megatron.adaptive.transport.native_queue import uses_torch
 
 TOKEN = b"0123456789abcdef"
 # Far longer than any wait that goes well.
@@ -178,6 +179,41 @@ class TestMessages:
         assert high.wait(SOON_S) is None
         del held[1]
         assert take(high)[0] == 3
+
+    @pytest.mark.parametrize("is_direct", [True, False])
+    def test_arrivals_of_a_class_of_the_caller(
+        self, native: ModuleType, pair: tuple[Any, Any], is_direct: bool
+    ) -> None:
+        """What take() gives, by itself or by the class; what is kept goes with the arrival."""
+        if is_direct and not uses_torch(native):
+            pytest.skip("this torch makes no tensors for others")
+
+        class Mine(native.Arrival):  # type: ignore[misc, name-defined]
+            __slots__ = ()
+
+            def _take(self) -> torch.Tensor:
+                return tensor_of(self) + 100
+
+        low, high = pair
+        with pytest.raises(TypeError, match="a subclass of Arrival"):
+            high.deliver_as(str, 1, is_direct)
+        high.deliver_as(Mine, 2, is_direct)
+        for number in range(3):
+            send(low, 1, torch.full((4,), float(number)))
+        first, second, third = (high.wait(PATIENT_S) for _ in range(3))
+        assert {type(one) for one in (first, second, third)} == {Mine}
+        kept = torch.ones(1)
+        gone = weakref.ref(kept)
+        first._label, third._settled = kept, kept
+        assert (first._label is kept, second._label, first._settled) == (True, None, None)
+        assert third.take() is kept
+        # All three slots are held here, so what is taken is a copy, and the slot goes back.
+        assert second.take().tolist() == [1.0 if is_direct else 101.0] * 4
+        assert high.wait(0.0) is None
+        assert first.free_slots == 1
+        del first, second, third, kept
+        gc.collect()
+        assert gone() is None
 
     def test_free_slots(self, pair: tuple[Any, Any]) -> None:
         low, high = pair
