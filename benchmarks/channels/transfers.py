@@ -27,6 +27,7 @@ GLOO_NEAR, GLOO_FAR = 5.0, 10.0
 PEERS, FRESH_NEAR, FRESH_FAR = 1.7, 1.5, 4.0
 HALF_ROUND_TRIP_US, GLOO_OVER_SHM = 2.0, 25.0
 HAND_OVER_US = 3.0
+_LEAST_MESSAGES = 16  # in fewer, the first and the last weigh too much
 _MOST_CHANNEL_BYTES = 256 * MIB
 _SLOTS = 8
 COPIES = ("plain", "streaming")
@@ -118,7 +119,7 @@ def bandwidth(bench: Bench, sizes: Sequence[int], tcp: bool = True) -> Result:
     states: dict[int, str] = {}
     for nbytes in sizes:
         options = channel_options(nbytes)
-        messages = max(6, bench.pool_bytes // nbytes)
+        messages = max(_LEAST_MESSAGES, bench.pool_bytes // nbytes)
         shared = {"nbytes": nbytes, "messages": min(messages, 512)}
         ours = ["shm", "shm" + NODE, *(["tcp"] if tcp else []), "gloo"]
         distances = []

@@ -340,12 +340,34 @@ void Node::send_after(int peer, const Message& message, const void* data, bool o
 std::optional<Reserved> Node::reserve(int peer, std::size_t nbytes) {
   Sender& sender = sender_to(peer);
   const Busy busy(sending_, "send");
-  return sender.reserve(nbytes);
+  auto reserved = sender.reserve(nbytes);
+  if (reserved) {
+    forget([data = reserved->memory.data()](const Place& place) { return place.data == data; });
+    reserved_.push_back({reserved->memory.data(), peer, reserved->token});
+  }
+  return reserved;
+}
+
+template <typename Condition>
+void Node::forget(const Condition& condition) noexcept {
+  reserved_.erase(std::remove_if(reserved_.begin(), reserved_.end(), condition), reserved_.end());
+}
+
+const Node::Place* Node::reserved_at(const void* data) const noexcept {
+  for (const Place& place : reserved_) {
+    if (place.data == data) {
+      return &place;
+    }
+  }
+  return nullptr;
 }
 
 void Node::commit(int peer, const Message& message, Reserved reserved) {
   Sender& sender = sender_to(peer);
   const Busy busy(sending_, "send");
+  forget([peer, token = reserved.token](const Place& place) {
+    return place.peer == peer && place.token == token;
+  });
   sender.commit(message, std::move(reserved));
 }
 

@@ -48,6 +48,16 @@ class Node {
                   PyObject* keep);
   std::optional<Reserved> reserve(int peer, std::size_t nbytes);
   void commit(int peer, const Message& message, Reserved reserved);
+
+  // Memory that reserve() gave out and nobody committed, as far as is known: what is dropped is
+  // forgotten only when it is reserved again.
+  struct Place {
+    const void* data;
+    int peer;
+    std::uint64_t token;
+  };
+  // The place that begins at `data`; null for none.
+  const Place* reserved_at(const void* data) const noexcept;
   // As send(), of the tensor whose memory `data` is.
   void send_tensor(int peer, const Message& message, const void* data, PyObject* tensor);
   // From now on poll() and wait() return arrivals as `type`; see ArrivalForm.
@@ -69,6 +79,8 @@ class Node {
   Link link_to(const std::string& kind, bool on_this_node, int peer, const std::string& address,
                const Deadline& deadline, const Tick& tick);
   pybind11::object open_item(Item&& item);
+  template <typename Condition>
+  void forget(const Condition& condition) noexcept;
   bool flush_all(double timeout_s);
   void drop_all() noexcept;
 
@@ -76,6 +88,7 @@ class Node {
   const Token token_;
   const ForkGuard guard_;
   std::unique_ptr<Parts> parts_;  // null after close()
+  std::vector<Place> reserved_;   // few: searched one by one
   bool waiting_ = false;          // guarded by the GIL, as is the next
   bool sending_ = false;
 };

@@ -184,7 +184,17 @@ PyObject* node_send_tensor(PyObject* self, PyObject* const* args, Py_ssize_t cou
       Py_RETURN_FALSE;
     }
     fill_label(message, args + 1);
-    node_of(self).send_tensor(narrow<std::int32_t>(args[0], "peer"), message, data, args[5]);
+    Node& node = node_of(self);
+    const auto peer = narrow<std::int32_t>(args[0], "peer");
+    if (const Node::Place* const place = node.reserved_at(data); place == nullptr) {
+      node.send_tensor(peer, message, data, args[5]);
+    } else if (place->peer == peer) {
+      Reserved reserved;
+      reserved.token = place->token;
+      node.commit(peer, message, std::move(reserved));
+    } else {
+      Py_RETURN_FALSE;
+    }
     Py_RETURN_TRUE;
   });
 }
@@ -236,26 +246,17 @@ PyObject* node_reserve_tensor(PyObject* self, PyObject* const* args, Py_ssize_t 
     if (!reserved) {
       return none();
     }
-    const std::uint64_t token = reserved->token;
-    const auto address = reinterpret_cast<std::uintptr_t>(reserved->memory.data());
-    const py::object tensor = make_tensor(std::move(reserved->memory), message);
-    return py::make_tuple(tensor, address, token).release().ptr();
+    return make_tensor(std::move(reserved->memory), message).release().ptr();
   });
 }
 
-PyObject* node_commit_tensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* node_reserved_at(PyObject* self, PyObject* address) {
   return guarded([&]() -> PyObject* {
-    check_count(count, 7, "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)");
-    Message message;
-    const void* data = nullptr;
-    if (!read_tensor(args[6], message, &data)) {
-      Py_RETURN_FALSE;
+    const Node::Place* const place = node_of(self).reserved_at(address_of(address));
+    if (place == nullptr) {
+      return none();
     }
-    fill_label(message, args + 2);
-    Reserved reserved;
-    reserved.token = static_cast<std::uint64_t>(as_int(args[1]));
-    node_of(self).commit(narrow<std::int32_t>(args[0], "peer"), message, std::move(reserved));
-    Py_RETURN_TRUE;
+    return py::make_tuple(place->peer, place->token).release().ptr();
   });
 }
 
@@ -307,8 +308,9 @@ PyMethodDef kFastMethods[] = {
      "the host. Where info() says that gpu_path is cuda-ipc; all messages then go this way."},
     {"send_tensor", as_method(&node_send_tensor), METH_FASTCALL,
      "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nAs send(), for a contiguous "
-     "tensor "
-     "of the CPU; False, and nothing is sent, for any other. After use_torch()."},
+     "tensor of the CPU; as commit(), where it begins where reserved memory of the channel does. "
+     "False, and nothing is sent, for any other, and for memory of another channel. After "
+     "use_torch()."},
     {"reserve", as_method(&node_reserve), METH_FASTCALL,
      "reserve(peer, nbytes, dtype_code, shape)\n\nReturns (DLPack capsule, token) of memory of the "
      "channel, or None where there is none. Dropping the tensor before commit() gives it back."},
@@ -316,14 +318,11 @@ PyMethodDef kFastMethods[] = {
      "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends what "
      "is in reserved memory without a copy. It may be read afterwards, but not written to."},
     {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
-     "reserve_tensor(peer, dtype_code, shape)\n\nAs reserve(), but returns (tensor, address, "
-     "token); "
-     "None also for no bytes. After use_torch()."},
-    {"commit_tensor", as_method(&node_commit_tensor), METH_FASTCALL,
-     "commit_tensor(peer, token, step, kind, chunk, microbatch, tensor)\n\nAs commit(), of a "
-     "tensor "
-     "that begins where the reserved one does; False, and nothing is sent, where send_tensor() "
-     "would say that."},
+     "reserve_tensor(peer, dtype_code, shape)\n\nAs reserve(), but returns a tensor, which "
+     "send_tensor() commits; None also for no bytes. After use_torch()."},
+    {"reserved_at", as_method(&node_reserved_at), METH_O,
+     "reserved_at(address)\n\nReturns (peer, token) of reserved memory that begins there and was "
+     "not committed, or None."},
     {"poll", as_method(&node_poll), METH_NOARGS,
      "poll()\n\nReturns the oldest arrival or put item, None if there is none now.\n\nRaises "
      "PeerLostError or TransportError, once, for a channel that ended."},

@@ -61,13 +61,10 @@ class NativeTransport:
         self._node = node
         is_direct = uses_torch(extension.require("a native transport"))
         self._send = node.send_tensor if is_direct else _send_nothing
-        self._commit_tensor = node.commit_tensor if is_direct else _send_nothing
         self._reserve = node.reserve_tensor if is_direct else self._reserve_capsule
         self._kinds = dict(kinds)
         self._describe = describe
         self._is_closed = False
-        # By address: what was reserved and neither sent nor dropped, as far as this side knows.
-        self._reserved: dict[int, tuple[int, int]] = {}
         if staging is None and device.type == "cuda":
             staging = Staging(node, device, kinds)
         self._staging = staging
@@ -79,11 +76,6 @@ class NativeTransport:
         if self._staging is not None:
             self._staging.send(peer, label, tensor)
             return
-        if self._reserved:
-            reserved = self._reserved.pop(tensor.data_ptr(), None)
-            if reserved is not None:
-                self._commit(peer, reserved, label, tensor)
-                return
         if not self._send(
             peer, label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, tensor
         ):
@@ -98,15 +90,19 @@ class NativeTransport:
                 "was made for tensors of the CPU; make it with that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
+        tag = label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
+        reserved = self._node.reserved_at(tensor.data_ptr())
+        if reserved is not None:
+            reserved_for, token = reserved
+            if reserved_for == peer and settled(tensor) is tensor:
+                self._node.commit(peer, token, *tag, tensor.shape)
+                return
+            # For another channel, or its memory does not hold its elements in order.
+            tensor = tensor.clone()
         tensor = settled(tensor)
         self._node.send(
             peer,
-            label.step,
-            _KIND_CODE[action.kind],
-            action.chunk,
-            action.microbatch,
-            code,
-            variant,
+            *tag,
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
@@ -123,12 +119,9 @@ class NativeTransport:
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
-        found = self._reserve(peer, code, shape)
-        if found is None:
+        tensor = self._reserve(peer, code, shape)
+        if tensor is None:
             return torch.empty(shape, dtype=dtype)
-        tensor, address, token = found
-        # One that is dropped unsent stays noted until its memory is reserved again.
-        self._reserved[address] = peer, token
         return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
@@ -175,32 +168,14 @@ class NativeTransport:
                 while self.completions.poll() is not None:
                     pass
 
-    def _reserve_capsule(
-        self, peer: int, code: int, shape: tuple[int, ...]
-    ) -> tuple[torch.Tensor, int, int] | None:
+    def _reserve_capsule(self, peer: int, code: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """What ``Node.reserve_tensor`` does, under an older torch."""
         itemsize = next(dtype.itemsize for dtype, (other, _) in CODE_OF.items() if other == code)
         nbytes = torch.Size(shape).numel() * itemsize
         found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
         if found is None:
             return None
-        capsule, token = found
-        tensor = tensor_of_capsule(capsule)
-        return tensor, tensor.data_ptr(), token
-
-    def _commit(
-        self, peer: int, reserved: tuple[int, int], label: Label, tensor: torch.Tensor
-    ) -> None:
-        reserved_for, token = reserved
-        action = label.action
-        tag = label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch
-        if reserved_for == peer and self._commit_tensor(peer, token, *tag, tensor):
-            return
-        if reserved_for != peer or settled(tensor) is not tensor:
-            # For another channel, or its memory does not hold its elements in order.
-            self.send(peer, label, tensor.clone())
-            return
-        self._node.commit(peer, token, *tag, *CODE_OF[tensor.dtype], tensor.shape)
+        return tensor_of_capsule(found[0])
 
 
 def _send_nothing(*_: Any) -> bool:
