@@ -211,6 +211,8 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
     for line in found.ended:
         print(f"ended with the reason: {line}")
     print(told)
+    for text in found.tracebacks:
+        print(f"a traceback ended with: {text}")
     for text in found.failures:
         print(f"FAILED (seed {found.seed}): {text}")
     return found

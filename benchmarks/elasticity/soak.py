@@ -46,6 +46,7 @@ _PROBE_S = 0.004
 _OURS = re.compile(
     r'File ".*/(elastic/(?!nursery)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:.*  .*\n)*(.*)")
 _REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
 _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
@@ -67,6 +68,7 @@ class Result:
         recoveries_s: by kind, from an event, or its end where it lasts, until the job went on; of
             several together it is the last one's.
         figures: about the whole.
+        tracebacks: last lines of those in the logs: of ranks whose peers were killed, most often.
     """
 
     seed: int
@@ -76,6 +78,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
     recoveries_s: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    tracebacks: list[str] = field(default_factory=list)
 
     def table(self) -> str:
         """What followed each kind of event; others came before the job was over the rest."""
@@ -348,6 +351,7 @@ class Soak:
         )
         for text in found[:20]:
             self._fail(text)
+        self.result.tracebacks += [one for text in texts for one in _TRACEBACK.findall(text)]
         self.result.figures |= {
             "steps": last,
             "epochs": len(epochs),
