@@ -11,6 +11,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files whose tests have processes of their own, which their folders do not tell.
+FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Folders whose files take minutes come first: a file that starts last leaves the others idle.
 LONGEST_FIRST = ("labs", "multiprocess", "elastic", "cutpoint", "launch", "plugin", "cli")
 
@@ -25,11 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     without processes of its own have one run only.
     """
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
+    # Before all others what forks this process: later it has threads of many kinds, and a child
+    # may inherit a lock that one of them holds.
+    rank["test_loader.py"] = -1
+    items.sort(
+        key=lambda item: rank.get(item.path.name, rank.get(item.path.parent.name, len(rank)))
+    )
     for item in items:
         exact = any(word in item.path.name for word in ("equivalence", "fuzz"))
         real = any(item.get_closest_marker(name) for name in ("slow", "multiprocess"))
         real = real or item.path.parent.name in ("cli", "labs", "launch", "elastic")
-        real = real or item.path.name in ("test_extension.py", "test_node.py", "test_liveness.py")
+        real = real or item.path.name in FORKING
         if real and not exact:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))

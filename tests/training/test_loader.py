@@ -13,6 +13,9 @@ import torch
 from megatron.adaptive.errors import ConfigError, DataError
 from megatron.adaptive.training.loader import Microbatch, MicrobatchLoader
 
+# Reads of workers take milliseconds.
+pytestmark = pytest.mark.timeout(60)
+
 LENGTH = 5
 
 
