@@ -164,8 +164,7 @@ class LocalDisk:
         iteration = int(manifest.progress["iteration"])
         upload = self._upload
         if upload is None or upload.path is None or upload.iteration != iteration:
-            upload = self._start(manifest, shares)
-            upload.is_awaited = True
+            upload = self._start(manifest, shares, is_awaited=True)
             self._wait(self._control, until_s)
             if upload.failure is not None:
                 raise upload.failure
@@ -274,7 +273,9 @@ class LocalDisk:
         busy = {upload.iteration} if upload is not None and upload.is_alive() else set()
         self._folder.keep(self._settings.keep_checkpoints or _KEPT, busy)
 
-    def _start(self, manifest: Manifest, shares: list[list[str]]) -> Upload:
+    def _start(
+        self, manifest: Manifest, shares: list[list[str]], *, is_awaited: bool = False
+    ) -> Upload:
         iteration = int(manifest.progress["iteration"])
         upload = self._upload = Upload(
             self._folder.complete_path(iteration),
@@ -284,6 +285,7 @@ class LocalDisk:
             self._ranks,
             keep=self._settings.keep_checkpoints,
             progress_dir=self._job.config.progress_dir,
+            is_awaited=is_awaited,
         )
         self._untold = [one for one in self._untold if one.failure is None] + [upload]
         return upload

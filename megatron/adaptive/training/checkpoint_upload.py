@@ -69,6 +69,7 @@ class Upload(threading.Thread):
         ranks: all of them, on a group that is used by nothing else meanwhile.
         keep: complete checkpoints that stay in shared storage, ``None`` for all.
         progress_dir: where the run tells how far it is.
+        is_awaited: somebody waits for it from the start, and tells of a failure.
 
     Attributes:
         iteration: of the checkpoint.
@@ -76,7 +77,7 @@ class Upload(threading.Thread):
         whole_bytes: what they have to.
         path: of the complete checkpoint in shared storage, once it is there.
         failure: why it is not.
-        is_awaited: somebody waits for it, and tells of a failure.
+        is_awaited: somebody waits for it, and tells of a failure; may change meanwhile.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Upload(threading.Thread):
         *,
         keep: int | None,
         progress_dir: str | None,
+        is_awaited: bool = False,
     ) -> None:
         self.iteration = int(manifest.progress["iteration"])
         super().__init__(name=f"copy of checkpoint {self.iteration}", daemon=True)
@@ -101,7 +103,7 @@ class Upload(threading.Thread):
         self.whole_bytes = sum(manifest.files.values())
         self.path: Path | None = None
         self.failure: BaseException | None = None
-        self.is_awaited = False
+        self.is_awaited = is_awaited
         self._is_given_up = False
         self.start()
 

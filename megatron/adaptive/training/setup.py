@@ -205,7 +205,7 @@ def build_run(job: Job) -> Run:
     widths = widths_of(config)
     finalize = finalize_gradients
     if widths is not None:
-        finalize = UnequalGradients(widths, config.parallel.distributed_timeout_minutes)
+        finalize = UnequalGradients(widths)
     core.finalize_model_grads_func = tracing.around("reduce", finalize)
     replay = None
     wiring = None

@@ -45,6 +45,8 @@ _REPLICA_GROUPS_GLOO = (
     *("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO", "_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
+# The ranks that may have a copy of the embedding; lasts as long as the groups of parallel_state.
+_ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
@@ -77,6 +79,8 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
     _set(("_MODEL_PARALLEL_GLOBAL_RANKS",), list(range(widths.num_ranks)))
     for name in ("_EMBEDDING", "_POSITION_EMBEDDING"):
         _set((f"{name}_GROUP", f"{name}_GLOBAL_RANKS"), None)
+    global _ends_group
+    _ends_group = dist.new_group(_end_ranks(widths), timeout=limit)
 
 
 def _set(names: Sequence[str], value: Any) -> None:
@@ -95,12 +99,9 @@ def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
         chunks: this rank's one chunk, not wrapped.
         widths: of the stages.
     """
-    ends = _end_ranks(widths)
-    group = dist.new_group(ends)
     weight = _tied_weight(chunks)
     if weight is not None:
-        dist.broadcast(weight.data, src=ends[0], group=group)
-    dist.destroy_process_group(group)
+        dist.broadcast(weight.data, src=_end_ranks(widths)[0], group=_ends_group)
     if widths.place_of(dist.get_rank())[1] > 0:
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -120,16 +121,11 @@ def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 class UnequalGradients:
     """Does what megatron-core's ``finalize_model_grads`` does.
 
-    Made by all ranks together.
-
     Args:
         widths: of the stages.
-        timeout_minutes: limit of a collective.
     """
 
-    def __init__(self, widths: Widths, timeout_minutes: int) -> None:
-        limit = datetime.timedelta(minutes=timeout_minutes)
-        self._group = dist.new_group(_end_ranks(widths), timeout=limit)
+    def __init__(self, widths: Widths) -> None:
         self._brings = widths.place_of(dist.get_rank())[1] == 0
 
     def __call__(
@@ -149,7 +145,7 @@ class UnequalGradients:
             gradient: torch.Tensor = weight.main_grad
             if not self._brings:
                 gradient.zero_()
-            dist.all_reduce(gradient, group=self._group)
+            dist.all_reduce(gradient, group=_ends_group)
 
 
 def _end_ranks(widths: Widths) -> list[int]:
