@@ -68,6 +68,7 @@ DEVICE=gpu                 # or cpu
 # ---- what it leaves
 LOG_DIR=logs               # a folder for each job
 # CHECKPOINT_DIR=checkpoints
+# LOCAL_CHECKPOINT_DIR=/scratch/run   # on each node's own disk: written there first, then copied
 # SAVE_INTERVAL=100
 # TRACE=false              # traces of the pipeline for python -m megatron.adaptive trace
 # PROFILE=false            # PyTorch profiler

@@ -166,6 +166,46 @@ def test_a_checkpoint_that_failed_behind_training_is_written_at_the_next(
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000008", "step_00000009"]
 
 
+def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the next start, where shared storage was not there before."""
+    whole, outer = trained(), tmp_path / "outer"
+    whole.run(6, None)
+    one = trained()
+    outer.touch()  # no folder can be made in it
+    folders: dict[str, Any] = {"folder": outer / "saved", "local_folder": tmp_path / "disk"}
+    with pytest.raises(CheckpointError, match="iteration 3 was not copied to .*Not a directory"):
+        one.run(3, save_interval=2, **folders)
+    one.pipeline.close()  # tries once more
+    (own,) = (tmp_path / "disk").glob("saved-*/*")
+    assert sorted(path.name for path in own.iterdir()) == ["iter_0000002", "iter_0000003"]
+    outer.unlink()
+    later = trained()
+    later.run(6, **folders)
+    said = capsys.readouterr().out
+    assert "going on with the copy of iteration 3" in said
+    assert said.count("saved checkpoint from iteration       6") == 1
+    assert one.losses | later.losses == whole.losses
+    assert list(later.losses) == [3, 4, 5]
+    assert max(PipelineFolder(outer / "saved").steps()) == 6
+    other = tmp_path / "other"  # which is not where those of the loop go
+    assert later.pipeline.save(other) == other / "step_00000006"
+
+
+def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
+    trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, disk, folder = trained(), tmp_path / "disk", tmp_path / "checkpoints"
+    disk.touch()
+    one.run(3, folder, local_folder=disk)
+    assert sorted(PipelineFolder(folder).steps()) == [3]
+    assert f"local_folder {disk}: " in caplog.text
+    assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
+    with pytest.raises(ConfigError, match="local_folder x is where .* give Pipeline.loop folder"):
+        trained().run(3, None, local_folder="x")
+
+
 def test_a_signal_saves_and_ends_the_program(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

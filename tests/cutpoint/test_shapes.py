@@ -15,10 +15,13 @@ from .launched import RANKS, run_programs
 pytestmark = pytest.mark.multiprocess
 
 
+PROGRAMS = ("automatic", "no_plan", "saved", "disks")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank told, by rank; one job for all tests."""
-    return run_programs(tmp_path_factory.mktemp("shapes"), ("automatic", "no_plan", "saved"))
+    return run_programs(tmp_path_factory.mktemp("shapes"), PROGRAMS)
 
 
 def test_without_sizes_the_planners_best_is_taken(results: list[dict[str, Any]]) -> None:
@@ -126,3 +129,14 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(
         assert "\n" not in said
         for word in words:
             assert word in said, said
+
+
+def test_checkpoints_go_over_the_nodes_own_disks(results: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(results):
+        found = one["disks"]
+        assert found["steps"] == ["iter_0000004", "iter_0000005"]
+        assert found["parts"] == [f"__{rank}_0.distcp"]
+        assert found["shared"] == ["step_00000004", "step_00000005"]
+        losses = found["begun"] | found["near"] | found["apart"]
+        assert [int(step) for step in losses] == list(range(7))
+        assert list(losses.values()) == pytest.approx(found["whole"], rel=1e-6)

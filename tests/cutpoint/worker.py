@@ -369,6 +369,46 @@ def refused_checkpoints(folder: Path) -> dict[str, str]:
     return said
 
 
+def disks() -> dict[str, Any]:
+    """Checkpoints go to the disks of four nodes, one for each rank, and from there to all."""
+    folder, rank = Path(sys.argv[1]), dist.get_rank()
+    shared, disk = folder / "shared", folder / "disk"
+    os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{rank}"
+    batches = [make_batch(8, seed) for seed in range(7)]
+
+    def train(total: int, **options: Any) -> dict[int, float]:
+        losses = {}
+        torch.manual_seed(9)
+        with make(model=knotty(dropout=0.3), batch_size=8, seed=77, **options) as pipeline:
+            pipeline.set_optimizer(adamw)
+            for step in pipeline.loop(
+                total, folder=shared, local_folder=disk, save_interval=2, keep=2
+            ):
+                losses[step], _ = pipeline.step(pipeline.share(batches[step]))
+        return losses
+
+    alike = {"partition": "2-2-2-3"}  # the stages of one are those of the next
+    begun = train(5, **alike)
+    (own,) = disk.glob(f"shared-*/node-{rank}")
+    told: dict[str, Any] = {
+        "steps": sorted(one.name for one in own.iterdir()),
+        "parts": sorted(one.name for one in own.glob("iter_0000005/*.distcp")),
+        "shared": sorted(one.name for one in shared.iterdir()),
+    }
+    dist.barrier()
+    if rank == 3:  # what only it needs, of the right size: it would notice reading it there
+        (last,) = shared.glob("step_00000005/__3_0.distcp")
+        last.write_bytes(bytes(last.stat().st_size))
+    dist.barrier()
+    told["near"] = train(6, **alike)  # each has its own part
+    told["apart"] = train(7, pipeline_size=2, partition="2-7")  # and needs others' here
+    del os.environ["MEGATRON_ADAPTIVE_NODE"]
+    with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:
+        pipeline.set_optimizer(adamw)
+        whole = [pipeline.step(pipeline.share(one))[0] for one in batches]
+    return {**told, "begun": begun, "whole": whole}
+
+
 PROGRAMS = {
     one.__name__: one
     for one in (
@@ -381,6 +421,7 @@ PROGRAMS = {
         automatic,
         no_plan,
         saved,
+        disks,
     )
 }
 

@@ -118,6 +118,7 @@ def test_a_mistake_is_named(text: str, words: list[str], write: Write) -> None:
         ("SCHEDULE=fastest", ["fastest"]),
         ("TRAINER_FLAGS=--bf61", ["--bf61", "--bf16"]),
         ("DATA=no/such/corpus", ["no/such/corpus"]),
+        ("LOCAL_CHECKPOINT_DIR=/disk", ["LOCAL_CHECKPOINT_DIR=/disk: ", "CHECKPOINT_DIR, which"]),
     ],
 )
 def test_the_trainers_rules_are_checked_beforehand(
@@ -159,6 +160,13 @@ def test_the_command_of_a_node() -> None:
     assert "--world-size 6 --nnodes 2 --node-rank 1 --nproc-per-node 4" in text
     assert "--master-addr 10.0.0.1 --master-port 2000" in text
     assert text.endswith("--trace-dir /logs/1/traces --seed 7")
+
+
+def test_checkpoints_may_go_over_the_nodes_disks(write: Write) -> None:
+    conf = load_conf(write("CHECKPOINT_DIR=/shared/run\nLOCAL_CHECKPOINT_DIR=/scratch/run\n"))
+    text = " ".join(trainer_flags(conf, Path("/x")))
+    assert "--save /shared/run --load /shared/run" in text
+    assert "--save-local /scratch/run" in text
 
 
 def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.training import checkpoint_upload  # noqa: E402
+from megatron.adaptive.pipeline import upload  # noqa: E402
 from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.training.checkpoint_local import make_local_disk  # noqa: E402
+from megatron.adaptive.training.checkpoint_local import finish_former, make_local_disk  # noqa: E402
 from megatron.adaptive.training.checkpoint_shards import ShardFile  # noqa: E402
 from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
 from megatron.adaptive.training.initialize import (  # noqa: E402
@@ -126,7 +126,7 @@ class Training:
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
-        job = jobs.join(self.config)
+        self.job = job = jobs.join(self.config)
         model, parallel = self.config.model, self.config.parallel
         placement = placement_of(self.config)
         multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
@@ -142,7 +142,7 @@ class Training:
     def resume(self) -> Progress | None:
         """Load as the trainer does."""
         if self.local is not None:
-            self.local.finish_former()
+            finish_former(self.local, self.job)
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
@@ -419,9 +419,9 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))
-    checkpoint_upload._PIECE_BYTES = 1000
+    upload._PIECE_BYTES = 1000
     if dist.get_rank() == 1:
-        copying = checkpoint_upload._copying
+        copying = upload._copying
 
         def copy_and_die(files: Any) -> Iterator[int]:
             for number, count in enumerate(copying(files)):
@@ -429,7 +429,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield count
 
-        checkpoint_upload._copying = copy_and_die
+        upload._copying = copy_and_die
     run.step()
     run.checkpoints.save(progress(2))
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.pipeline import upload
 from megatron.adaptive.pipeline.progress import mark_over
-from megatron.adaptive.training import checkpoint_upload
+from megatron.adaptive.pipeline.upload import share_out
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
-from megatron.adaptive.training.checkpoint_upload import share_out
 
 from .test_checkpoint import TRACKER, ranks
 
@@ -88,13 +88,13 @@ class Storage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
-        some = checkpoint_upload._some
+        some = upload._some
 
         def wait(pieces: Iterator[int]) -> int:
             assert self.is_open.wait(60)
             return some(pieces)
 
-        monkeypatch.setattr(checkpoint_upload, "_some", wait)
+        monkeypatch.setattr(upload, "_some", wait)
 
 
 def test_training_goes_on_while_the_copy_lags(
@@ -154,14 +154,14 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     run.checkpoints.save(worker.progress(2))
     shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
     (saved / TRACKER).write_text("1")
-    monkeypatch.setattr(checkpoint_upload, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_upload, "_ROUND_S", 0.0)
+    monkeypatch.setattr(upload, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(upload, "_ROUND_S", 0.0)
 
     def slowly(pieces: Iterator[int]) -> int:
         time.sleep(0.05)
         return next(pieces, 0)
 
-    monkeypatch.setattr(checkpoint_upload, "_some", slowly)
+    monkeypatch.setattr(upload, "_some", slowly)
     again = make(save=saved, load=saved, save_local=disk)
     again.local._timeout_s = 0.5
     assert again.resume() == worker.progress(1)
@@ -175,7 +175,7 @@ def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
     found: list[Any] = []
 
     def copy() -> None:
-        checkpoint_upload._be_gentle()
+        upload._be_gentle()
         found.append(psutil.Process(threading.get_native_id()).ionice())
 
     before = psutil.Process().ionice()

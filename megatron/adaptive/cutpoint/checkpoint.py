@@ -8,7 +8,7 @@ Running means of other replicas are not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,28 @@ class Checkpointer:
         all_see(self._mesh, path)
         manifest: dict[str, Any] = on_first(self._mesh, lambda: read_manifest(path), f"{path}")
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        reader = FileSystemReader(path)
+        with self.saver.reading(path, manifest) as near:
+            states = self._read(path, near, manifest if has_optimizer else None)
+            content = _read_state(path, near, manifest, state) if state else {}
+        if has_optimizer:
+            self._restore_optimizer(states, manifest["options"])
+        if self._update.scaler is not None and manifest["loss_scale"] is not None:
+            self._update.scaler = LossScale(**manifest["loss_scale"])
+        for name, one in (state or {}).items():
+            one.load_state_dict(content[name])
+        return manifest
+
+    def _read(
+        self, path: Path, near: Path, manifest: Mapping[str, Any] | None
+    ) -> dict[str, dict[str, Any]]:
+        """Read this rank's parameters and buffers in place, and the optimizer's state of them.
+
+        Args:
+            path: of the checkpoint.
+            near: where its files are read.
+            manifest: of it, where the optimizer's state is wanted.
+        """
+        reader = FileSystemReader(near)
         wanted: dict[str, torch.Tensor] = {}
         states: dict[str, dict[str, Any]] = {}
         problem: AdaptiveError | None = None
@@ -124,7 +145,7 @@ class Checkpointer:
                 if hasattr(one, "size")
             }
             wanted = self._wanted(path, known)
-            if has_optimizer:
+            if manifest is not None:
                 self._check_optimizer(path, manifest)
                 states = self._empty_states(known, manifest)
         except AdaptiveError as error:
@@ -148,13 +169,7 @@ class Checkpointer:
                 )
         except (CheckpointException, Exception) as error:
             raise CheckpointError(f"{path}: loading failed: {first_line(error)}") from error
-        if has_optimizer:
-            self._restore_optimizer(states, manifest["options"])
-        if self._update.scaler is not None and manifest["loss_scale"] is not None:
-            self._update.scaler = LossScale(**manifest["loss_scale"])
-        if state:
-            _read_state(path, manifest, state)
-        return manifest
+        return states
 
     def _raise_any(self, problem: AdaptiveError | None) -> None:
         """Raise on all ranks what one of them found."""
@@ -271,19 +286,20 @@ class Checkpointer:
         optimizer.load_state_dict(told)
 
 
-def _read_state(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    told = {}
+def _read_state(
+    path: Path, near: Path, manifest: Mapping[str, Any], names: Collection[str]
+) -> dict[str, Any]:
+    told: dict[str, Any] = {}
     if STATE in manifest["files"]:
-        told = torch.load(path / STATE, weights_only=True, map_location="cpu")
-    missing = [name for name in state if name not in told]
+        told = torch.load(near / STATE, weights_only=True, map_location="cpu")
+    missing = [name for name in names if name not in told]
     if missing:
         has = ", ".join(told) or "none"
         raise CheckpointError(
             f"{path}: it has no state of {missing[0]!r} (it has: {has}): give the names that it was"
             " saved with"
         )
-    for name, one in state.items():
-        one.load_state_dict(told[name])
+    return told
 
 
 def _not_saved(model: torch.nn.Module) -> Iterator[str]:

@@ -5,7 +5,7 @@
     <folder>/
       step_00000012/              a complete checkpoint
         pipeline.json             step, seed, loss scale, options of the optimizer by parameter,
-                                  size of each other file
+                                  which saving it was, size of each other file
         state.pt                  of the user's objects, such as a learning-rate scheduler
         .metadata __0_0.distcp    tensors by name, in torch.distributed.checkpoint's form
       .step_00000013.partial/     being written, or left behind by a crash
@@ -95,7 +95,8 @@ def make_manifest(head: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) ->
     """Return what lies beside the tensors.
 
     Args:
-        head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks.
+        head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks; ``save_id``
+            where parts of it may be elsewhere.
         told: by ranks that together have all parameters: ``kind`` of the optimizer, ``None``
             without one; ``groups``, options and names of parameters; ``plain``, the optimizer's
             values by name that are no tensors.
@@ -103,6 +104,7 @@ def make_manifest(head: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) ->
     names = ("step", "seed", "loss_scale", "extra")
     return {
         **{name: head[name] for name in names},
+        "save_id": head.get("save_id", ""),
         "optimizer": next((one["kind"] for one in told if one["kind"]), None),
         "options": {name: o for one in told for o, group in one["groups"] for name in group},
         "states": {name: o for one in told for name, o in one["plain"].items()},

@@ -59,6 +59,7 @@ class LoopSettings:
         keep: complete ones that stay, ``None`` for all.
         state: objects that are saved as well, by name.
         async_save: write them while training goes on.
+        local_folder: on each node's own disk, where they go first; ``None`` for none.
         diagnose_interval: steps from one diagnosis of the traces to the next, 0 for none.
         batch_size: samples of a step over all replicas.
 
@@ -72,6 +73,7 @@ class LoopSettings:
     keep: int | None
     state: Mapping[str, Any]
     async_save: bool
+    local_folder: str | Path | None
     diagnose_interval: int
     batch_size: int
 
@@ -115,6 +117,7 @@ class Loop:
     ) -> None:
         self._pipeline, self._settings, self._mesh = pipeline, settings, mesh
         self._folder = settings.folder if order is None else order.checkpoints
+        self._progress_folder = None if order is None else order.progress
         self._is_first = mesh.rank == 0
         self._given: int | None = None
         self._is_over = False
@@ -122,9 +125,10 @@ class Loop:
         self._loaded_s = self._resume()
         self._saved_at = pipeline.steps if pipeline.steps else -1
         self._waited_s = 0.0  # for the last checkpoint
-        self._saves_behind = settings.async_save and self._folder is not None
+        self._saves_behind = self._folder is not None and (
+            settings.async_save or settings.local_folder is not None
+        )
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
-        self._progress_folder = None if order is None else order.progress
         self._progress = ProgressFile(self._progress_folder if self._is_first else None)
         self._stop = StopRequest()
         self._progress.begins(pipeline.steps, settings.total_steps)
@@ -259,9 +263,22 @@ class Loop:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
         settings, begin_s = self._settings, time.perf_counter()
         if self._folder is None:
+            if settings.local_folder is not None:
+                raise ConfigError(
+                    f"local_folder {settings.local_folder} is where checkpoints are on their way to"
+                    " folder, and there is none: give Pipeline.loop folder, on storage that all"
+                    " nodes share"
+                )
             return None
+        local = None
+        if settings.local_folder is not None:
+            local = self._pipeline._checkpointer.saver.use_local_disks(
+                settings.local_folder, self._folder, settings.keep, self._progress_folder
+            )
         newest = PipelineFolder(self._folder).latest() if self._is_first else None
         newest = self._mesh.from_first(newest)
+        if local is not None:
+            local.resumed = newest or 0
         if newest is None:
             return None
         extra = self._pipeline.load(self._folder, step=newest, state=settings.state)
@@ -308,7 +325,7 @@ class Loop:
         self._end_diagnosis()
         if self._saves_behind:
             try:
-                self._pipeline._checkpointer.saver.finish()
+                self._pipeline._checkpointer.saver.drain()
                 self._tell_completed()
             except CheckpointError as error:
                 self._say(f"warning: {error}")

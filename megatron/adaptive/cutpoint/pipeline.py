@@ -384,10 +384,9 @@ class Pipeline:
     ) -> Path | None:
         from megatron.adaptive.cutpoint.saving import Wish
 
-        wish = Wish(folder=folder, head=self._head(extra), **options)
         saver = self._checkpointer.saver
-        path: Path | None = saver.save_behind(wish) if is_behind else saver.save(wish)
-        return path
+        save: Callable[[Wish], Path | None] = saver.save_behind if is_behind else saver.save
+        return save(Wish(folder=folder, head=self._head(extra), **options))
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a checkpoint of now says besides what it holds."""
@@ -430,6 +429,7 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
         async_save: bool = False,
+        local_folder: str | Path | None = None,
         diagnose_interval: int = 100,
     ) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
@@ -446,13 +446,12 @@ class Pipeline:
                 ``None``.
             keep: complete checkpoints that stay, the newest; all where ``None``.
             state: as of :meth:`save`; loaded from the checkpoint.
-            async_save: write checkpoints while training goes on, which waits only for a copy in
-                the host's memory.
+            async_save: write while training goes on, which waits only for a copy in memory.
+            local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
             diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
 
         Raises:
-            CheckpointError: the newest checkpoint cannot be loaded, or its steps have another
-                number of samples.
+            CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
             ConfigError: a setting is wrong, or there is a loop already.
         """
         if self._loop is not None:
@@ -464,6 +463,7 @@ class Pipeline:
             keep=keep,
             state=state or {},
             async_save=async_save,
+            local_folder=local_folder,
             diagnose_interval=diagnose_interval,
             batch_size=self._wanted.batch_size,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +21,10 @@ from megatron.adaptive.cutpoint.checkpoint_folder import PipelineFolder, make_ma
 from megatron.adaptive.cutpoint.mesh import Mesh
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.pipeline.behind import Behind
+from megatron.adaptive.pipeline.exchange import Exchange
 from megatron.adaptive.pipeline.host_copy import HostCopy
+from megatron.adaptive.pipeline.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.pipeline.upload import Parcel
 
 __all__ = ["STATE", "Saver", "Wish", "all_see", "first_line", "on_first", "state_bytes"]
 
@@ -75,12 +80,32 @@ class _Taken:
     told: Mapping[str, Any]
 
 
+class _Shared:
+    """The folder of checkpoints in shared storage.
+
+    Args:
+        path: of it.
+        keep: complete ones that stay, ``None`` for all.
+    """
+
+    def __init__(self, path: str | Path, keep: int | None) -> None:
+        self.folder = PipelineFolder(path)
+        self._keep = keep
+
+    def commit(self, parcel: Parcel, check: Callable[[], None]) -> None:
+        """See :class:`~megatron.adaptive.pipeline.upload.Shared`."""
+        self.folder.commit(parcel.step, parcel.told, self._keep, check)
+
+
 class Saver:
     """Writes checkpoints, one at a time. Collective over all ranks, but for :meth:`completed`.
 
     Args:
         mesh: the job.
         apart: gives a rank's tensors of now by name, and what it tells of them.
+
+    Attributes:
+        local: the nodes' own disks, where they go first, ``None`` for none.
     """
 
     def __init__(self, mesh: Mesh, apart: Apart) -> None:
@@ -89,6 +114,41 @@ class Saver:
         self._behind = Behind()
         self._host: HostCopy | None = None
         self._background: Mesh | None = None
+        self.local: LocalDisk | None = None
+        self._behind_local: Path | None = None
+
+    def use_local_disks(
+        self, base: str | Path, folder: str | Path, keep: int | None, progress_dir: str | None
+    ) -> LocalDisk:
+        """Write what comes to the nodes' own disks first; finish what was on its way there.
+
+        Args:
+            base: the folder on each of them.
+            folder: of checkpoints, in shared storage; the same for all that come.
+            keep: complete ones that stay in either, all in shared storage where ``None``.
+            progress_dir: where the run tells how far it is.
+        """
+        settings = LocalSettings(
+            base=Path(base),
+            option=f"local_folder {base}",
+            patience="timeout_s of Pipeline",
+            keep=keep,
+            timeout_s=self._mesh.timeout.total_seconds(),
+            progress_dir=progress_dir,
+        )
+        local = self.local = LocalDisk(self._mesh, _Shared(folder, keep), settings)
+        self._behind_local = Path(folder).resolve()
+        local.finish_former(lambda: PipelineFolder(folder).latest() or 0)
+        return local
+
+    def reading(
+        self, path: Path, manifest: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[Path]:
+        """Give a folder to read a checkpoint from: this node's, as far as it has it."""
+        if self.local is None:
+            return contextlib.nullcontext(path)
+        save_id = str(manifest.get("save_id", ""))
+        return self.local.reading(path, int(manifest["step"]), save_id, manifest["files"])
 
     def save(self, wish: Wish) -> Path:
         """Write a checkpoint; returns its folder when it is complete.
@@ -97,7 +157,12 @@ class Saver:
             CheckpointError: it could not be written.
         """
         self._is_former_lacking(wish.step)
-        return _write(wish, self._take(wish, copy=False), self._mesh)
+        path = self._put(wish, self._take(wish, copy=False), self._mesh)
+        if path is None:
+            assert self.local is not None
+            path = self.local.drain(tell=False)
+            assert path is not None
+        return path
 
     def save_behind(self, wish: Wish) -> Path | None:
         """Copy the state into the host's memory and write it while training goes on.
@@ -106,24 +171,27 @@ class Saver:
         this one is written at once.
 
         Returns:
-            Its folder where it was written at once.
+            Its folder where it was written there at once.
 
         Raises:
             CheckpointError: neither the checkpoint before it nor this one could be written.
         """
         if self._is_former_lacking(wish.step):
-            return _write(wish, self._take(wish, copy=False), self._mesh)
+            return self._put(wish, self._take(wish, copy=False), self._mesh)
         if self._background is None:
             # Its own: training's may be in use at the same moment.
             group = dist.new_group(backend="gloo", timeout=self._mesh.timeout)
             self._background = replace(self._mesh, control_group=group)
         taken, ranks = self._take(wish, copy=True), self._background
-        self._behind.begin(lambda: _write(wish, taken, ranks), wish.step)
+        self._behind.begin(lambda: self._put(wish, taken, ranks), wish.step)
         return None
 
     def completed(self) -> tuple[int, Path] | None:
         """Step and folder of a checkpoint that was completed behind training; each once."""
-        return self._behind.completed()
+        found = self._behind.completed()
+        if found is None and self.local is not None:
+            found = self.local.completed()
+        return found
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -133,16 +201,29 @@ class Saver:
         """
         self._behind.finish()
 
+    def drain(self) -> None:
+        """Wait until the last checkpoint is where it is to be.
+
+        Raises:
+            CheckpointError: it could not be written, or not be copied there.
+        """
+        self.finish()
+        if self.local is not None:
+            self.local.drain()
+
     def close(self) -> None:
-        """Finish, and end what was made. Idempotent."""
+        """Drain, and end what was made. Idempotent."""
         try:
-            self.finish()
+            self.drain()
         except CheckpointError as error:
             if self._mesh.rank == 0:
                 print(f"warning: {error}", flush=True)
         ranks, self._background = self._background, None
         if ranks is not None and dist.is_initialized():
             dist.destroy_process_group(ranks.control_group)
+        local, self.local = self.local, None
+        if local is not None:
+            local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
         """Whether the checkpoint before that of a step failed; the same on all ranks."""
@@ -150,6 +231,26 @@ class Saver:
         if why and self._mesh.rank == 0:
             print(f"warning: {why}", flush=True)
         return bool(why)
+
+    def _put(self, wish: Wish, taken: _Taken, ranks: Mesh) -> Path | None:
+        """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
+        if self.local is None or Path(wish.folder).resolve() != self._behind_local:
+            return _write(wish, taken, ranks)
+        save_id = ranks.from_first(secrets.token_hex(8))
+        manifest = make_manifest({**wish.head, "save_id": save_id}, ranks.gather(taken.told))
+        parcel = Parcel(step=wish.step, save_id=save_id, told=manifest, files={})
+
+        def write_state(folder: Path) -> None:
+            if wish.state:
+                (folder / STATE).write_bytes(taken.state)
+
+        return self.local.put(
+            parcel,
+            lambda folder: _write_tensors(folder, taken, ranks),
+            write_state,
+            Exchange(ranks.rank, ranks.control_group),
+            lambda: _write(wish, taken, ranks),
+        )
 
     def _take(self, wish: Wish, *, copy: bool) -> _Taken:
         """Take the state of now apart; copied, it may change before it is written."""
@@ -179,6 +280,14 @@ def _write(wish: Wish, taken: _Taken, ranks: Mesh) -> Path:
     all_see(ranks, partial)
     if wish.state:
         on_first(ranks, lambda: (partial / STATE).write_bytes(taken.state), where)
+    _write_tensors(partial, taken, ranks)
+    manifest = make_manifest(wish.head, ranks.gather(taken.told))
+    path: Path = on_first(ranks, lambda: place.commit(step, manifest, wish.keep, wish.check), where)
+    return path
+
+
+def _write_tensors(partial: Path, taken: _Taken, ranks: Mesh) -> None:
+    """Write this rank's tensors, and rank 0 what is said of all of them. Collective."""
     try:
         dcp.save(
             dict(taken.tensors),
@@ -187,10 +296,7 @@ def _write(wish: Wish, taken: _Taken, ranks: Mesh) -> Path:
             process_group=ranks.control_group,
         )
     except (CheckpointException, Exception) as error:  # the former is no Exception
-        raise CheckpointError(f"{where}: saving failed: {first_line(error)}") from error
-    manifest = make_manifest(wish.head, ranks.gather(taken.told))
-    path: Path = on_first(ranks, lambda: place.commit(step, manifest, wish.keep, wish.check), where)
-    return path
+        raise CheckpointError(f"{partial.parent}: saving failed: {first_line(error)}") from error
 
 
 def on_first(ranks: Mesh, work: Callable[[], Any], where: str) -> Any:

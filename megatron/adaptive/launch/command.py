@@ -80,6 +80,8 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
     if conf["CHECKPOINT_DIR"]:
         folder = str(conf.path("CHECKPOINT_DIR"))
         flags += ["--save", folder, "--load", folder, "--save-interval", str(conf["SAVE_INTERVAL"])]
+        if conf["LOCAL_CHECKPOINT_DIR"]:
+            flags += ["--save-local", str(conf.path("LOCAL_CHECKPOINT_DIR"))]
     if conf["TRACE"]:
         flags += ["--trace-dir", str(run_dir / "traces")]
     if conf["PROFILE"] or conf["NSYS"] or conf["NCU"]:
@@ -109,6 +111,11 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
         ConfigError: names the variable where the rule is about one, else the trainer's flag.
     """
     flags = trainer_flags(conf, run_dir)
+    if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
+        raise ConfigError(
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
+            " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
+        )
     if conf["PARTITION"] is not None and "--num-layers" in flags:
         layers = flags[len(flags) - 1 - flags[::-1].index("--num-layers") + 1]
         total = sum(parse_partition(conf["PARTITION"]))

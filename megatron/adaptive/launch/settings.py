@@ -58,6 +58,7 @@ SETTINGS: Mapping[str, Setting] = {
     "MERGE_FILE": Setting("text", "", "merges; merges.txt beside DATA by default"),
     "TRAINER_FLAGS": Setting("text", "", "further flags of pretrain_gpt.py; the last of one wins"),
     "CHECKPOINT_DIR": Setting("text", "", "folder of checkpoints to save and to go on from"),
+    "LOCAL_CHECKPOINT_DIR": Setting("text", "", "folder on each node's own disk, written first"),
     "SAVE_INTERVAL": Setting("count", "100", "iterations between checkpoints"),
     "LOG_DIR": Setting("text", "logs", "folder that holds a folder of logs for each job"),
     "TRACE": Setting("switch", "false", "write traces of the pipeline"),

@@ -119,7 +119,7 @@ class Checkpoints:
         path = self._take(progress, self._all, copy=False)()
         if path is None:
             assert self._local is not None
-            path = self._local.drain()
+            path = self._local.drain(tell=False)
             assert path is not None
         return path
 
@@ -231,7 +231,8 @@ class Checkpoints:
         if self._local is None:
             self._read(path, path, manifest)
         else:
-            with self._local.reading(path, manifest) as near:
+            step = int(manifest.progress["iteration"])
+            with self._local.reading(path, step, manifest.save_id, manifest.files) as near:
                 self._read(path, near, manifest)
         progress = Progress(**manifest.progress)
         if self._settings.finetune:

@@ -1,373 +1,76 @@
-"""Checkpoints on the nodes' own disks, on their way to shared storage.
-
-::
-
-    training ─ copy in memory ─> <local>/iter_0000100/ of each node ─ Upload ─> <save>/iter_0000100/
-               training waits    behind training                      behind that, one at a time
-
-    <local> is DIR/<name of --save>-<hash>/<node>, for several jobs and nodes may share a disk
-    <local>/iter_0000100/local.json     the manifest of the whole checkpoint, with all of its files
-
-What counts is the checkpoint in shared storage: it alone is ever loaded. A node's own disk is where
-its files are read from then, and where a copy goes on from that ranks which ended did not finish.
-"""
+"""The trainer's checkpoints on the nodes' own disks, see ``pipeline.local_disk``."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
-import hashlib
-import json
-import logging
-import os
-import shutil
-import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.pipeline.progress import require_current
-from megatron.adaptive.pipeline.step_folders import StepFolders, write_durably
-from megatron.adaptive.training.checkpoint_exchange import Exchange
+from megatron.adaptive.pipeline.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.pipeline.upload import Parcel
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
-from megatron.adaptive.training.checkpoint_saver import InProcessSaver, Shards
-from megatron.adaptive.training.checkpoint_upload import Upload, share_out
 from megatron.adaptive.training.initialize import Job
 
-__all__ = ["LocalDisk", "make_local_disk"]
-
-_LOG = logging.getLogger(__name__)
-_MANIFEST = "local.json"
-_KEPT = 2  # where the user names no number: the last one, and the one before while that is written
-_LOOK_S = 10.0
-_END_S = 5.0  # for a copy that is given up
+__all__ = ["LocalDisk", "finish_former", "make_local_disk", "parcel_of"]
 
 
 def make_local_disk(job: Job) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
-    return None if job.config.checkpoint.save_local is None else LocalDisk(job)
+    settings = job.config.checkpoint
+    if settings.save_local is None:
+        return None
+    wanted = LocalSettings(
+        base=Path(settings.save_local),
+        option=f"--save-local {settings.save_local}",
+        patience="--distributed-timeout-minutes",
+        keep=settings.keep_checkpoints,
+        timeout_s=60.0 * job.config.parallel.distributed_timeout_minutes,
+        progress_dir=job.config.progress_dir,
+    )
+    return LocalDisk(job, _Shared(str(settings.save), settings.keep_checkpoints), wanted)
 
 
-class LocalDisk:
-    """This node's part of the checkpoints. Every method but :meth:`completed` is collective.
+def finish_former(local: LocalDisk, job: Job) -> None:
+    """Finish the copy of a newer checkpoint that ranks before these had written. Collective.
+
+    Only where the run goes on from the newest of its own; see :meth:`LocalDisk.finish_former`.
+    """
+    settings = job.config.checkpoint
+    if settings.load is None or settings.ckpt_step is not None:
+        return
+    load, save = Path(settings.load), Path(str(settings.save))
+
+    def latest() -> int | None:
+        return CheckpointFolder(load).latest() or 0 if load.resolve() == save.resolve() else None
+
+    local.finish_former(latest)
+
+
+def parcel_of(manifest: Manifest) -> Parcel:
+    """Return what is known of a checkpoint on its way."""
+    told = dataclasses.asdict(manifest)
+    return Parcel(
+        step=int(manifest.progress["iteration"]),
+        save_id=manifest.save_id,
+        files=told.pop("files"),
+        told=told,
+    )
+
+
+class _Shared:
+    """The folder of checkpoints in shared storage.
 
     Args:
-        job: this process within the job, whose settings name the folders.
-
-    Attributes:
-        resumed: the iteration that the run went on from; what this disk has of later ones is of
-            steps that were done again since, and goes with the first checkpoint.
+        path: of it.
+        keep: complete ones that stay, ``None`` for all.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._settings = job.config.checkpoint
-        base = Path(str(self._settings.save_local)).absolute()
-        save = Path(str(self._settings.save)).resolve()
-        node = job.environment.node or socket.gethostname()
-        told = job.gather((_place(base, node, job), str(save)))
-        name = f"{save.name}-{hashlib.sha256(told[0][1].encode()).hexdigest()[:8]}"
-        self._folder = StepFolders(base / name / node, prefix="iter_", digits=7, manifest=_MANIFEST)
-        places = [place for place, _ in told]
-        self._is_leader = places.index(places[job.rank]) == job.rank
-        self._shared = CheckpointFolder(str(self._settings.save))
-        self._timeout_s = 60.0 * job.config.parallel.distributed_timeout_minutes
-        timeout = datetime.timedelta(seconds=self._timeout_s)
-        self._ranks = Exchange(job.rank, dist.new_group(backend="gloo", timeout=timeout))
-        self._control = Exchange(job.rank, job.control_group)
-        self._newest: tuple[Manifest, list[list[str]]] | None = None
-        self._upload: Upload | None = None
-        self._untold: list[Upload] = []
-        self.resumed: int | None = None
+    def __init__(self, path: str, keep: int | None) -> None:
+        self.folder = CheckpointFolder(path)
+        self._keep = keep
 
-    def save(
-        self,
-        manifest: Manifest,
-        saver: InProcessSaver,
-        shards: Shards,
-        write_common: Any,
-        ranks: Exchange,
-    ) -> None:
-        """Write a checkpoint to the nodes' own disks, and let it be copied behind that.
-
-        Args:
-            manifest: what it holds; that of rank 0 counts.
-            saver: writes the ranks' parts.
-            shards: this rank's.
-            write_common: writes into a folder what the checkpoint has once; on rank 0, at the end.
-            ranks: all of them, on a group that is used by nothing else meanwhile.
-
-        Raises:
-            CheckpointError: it could not be written on some node.
-        """
-        iteration = int(manifest.progress["iteration"])
-        partial = self._folder.partial_path(iteration)
-        try:
-            ranks.together(lambda: self._begin(iteration))
-            saver.write(shards, partial, ranks)
-            common, manifest = ranks.on_first(lambda: (_common(partial, write_common), manifest))
-            ranks.together(lambda: self._write_common(partial, common))
-            held = ranks.gather(ranks.together(lambda: _sizes(partial)))
-            files = {name: size for own in held for name, size in own.items()}
-            manifest = dataclasses.replace(manifest, files=files)
-            ranks.together(lambda: self._publish(iteration, manifest))
-        except CheckpointError:
-            if self._is_leader:
-                self._folder.abandon(iteration)
-            raise
-        shares = share_out(held, files)
-        assert shares is not None
-        self._newest = manifest, shares
-        if not ranks.any(self._upload is not None and self._upload.is_alive()):
-            self._start(manifest, shares)
-        elif self._job.is_first:
-            _LOG.warning(
-                "WARNING: the checkpoint of iteration %d stays on the nodes' own disks: %s is still"
-                " being copied to %s; the next one is copied",
-                iteration,
-                self._upload,
-                self._shared.path,
-            )
-
-    def give_way(self, ranks: Exchange) -> None:
-        """Wait until nothing is copied, for a checkpoint that goes to shared storage itself.
-
-        Raises:
-            CheckpointError: the copy does not end.
-        """
-        self._newest = None
-        try:
-            self._wait(ranks, time.monotonic() + self._timeout_s)
-        except CheckpointError:
-            if ranks.any(self._upload is not None and self._upload.is_alive()):
-                raise
-
-    def drain(self) -> Path | None:
-        """Wait until the newest checkpoint is in shared storage.
-
-        Returns:
-            Its folder there, ``None`` where none was written to the nodes' own disks.
-
-        Raises:
-            CheckpointError: it is not there; the nodes' own disks have it.
-        """
-        until_s = time.monotonic() + self._timeout_s
-        self._wait(self._control, until_s)
-        if self._newest is None:
-            return None
-        manifest, shares = self._newest
-        iteration = int(manifest.progress["iteration"])
-        upload = self._upload
-        if upload is None or upload.path is None or upload.iteration != iteration:
-            upload = self._start(manifest, shares, is_awaited=True)
-            self._wait(self._control, until_s)
-            if upload.failure is not None:
-                raise upload.failure
-        return upload.path
-
-    def completed(self) -> tuple[int, Path] | None:
-        """Iteration and folder of a checkpoint that came to shared storage; each once."""
-        for upload in self._untold:
-            if upload.path is not None:
-                self._untold.remove(upload)
-                return upload.iteration, upload.path
-        return None
-
-    def finish_former(self) -> None:
-        """Finish the copy of a checkpoint that ranks before these had written, if all is there."""
-        settings = self._settings
-        if settings.load is None or settings.ckpt_step is not None:
-            return
-        latest = self._control.on_first(self._latest, name_rank=False)
-        if latest is None:
-            return
-        held = self._control.gather(self._held(latest))
-        found = {key for own in held for key in own}
-        for step, save_id in sorted(found, reverse=True):
-            parts = [own.get((step, save_id), ({}, None)) for own in held]
-            manifest = next(told for _, told in parts if told is not None)
-            shares = share_out([files for files, _ in parts], manifest.files)
-            if shares is None:
-                if self._job.is_first:
-                    _LOG.warning(
-                        "WARNING: the checkpoint of iteration %d is on the disks of some nodes, and"
-                        " part of it was on others that are not here: it is left out",
-                        step,
-                    )
-                continue
-            self._tell(f"  going on with the copy of iteration {step} to {self._shared.path}")
-            upload = self._start(manifest, shares)
-            self._untold.remove(upload)
-            try:
-                self._wait(self._control, time.monotonic() + self._timeout_s)
-            except CheckpointError as error:
-                if self._control.any(upload.is_alive()):
-                    raise
-                if self._job.is_first:
-                    _LOG.warning("WARNING: %s; going on from that of iteration %d", error, latest)
-                return
-            if upload.failure is None:
-                return
-
-    @contextlib.contextmanager
-    def reading(self, path: Path, manifest: Manifest) -> Iterator[Path]:
-        """Give a folder to read a checkpoint from: with what this node has of it, from there.
-
-        Args:
-            path: of the checkpoint in shared storage.
-            manifest: of it.
-        """
-        view = self._folder.path / f".reading-{self._job.rank}"
-        step = int(manifest.progress["iteration"])
-        here: set[str] = set()
-        try:
-            known = self._manifests().get(step)
-            if manifest.save_id and known is not None and known.save_id == manifest.save_id:
-                own = _sizes(self._folder.complete_path(step))
-                here = {name for name, size in manifest.files.items() if own.get(name) == size}
-            shutil.rmtree(view, ignore_errors=True)
-            if here:
-                view.mkdir()
-                for name in manifest.files:
-                    source = self._folder.complete_path(step) if name in here else path
-                    (view / name).symlink_to(source.absolute() / name)
-        except OSError:
-            here = set()  # a disk that cannot be written: shared storage has all of it
-        told = self._control.gather(sum(manifest.files[name] for name in here))
-        whole = sum(manifest.files.values())
-        if any(told) and self._job.is_first:
-            least, most = min(told) / whole, max(told) / whole
-            _say(f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks")
-        try:
-            yield view if here else path
-        finally:
-            shutil.rmtree(view, ignore_errors=True)
-
-    def _begin(self, iteration: int) -> None:
-        if not self._is_leader:
-            return
-        require_current(self._job.config.progress_dir)
-        for step in self._folder.steps():
-            if step > iteration or (self.resumed is not None and step > self.resumed):
-                self._folder.remove(step)
-        self.resumed = None
-        self._folder.begin(iteration)
-
-    def _write_common(self, partial: Path, common: Mapping[str, bytes]) -> None:
-        if self._is_leader:
-            for name, content in common.items():
-                (partial / name).write_bytes(content)
-
-    def _publish(self, iteration: int, manifest: Manifest) -> None:
-        if not self._is_leader:
-            return
-        progress_dir, upload = self._job.config.progress_dir, self._upload
-        text = json.dumps(dataclasses.asdict(manifest))
-        write_durably(self._folder.partial_path(iteration) / _MANIFEST, text)
-        self._folder.publish(iteration, lambda: require_current(progress_dir))
-        busy = {upload.iteration} if upload is not None and upload.is_alive() else set()
-        self._folder.keep(self._settings.keep_checkpoints or _KEPT, busy)
-
-    def _start(
-        self, manifest: Manifest, shares: list[list[str]], *, is_awaited: bool = False
-    ) -> Upload:
-        iteration = int(manifest.progress["iteration"])
-        upload = self._upload = Upload(
-            self._folder.complete_path(iteration),
-            self._shared,
-            shares[self._job.rank],
-            manifest,
-            self._ranks,
-            keep=self._settings.keep_checkpoints,
-            progress_dir=self._job.config.progress_dir,
-            is_awaited=is_awaited,
-        )
-        self._untold = [one for one in self._untold if one.failure is None] + [upload]
-        return upload
-
-    def _wait(self, ranks: Exchange, until_s: float) -> None:
-        """Wait for the copy under way; a failure of it is told by itself.
-
-        Raises:
-            CheckpointError: the deadline passed on some rank.
-        """
-        upload = self._upload
-        if upload is None:
-            return
-        while upload.is_alive() and (left_s := until_s - time.monotonic()) > 0:
-            upload.join(min(left_s, _LOOK_S))
-            if upload.is_alive():
-                self._tell(f"  waiting for the copy of {upload} to {self._shared.path}")
-        if ranks.any(upload.is_alive()):
-            upload.is_awaited = True
-            upload.give_up()
-            upload.join(_END_S)
-            raise CheckpointError(
-                f"the copy of {upload} to {self._shared.path} did not end within"
-                f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                " the same nodes goes on with it; --distributed-timeout-minutes gives it more time"
-            )
-
-    def _latest(self) -> int | None:
-        """The newest one in shared storage, ``None`` where another job's is to be loaded."""
-        if Path(str(self._settings.load)).resolve() != self._shared.path.resolve():
-            return None
-        return self._shared.latest() or 0
-
-    def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Manifest | None]]:
-        """What this node's disk has of newer ones; one rank of each node tells what they are."""
-        return {
-            (step, one.save_id): (
-                _sizes(self._folder.complete_path(step)),
-                one if self._is_leader else None,
-            )
-            for step, one in self._manifests().items()
-            if step > latest
-        }
-
-    def _manifests(self) -> dict[int, Manifest]:
-        """Those on this node's disk, as far as they can be read."""
-        found = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            for step, path in self._folder.steps().items():
-                found[step] = Manifest(**json.loads((path / _MANIFEST).read_text()))
-        return found
-
-    def _tell(self, text: str) -> None:
-        if self._job.is_first:
-            _say(text)
-
-
-def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """What ranks have in common that share a folder, also where machines have one name."""
-    own: tuple[int, ...] = ()
-    with contextlib.suppress(OSError):
-        base.mkdir(parents=True, exist_ok=True)
-        status = base.stat()
-        own = status.st_dev, status.st_ino
-    return job.places[job.rank]["machine"], node, own
-
-
-def _common(partial: Path, write: Any) -> dict[str, bytes]:
-    """Let files be written on rank 0; returns what all nodes shall have of them."""
-    before = set(os.listdir(partial))
-    write(partial)
-    return {
-        name: (partial / name).read_bytes() for name in os.listdir(partial) if name not in before
-    }
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Files of a checkpoint that are here, without the manifest; none of one that is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        return {one.name: one.stat().st_size for one in folder.iterdir() if one.name != _MANIFEST}
-    return {}
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+    def commit(self, parcel: Parcel, check: Callable[[], None]) -> None:
+        """See :class:`~megatron.adaptive.pipeline.upload.Shared`."""
+        self.folder.commit(parcel.step, Manifest(**parcel.told), check)
+        if self._keep is not None:
+            self.folder.keep(self._keep)

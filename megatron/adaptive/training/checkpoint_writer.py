@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,13 +12,11 @@ from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.pipeline.progress import is_over, require_current
 from megatron.adaptive.training.checkpoint_exchange import Exchange
 from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
-from megatron.adaptive.training.checkpoint_local import LocalDisk
+from megatron.adaptive.training.checkpoint_local import LocalDisk, parcel_of
 from megatron.adaptive.training.checkpoint_saver import InProcessSaver, Shards
 from megatron.adaptive.training.initialize import Job
 
 __all__ = ["CheckpointWriter"]
-
-_LOG = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -62,23 +59,13 @@ class CheckpointWriter:
         """
         if self._local is None:
             return self._write(folder, manifest, common, shards, ranks)
-        try:
-            self._local.save(
-                manifest, self._saver, shards, lambda path: self._write_once(path, common), ranks
-            )
-            return None
-        except CheckpointError as error:
-            if self._job.is_first:
-                _LOG.warning(
-                    "WARNING: --save-local %s: %s; the checkpoint of iteration %d goes to %s"
-                    " at once",
-                    self._settings.save_local,
-                    error,
-                    manifest.progress["iteration"],
-                    folder.path,
-                )
-            self._local.give_way(ranks)
-            return self._write(folder, manifest, common, shards, ranks)
+        return self._local.put(
+            parcel_of(manifest),
+            lambda path: self._saver.write(shards, path, ranks),
+            lambda path: self._write_once(path, common),
+            ranks,
+            lambda: self._write(folder, manifest, common, shards, ranks),
+        )
 
     def _write_once(self, folder: Path, common: memoryview) -> None:
         """Write what a checkpoint has once; on rank 0, after the shards."""

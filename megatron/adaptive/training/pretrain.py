@@ -81,7 +81,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     from megatron.adaptive.pipeline.stop import StopRequest
     from megatron.adaptive.training.checkpoint import Checkpoints
-    from megatron.adaptive.training.checkpoint_local import make_local_disk
+    from megatron.adaptive.training.checkpoint_local import finish_former, make_local_disk
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
     from megatron.adaptive.training.profiler import make_profiler
@@ -94,7 +94,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             print(startup_line(config), flush=True)
         local = make_local_disk(job)
         if local is not None:
-            local.finish_former()
+            finish_former(local, job)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)

@@ -8,8 +8,8 @@
     <save>/.iter_0000100.partial/ ──> <save>/iter_0000100/     once all of it is there
 
 Every rank copies a share of its node's files, for a second at a time; then all ranks tell each
-other how far they are, and what went wrong. In shared storage a checkpoint is complete by the rule
-of ``checkpoint_folder``, like any other.
+other how far they are, and what went wrong. In shared storage a checkpoint is complete by the
+program's own rule, like any other.
 """
 
 from __future__ import annotations
@@ -19,22 +19,57 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.pipeline.exchange import Exchange
 from megatron.adaptive.pipeline.progress import is_over, require_current
-from megatron.adaptive.training.checkpoint_exchange import Exchange
-from megatron.adaptive.training.checkpoint_folder import CheckpointFolder, Manifest
+from megatron.adaptive.pipeline.step_folders import StepFolders
 
-__all__ = ["Upload", "share_out"]
+__all__ = ["Parcel", "Shared", "Upload", "share_out"]
 
 _LOG = logging.getLogger(__name__)
 _ROUND_S = 1.0
 _PIECE_BYTES = 8 << 20
 _GENTLE = 7  # the last level of those that are served while others read and write too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A checkpoint on its way to shared storage.
+
+    Attributes:
+        step: that it is of.
+        save_id: of this saving, by which parts of it elsewhere are known.
+        told: what the program's own manifest says, as JSON can.
+        files: size of each file in bytes, without manifests.
+    """
+
+    step: int
+    save_id: str
+    told: Mapping[str, Any]
+    files: Mapping[str, int]
+
+
+class Shared(Protocol):
+    """The checkpoints in shared storage; nobody else writes there meanwhile."""
+
+    @property
+    def folder(self) -> StepFolders:
+        """Where they are."""
+
+    def commit(self, parcel: Parcel, check: Callable[[], None]) -> None:
+        """Turn the partial checkpoint of a parcel into a complete one; older ones may go.
+
+        Args:
+            parcel: all of its files are there.
+            check: called when all is written, before anything takes its place; raises what it will.
+        """
 
 
 def share_out(
@@ -63,11 +98,10 @@ class Upload(threading.Thread):
 
     Args:
         source: this node's folder of the checkpoint; what this rank copies is there.
-        target: the folder of checkpoints in shared storage; nobody else writes there meanwhile.
+        target: shared storage.
         names: of the files that this rank copies.
-        manifest: of the whole checkpoint, with all of its files.
+        parcel: the whole checkpoint, with all of its files.
         ranks: all of them, on a group that is used by nothing else meanwhile.
-        keep: complete checkpoints that stay in shared storage, ``None`` for all.
         progress_dir: where the run tells how far it is.
         is_awaited: somebody waits for it from the start, and tells of a failure.
 
@@ -83,24 +117,22 @@ class Upload(threading.Thread):
     def __init__(
         self,
         source: Path,
-        target: CheckpointFolder,
+        target: Shared,
         names: Sequence[str],
-        manifest: Manifest,
+        parcel: Parcel,
         ranks: Exchange,
         *,
-        keep: int | None,
         progress_dir: str | None,
         is_awaited: bool = False,
     ) -> None:
-        self.iteration = int(manifest.progress["iteration"])
+        self.iteration = parcel.step
         super().__init__(name=f"copy of checkpoint {self.iteration}", daemon=True)
         self._source, self._target, self._names = source, target, names
-        self._manifest = manifest
+        self._parcel = parcel
         self._ranks = ranks
-        self._keep = keep
         self._progress_dir = progress_dir
         self.done_bytes = 0
-        self.whole_bytes = sum(manifest.files.values())
+        self.whole_bytes = sum(parcel.files.values())
         self.path: Path | None = None
         self.failure: BaseException | None = None
         self.is_awaited = is_awaited
@@ -125,7 +157,7 @@ class Upload(threading.Thread):
 
     def _copy(self) -> Path:
         _be_gentle()
-        folder, iteration = self._target, self.iteration
+        folder, iteration = self._target.folder, self.iteration
 
         def begin() -> None:
             require_current(self._progress_dir)
@@ -149,7 +181,7 @@ class Upload(threading.Thread):
             raise
 
     def _copy_files(self) -> None:
-        partial = self._target.partial_path(self.iteration)
+        partial = self._target.folder.partial_path(self.iteration)
         pieces = _copying([(self._source / name, partial / name) for name in self._names])
         left = self.whole_bytes
         while left:
@@ -166,8 +198,8 @@ class Upload(threading.Thread):
         return _some(pieces)
 
     def _complete(self) -> None:
-        folder, files = self._target, self._manifest.files
-        partial = folder.partial_path(self.iteration)
+        files = self._parcel.files
+        partial = self._target.folder.partial_path(self.iteration)
 
         def check() -> None:
             require_current(self._progress_dir)
@@ -176,9 +208,7 @@ class Upload(threading.Thread):
                 if found != size:
                     raise CheckpointError(f"{partial / name} has {found} bytes instead of {size}")
 
-        folder.commit(self.iteration, self._manifest, check)
-        if self._keep is not None:
-            folder.keep(self._keep)
+        self._target.commit(self._parcel, check)
 
 
 def _one_line(error: BaseException) -> str:
