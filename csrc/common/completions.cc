@@ -103,11 +103,13 @@ Bell Bell::attach(ScopedFd fd) {
   return bell;
 }
 
-void Bell::ring() noexcept {
-  if (load_after_fence(words_->sleeping) != 0) {
-    words_->rung.fetch_add(1);
-    futex_wake_all(words_->rung);
+bool Bell::ring() noexcept {
+  if (load_after_fence(words_->sleeping) == 0) {
+    return false;
   }
+  words_->rung.fetch_add(1);
+  futex_wake_all(words_->rung);
+  return true;
 }
 
 std::uint32_t Bell::announce_sleep() noexcept {
@@ -120,7 +122,7 @@ void Bell::sleep(std::uint32_t announced, const Deadline& deadline) {
 }
 
 void Bell::end_sleep() noexcept {
-  words_->sleeping.store(0, std::memory_order_relaxed);
+  words_->sleeping.exchange(0);  // before the look that follows: a full fence again
 }
 
 // ---- Completions
@@ -214,6 +216,7 @@ void Completions::sleep(const Deadline& deadline) {
     throw;
   }
   bell_.end_sleep();
+  poll_sources();  // even if there is an item already: who rang leaves all of it to us
 }
 
 std::optional<Item> Completions::wait(const Deadline& deadline, std::chrono::nanoseconds longest) {

@@ -148,8 +148,9 @@ class Bell {
   int fd() const noexcept { return fd_.get(); }
 
   // To be called after anything that the owner of the bell may be waiting for became visible.
-  // Costs a fence and a load of a line that nobody writes, unless the owner sleeps.
-  void ring() noexcept;
+  // Costs a fence and a load of a line that nobody writes, unless the owner sleeps. Whether it
+  // does: then it looks at what it waits for once more at least.
+  bool ring() noexcept;
 
   // The owner's side: announces sleep, then the caller looks once more at what it waits for, then
   // sleeps until rung (or a spurious wake-up or the deadline).

@@ -122,10 +122,14 @@ void Pair::on_events() {
       continue;
     }
     const Notify::Level asked = incoming_->notify().taken(Notify::Level::kSolicited);
+    const bool stalled = incoming_->stalled();
+    if (stalled) {
+      incoming_->notify().ask(Notify::Level::kAll);
+    }
     Completions& completions = *fate_->session().completions;
-    completions.bell().ring();
-    // What the peer marked has to move on even if nobody waits.
-    if (asked == Notify::Level::kSolicited || incoming_->assembling()) {
+    const bool looks = completions.bell().ring();
+    // What the peer marked has to move on even if nobody waits, and may have come before we asked.
+    if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
       completions.drain_sources();
     }
   }

@@ -255,10 +255,14 @@ void Incoming::settle() noexcept {
 }
 
 void Incoming::write_credits() noexcept {
-  const bool full = num_writes_ - num_writes_done_ >= credit_writes(slots_);
-  if (stopped_ || full || ended() || fate_->failed()) {
-    return;  // nobody needs them, or settle() follows
+  if (stopped_ || ended() || fate_->failed()) {
+    return;  // nobody needs them
   }
+  if (num_writes_ - num_writes_done_ >= credit_writes(slots_)) {
+    stall();
+    return;
+  }
+  stalled_.store(false, std::memory_order_relaxed);
   std::byte* const word = arena_.data() + slots_ * stride_of(slot_bytes_) +
                           num_writes_ % kCreditWords * sizeof(std::uint64_t);
   std::memcpy(word, &returned_, sizeof(returned_));
@@ -284,6 +288,24 @@ void Incoming::write_credits() noexcept {
     num_unsaid_ = 0;
   } else {
     --num_writes_;
+  }
+}
+
+// Waits for the acknowledgement of earlier writes, which are not marked: settle() follows it.
+void Incoming::stall() noexcept {
+  if (stalled_.exchange(true)) {
+    return;
+  }
+  notify_.ask(Notify::Level::kAll);
+  try {
+    // What came before we asked makes no event.
+    fate_->session().reactor->post([weak = weak_from_this()] {
+      if (const auto self = weak.lock()) {
+        self->fate_->session().completions->drain_sources();
+      }
+    });
+  } catch (const std::exception&) {
+    // No memory: the next event or wait finds it.
   }
 }
 

@@ -40,6 +40,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   // A message in pieces is half there: it has to move on whatever this process does.
   bool assembling() const noexcept { return assembling_.load(std::memory_order_relaxed); }
+  // Slots were given back that the peer could not be told of yet: completions move that on.
+  bool stalled() const noexcept { return stalled_.load(std::memory_order_relaxed); }
   bool ended() const noexcept { return ended_.load(std::memory_order_acquire); }
   bool peer_gone() const noexcept { return gone_.load(std::memory_order_acquire); }
 
@@ -68,6 +70,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void give_back(unsigned slot) noexcept;
   void settle() noexcept;
   void write_credits() noexcept;
+  void stall() noexcept;
   std::byte* slot_data(unsigned slot) const noexcept;
 
   std::shared_ptr<Fate> fate_;
@@ -90,6 +93,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::atomic<bool> assembling_{false};
   std::atomic<bool> ended_{false};
   std::atomic<bool> gone_{false};
+  std::atomic<bool> stalled_{false};
 
   std::mutex mutex_;  // guards what follows
   bool stopped_ = false;

@@ -187,6 +187,29 @@ void pieces_move_while_the_receiver_computes(Lab& lab) {
   lab.meet();
 }
 
+// Who waited in vain has asked for an event of anything, which the first piece uses up.
+void pieces_move_after_a_wait_in_vain(Lab& lab) {
+  const RdmaOptions options = small_slots();
+  End end(lab, lab.next_port(), options);
+  const std::size_t size = 3 * options.slots * options.slot_bytes;
+  for (std::uint64_t i = 0; i < 40; ++i) {
+    if (lab.rank() == 0) {
+      lab.meet();
+      send(*end.sender, size, i);
+      eventually([&] { return end.sender->pending() == 0; }, "everything to be with the peer");
+      lab.meet();
+    } else {
+      const auto soon = Deadline::after(std::chrono::milliseconds(2));
+      check(!end.session.completions->wait(soon), "nothing to be there");
+      lab.meet();
+      lab.meet();
+      check_arrival(next_arrival(*end.session.completions), size, i);
+    }
+  }
+  end.close();
+  lab.meet();
+}
+
 void reserved_parts_are_sent_without_a_copy(Lab& lab) {
   const RdmaOptions options = small_slots();
   End end(lab, lab.next_port(), options);
@@ -419,6 +442,7 @@ int main(int argc, char** argv) {
   test("returns while computing",
        [&] { returned_slots_reach_the_sender_while_the_receiver_computes(lab); });
   test("pieces while computing", [&] { pieces_move_while_the_receiver_computes(lab); });
+  test("pieces after a wait", [&] { pieces_move_after_a_wait_in_vain(lab); });
   test("reserve and commit", [&] { reserved_parts_are_sent_without_a_copy(lab); });
   test("reserve and send", [&] { reserved_parts_do_not_stop_what_is_sent(lab); });
   test("close", [&] { a_closed_channel_says_so(lab); });

@@ -16,6 +16,7 @@ from megatron.adaptive.transport.interface import Transport
 from .contract_rank import (
     LIMIT_S,
     SLOT_BYTES,
+    SLOTS,
     Rank,
     error_of,
     label,
@@ -120,6 +121,25 @@ def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> float:
         total += float(received[0])
     transport.close()
     return total
+
+
+def pieces(rank: Rank, kind: str, count: int) -> int:
+    """Messages of many pieces come whole though the receiver, who waited in vain, takes none."""
+    transport, peer = rank.open(kind)
+    for number in range(count):
+        message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
+        if rank.receives(kind):
+            assert transport.completions.wait(time.monotonic() + 0.01) is None
+            rank.mark(f"waited {number}")
+            rank.await_mark(f"sent {number}")
+            require_equal(wait(transport).take(), message)
+        else:
+            rank.await_mark(f"waited {number}")
+            transport.send(peer, label(number), message)
+            transport.flush(LIMIT_S / 3)
+            rank.mark(f"sent {number}")
+    transport.close()
+    return count
 
 
 def listen(rank: Rank, kind: str, count: int) -> list[Any]:

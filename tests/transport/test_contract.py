@@ -176,6 +176,11 @@ def test_forked_child_gives_nothing_back(pool: Pool, kind: str) -> None:
     pool.run("child", ranks_of(kind), kind=kind)
 
 
+@pytest.mark.parametrize("kind", NATIVE)
+def test_pieces_move_on_while_the_receiver_computes(pool: Pool, kind: str) -> None:
+    assert pool.run("pieces", 2, kind=kind, count=20)[-1] == 20
+
+
 @all_kinds
 def test_arrivals_are_heard_while_the_process_computes(pool: Pool, kind: str) -> None:
     heard, values, ended = pool.run("listen", ranks_of(kind), kind=kind, count=20)[-1]
