@@ -12,15 +12,14 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.pipeline.calibrate import measure_link
+from megatron.adaptive.pipeline.ranks import Ranks
 from megatron.adaptive.transport.connect import (
     Payloads,
     connect_ranks,
@@ -33,7 +32,6 @@ from megatron.adaptive.transport.interface import Transport
 __all__ = [
     "SIZES",
     "LinkSample",
-    "Ranks",
     "ReduceSample",
     "as_curve",
     "link_rows",
@@ -54,33 +52,6 @@ _REPEATS = 6
 _NO_STEP = -1
 
 Pair = tuple[int, int]
-
-
-class Ranks(Protocol):
-    """This process among all of the job."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def environment(self) -> Environment:
-        """What the launcher said."""
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """This process's device."""
-
-    @property
-    def control_group(self) -> Any:
-        """A gloo group of all ranks."""
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        """Where every rank runs."""
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gave, by rank. Collective over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,47 +27,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.pipeline.exchange import Exchange
 from megatron.adaptive.pipeline.progress import require_current
+from megatron.adaptive.pipeline.ranks import Ranks
 from megatron.adaptive.pipeline.step_folders import StepFolders, write_durably
 from megatron.adaptive.pipeline.upload import Parcel, Shared, Upload, share_out
 
-__all__ = ["LocalDisk", "LocalSettings", "Ranks"]
+__all__ = ["LocalDisk", "LocalSettings"]
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # where the user names no number: the last one, and the one before while that is written
 _LOOK_S = 10.0
 _END_S = 5.0  # for a copy that is given up
-
-
-class Ranks(Protocol):
-    """This process among all of the job."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def environment(self) -> Environment:
-        """What the launcher said."""
-
-    @property
-    def control_group(self) -> Any:
-        """A gloo group of all ranks."""
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        """Where every rank runs."""
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gave, by rank. Collective over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
