@@ -109,6 +109,8 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
           self->on_left();
         }
       });
+  // The peer may have been faster: what came before we asked makes no event.
+  session.completions->drain_sources();
 }
 
 // Of the reactor's thread.
