@@ -230,7 +230,8 @@ class NodeConnector:
         self._rank = rank
         self._peer = 1 - rank
         token = gather(bytes(range(16)))[0]
-        machines, masks = zip(*gather((here(rank)["machine"], os.sched_getaffinity(0))), strict=True)
+        own = here(rank)["machine"], os.sched_getaffinity(0)
+        machines, masks = zip(*gather(own), strict=True)
         alone = machines[0] != machines[1] or masks[0].isdisjoint(masks[1])
         sharing = 1 if alone else 2
         self.node: Any = extension.require("the benchmark").Node(rank, token, 1, sharing)
