@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -175,8 +176,10 @@ def run(
         started: list[_Node] = []
         begin_s = time.monotonic()
         with contextlib.ExitStack() as stack:
+            processors = _processors(boot.machine)
             for rank, links in enumerate(_links(nodes, stack)):
-                node = _Node(rank, _start(boot, rank, nodes, links), boot.folder, on_line)
+                process = _start(boot, rank, nodes, links, processors[rank % len(processors)])
+                node = _Node(rank, process, boot.folder, on_line)
                 started.append(node)
                 stack.callback(node.end)
             first_failure = _watch(started, begin_s + timeout_s)
@@ -252,10 +255,29 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
     return [first, *rest]
 
 
+def _processors(machine: str) -> list[set[int]]:
+    """Return what the nodes run on, in turn.
+
+    User-mode Linux has one processor and is two processes here, its kernel and its programs, of
+    which one runs at a time. Apart from each other they make every system call two to three times
+    as slow, for seconds, and the nodes then differ.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if machine != "uml":
+        return [set(allowed)]
+    random.shuffle(allowed)  # several labs may run at a time
+    return [{processor} for processor in allowed]
+
+
 def _start(
-    boot: _Boot, rank: int, nodes: int, links: list[socket.socket]
+    boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a node; it dies with this thread."""
+    """Start a node on these processors; it dies with this thread."""
+
+    def prepare() -> None:
+        os.sched_setaffinity(0, processors)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
     variables = [f"lab_rank={rank}", f"lab_dir={boot.folder}", f"lab_share={boot.share}"]
     if boot.machine == "qemu":
         command = qemu.arguments(
@@ -281,7 +303,7 @@ def _start(
             env={**os.environ, "TMPDIR": str(memory)},
             pass_fds=[link.fileno() for link in links],
             start_new_session=True,
-            preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=prepare,
         )
 
 
