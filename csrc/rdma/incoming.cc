@@ -172,7 +172,7 @@ void Incoming::obey(Control word) {
       return;
     case Control::kHurry: {
       const std::lock_guard<std::mutex> lock(mutex_);
-      urgent_ = true;  // and settle() follows
+      haste_ = Haste::kAtOnce;  // and settle() follows
       return;
     }
   }
@@ -188,7 +188,7 @@ void Incoming::hold(unsigned slot, bool urgent) {
   }
   held_ |= bit;
   num_held_.fetch_add(1, std::memory_order_relaxed);
-  urgent_ = urgent;
+  haste_ = urgent ? std::max(haste_, Haste::kUrgent) : Haste::kNone;
 }
 
 void Incoming::deliver_slot(unsigned slot, Completions& into) {
@@ -240,7 +240,7 @@ void Incoming::give_back(unsigned slot) noexcept {
   num_held_.fetch_sub(1, std::memory_order_relaxed);
   returned_ ^= bit;
   ++num_unsaid_;
-  if (urgent_ || num_unsaid_ >= std::max(1U, slots_ / 2)) {
+  if (credits_due()) {
     write_credits();
   }
 }
@@ -249,9 +249,17 @@ void Incoming::give_back(unsigned slot) noexcept {
 // the queue pair had no room.
 void Incoming::settle() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (num_unsaid_ > 0 && (urgent_ || num_unsaid_ >= std::max(1U, slots_ / 2))) {
+  if (credits_due()) {
     write_credits();
   }
+}
+
+bool Incoming::credits_due() const noexcept {
+  if (num_unsaid_ == 0 || haste_ == Haste::kAtOnce || num_unsaid_ >= slots_ / 2) {
+    return num_unsaid_ != 0;
+  }
+  const unsigned under_way = slots_ - num_unsaid_ - num_held_.load(std::memory_order_relaxed);
+  return haste_ == Haste::kUrgent && (num_unsaid_ >= slots_ / 4 || under_way <= slots_ / 2);
 }
 
 void Incoming::write_credits() noexcept {

@@ -26,7 +26,7 @@ namespace adaptive::rdma {
 //
 // A slot goes: free at the peer -> written, its number in the completion queue -> leased out by
 // poll() -> given back by any thread, its bit in `returned_` flipped -> that word written to the
-// peer, at once where the peer said that it is short of slots, else when half of them wait.
+// peer, as soon as the peer's Haste asks for it.
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options);
@@ -69,6 +69,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void obey(Control word);
   void give_back(unsigned slot) noexcept;
   void settle() noexcept;
+  bool credits_due() const noexcept;
   void write_credits() noexcept;
   void stall() noexcept;
   std::byte* slot_data(unsigned slot) const noexcept;
@@ -97,7 +98,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   std::mutex mutex_;  // guards what follows
   bool stopped_ = false;
-  bool urgent_ = false;
+  Haste haste_ = Haste::kNone;
   std::uint64_t held_ = 0;             // slots not given back
   std::atomic<unsigned> num_held_{0};  // how many, as arrivals tell it
   std::uint64_t returned_ = 0;         // one bit per slot, flipped by each return

@@ -140,7 +140,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   std::uint32_t next_number_ = 0;
   std::uint64_t next_sequence_ = 0;
   unsigned messages_since_signal_ = 0;
-  bool said_urgent_ = true;  // the last write: the peer holds no returns back
+  Haste said_ = Haste::kNone;
 };
 
 }  // namespace adaptive::rdma

@@ -130,7 +130,7 @@ Immediate Outgoing::next_immediate(unsigned slot) noexcept {
   value.number = next_number_;
   value.slot = static_cast<std::uint8_t>(slot);
   value.urgent = static_cast<unsigned>(__builtin_popcountll(free_slots())) <= slots_ / 4;
-  said_urgent_ = value.urgent;
+  said_ = value.urgent ? std::max(said_, Haste::kUrgent) : Haste::kNone;
   next_number_ = (next_number_ + 1) & kNumberMask;
   return value;
 }
@@ -198,13 +198,15 @@ void Outgoing::post_control(Control word) {
   post_empty(&lane, IBV_WR_RDMA_WRITE_WITH_IMM, pack(value));
 }
 
-// The peer may hold back returns that it would write at once, had a message told it to. Reserved
-// slots can make this end short of them without one.
+// The peer may hold returns back, and nothing may come to it any more that makes it write them:
+// reserved slots can make this end short of them without an urgent message, and with few under way.
 void Outgoing::hurry() {
   const OutLane& lane = next_lane();
   const bool has_room = lane.num_posted - lane.num_done < message_sends_ + kSpareSends / 2;
-  if (!said_urgent_ && in_flight_ != 0 && has_room) {
-    said_urgent_ = true;
+  const auto in_flight = static_cast<unsigned>(__builtin_popcountll(in_flight_));
+  const Haste needed = in_flight > slots_ / 2 ? Haste::kUrgent : Haste::kAtOnce;
+  if (said_ < needed && in_flight != 0 && has_room) {
+    said_ = Haste::kAtOnce;
     post_control(Control::kHurry);
   }
 }

@@ -63,7 +63,7 @@ constexpr std::size_t kLargestRecordBytes = 64 + 64 * kMostLanes;
 //  | number of the write     | control | urgent | slot       |
 //
 // `number` counts the writes with immediate of a channel, so that what comes over several queue
-// pairs can be put in order. Urgent: the sender has few slots left and wants each back at once.
+// pairs can be put in order. Urgent: the sender has few slots left, see Haste::kUrgent.
 struct Immediate {
   std::uint32_t number = 0;  // modulo 2^24
   bool control = false;      // there is no slot; `slot` is a Control
@@ -73,7 +73,17 @@ struct Immediate {
 
 enum class Control : std::uint8_t {
   kGone = 0,   // the sender of this takes and gives no more
-  kHurry = 1,  // as an urgent message, from a sender that has no slot left to send one
+  kHurry = 1,  // it has no slot left, see Haste::kAtOnce
+};
+
+// How soon the sender needs the slots back that the receiver has read; what it said last, until it
+// writes a message that is not urgent. A return takes a packet of its own, which a stream of
+// messages would feel, so several go together while enough is under way to keep the sender's queue
+// busy.
+enum class Haste : std::uint8_t {
+  kNone,    // when half of the slots are there to be returned
+  kUrgent,  // a quarter; or any, if half of the slots at most may be under way
+  kAtOnce,  // any: reserved slots are not under way, and the receiver does not know of them
 };
 
 constexpr std::uint32_t kNumberMask = 0xff'ffff;

@@ -100,10 +100,10 @@ SANITIZERS = {
 SANITIZED_TESTS = (
     ("rdma_channel_test", "any size, four queue pairs, from rank 0"),
     ("rdma_channel_test", "both directions, one slot"),
-    ("rdma_channel_test", "out-of-order returns, 5 slots"),
+    ("rdma_slots_test", "out-of-order returns, 5 slots"),
     ("rdma_channel_test", "two threads"),
     ("rdma_channel_test", "pieces while computing"),
-    ("rdma_channel_test", "reserve"),
+    ("rdma_slots_test", "reserve"),
 )
 """A program and what it is asked for: one of each kind, since emulated machines are slow."""
 
@@ -131,7 +131,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes(name: str) -> None:
         assert said.count("0 failed\n") == len(SANITIZED_TESTS), result.text
 
 
-@pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
+@pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_slots_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
     """Faults: killed peers, 2% of packets lost, a cut link, a bad key, missing receives, lies."""
     result = run([str(programs.build(name))], timeout_s=600.0)
