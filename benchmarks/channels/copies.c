@@ -88,8 +88,15 @@ void copy_streaming(void *to, const void *from, size_t size) {
 #endif
 }
 
+/* What stands for the operators of a model is as wide as these are where it runs. */
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define AS_WIDE_AS_HERE __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define AS_WIDE_AS_HERE
+#endif
+
 /* Reads everything; the result keeps the compiler from leaving that out. */
-uint64_t read_all(const void *from, size_t size) {
+AS_WIDE_AS_HERE uint64_t read_all(const void *from, size_t size) {
   const uint64_t *words = from;
   uint64_t sums[8] = {0};
   size_t at = 0;
@@ -106,7 +113,7 @@ uint64_t read_all(const void *from, size_t size) {
 
 /* Writes everything with plain stores, as a kernel that computes does: the values differ, else the
  * compiler would make it a memset, which has stores of its own choice for large sizes. */
-void write_all(void *to, size_t size, uint64_t seed) {
+AS_WIDE_AS_HERE void write_all(void *to, size_t size, uint64_t seed) {
   uint64_t *words = to;
   for (size_t at = 0; at < size / 8; ++at) {
     words[at] = seed + at;

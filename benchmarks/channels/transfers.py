@@ -191,9 +191,11 @@ def bandwidth_rows(
                 note=f"{state}; {_times(ours, gloo)}",
             )
         )
-    for what, series, near, far in (
-        ("shm over the best of MPI and UCX", one_way, PEERS, PEERS),
-        ("shm over the best of MPI and UCX, written and read", fresh, FRESH_NEAR, FRESH_FAR),
+    over = "shm over the best of MPI and UCX"
+    for what, own, series, near, far in (
+        (over, "shm", one_way, PEERS, PEERS),
+        (f"{over}, written and read", "shm", fresh, FRESH_NEAR, FRESH_FAR),
+        (f"{over}, written in place and read", "shm, in place", fresh, FRESH_NEAR, FRESH_FAR),
     ):
         for nbytes in (n for n in GLOO_SIZES if n in states):
             state = states[nbytes]
@@ -206,7 +208,7 @@ def bandwidth_rows(
                 rows.append(missing(label, absent, goal=goal, least=True))
                 continue
             best = min(found, key=lambda name: statistics.median(found[name]))
-            ours = series["shm", nbytes]
+            ours = series[own, nbytes]
             rows.append(
                 measured(
                     label,

@@ -75,6 +75,7 @@ def test_far_processors_have_goals_of_their_own(state: str, least: float) -> Non
     times = {"memcpy_plain": 2.0, "memcpy_streaming": 1.0, "shm": 1.25, "shm_node": 1.0}
     one_way = series(**times, gloo=8.0, mpi=4.0, ucx=2.5)
     fresh = series(shm=2.0, mpi=4.0, ucx=8.0)
+    fresh["shm, in place", MIB] = [1.0] * 5
     rows = transfers.bandwidth_rows(one_way, fresh, {MIB: state}, "")
     found = {row.what: row for row in rows}
     memory = found["shm, 1 MiB: speed of the faster memcpy"]
@@ -87,13 +88,15 @@ def test_far_processors_have_goals_of_their_own(state: str, least: float) -> Non
     assert "ucx" in best.note
     written = found["shm over the best of MPI and UCX, written and read, 1 MiB"]
     assert (written.value, written.goal) == (2.0, 4.0 if state == "far" else 1.5)
+    in_place = found["shm over the best of MPI and UCX, written in place and read, 1 MiB"]
+    assert (in_place.value, in_place.met) == (4.0, True)
 
 
 def test_a_peer_that_is_not_installed_is_no_failure() -> None:
     one_way = series(memcpy_plain=2.0, memcpy_streaming=1.0, shm=1.0, shm_node=1.0, gloo=9.0)
     rows = transfers.bandwidth_rows(one_way, series(shm=1.0), {MIB: "near"}, "install it so")
     absent = [row for row in rows if row.value is None]
-    assert [row.met for row in absent] == [None, None]
+    assert [row.met for row in absent] == [None] * 3
     assert {row.note for row in absent} == {"install it so"}
     assert not any(row.met is False for row in rows)
 
