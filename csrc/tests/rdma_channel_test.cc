@@ -15,13 +15,6 @@ using namespace adaptive;           // NOLINT: a test
 using namespace adaptive::testing;  // NOLINT
 using std::chrono::milliseconds;
 
-RdmaOptions small_slots() {
-  RdmaOptions options;
-  options.slot_bytes = 8192;
-  options.slots = 4;
-  return options;
-}
-
 std::vector<std::size_t> sizes_around(std::size_t slot_bytes) {
   return {0,
           1,
@@ -246,13 +239,7 @@ RdmaOptions with(RdmaOptions options, const std::function<void(RdmaOptions&)>& c
 
 int main(int argc, char** argv) {
   Lab lab;
-  const std::string only = argc > 1 ? argv[1] : "";
-  const auto test = [&](const std::string& name, const std::function<void()>& body) {
-    run(name, body, only);
-    if (lab.exchange(std::to_string(failures())) != "0" || failures() != 0) {
-      std::exit(summary());
-    }
-  };
+  const LabTests test(lab, argc, argv);
   const RdmaOptions four_pairs = with(small_slots(), [](auto& o) { o.num_qps = 4; });
   const RdmaOptions one_slot = with(small_slots(), [](auto& o) { o.slots = 1; });
   const RdmaOptions checksums = with(small_slots(), [](auto& o) { o.crc = true; });

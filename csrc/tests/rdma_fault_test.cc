@@ -22,13 +22,6 @@ using namespace adaptive::testing;  // NOLINT
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-RdmaOptions small_slots() {
-  RdmaOptions options;
-  options.slot_bytes = 8192;
-  options.slots = 4;
-  return options;
-}
-
 double since_s(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -439,16 +432,7 @@ void the_limit_of_locked_memory_is_checked_first(Lab& lab) {
 
 int main(int argc, char** argv) {
   Lab lab;
-  const std::string only = argc > 1 ? argv[1] : "";
-  const auto test = [&](const std::string& name, const std::function<void()>& body) {
-    if (name.find(only) == std::string::npos) {
-      return;
-    }
-    run(name, body);
-    if (lab.exchange(std::to_string(failures())) != "0" || failures() != 0) {
-      std::exit(summary());
-    }
-  };
+  const LabTests test(lab, argc, argv);
   for (int after_ms : {0, 13, 170}) {
     const std::string when = ", after " + std::to_string(after_ms) + " ms";
     test("killed while sending" + when,

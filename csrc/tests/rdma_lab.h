@@ -155,4 +155,32 @@ inline void check_arrival(const Arrival& arrival, std::size_t nbytes, std::uint6
         "the bytes of message " + std::to_string(sequence));
 }
 
+inline RdmaOptions small_slots() {
+  RdmaOptions options;
+  options.slot_bytes = 8192;
+  options.slots = 4;
+  return options;
+}
+
+// Goes through tests of both ranks, those whose name contains the program's argument; ends the
+// program after one that failed on either.
+class LabTests {
+ public:
+  LabTests(Lab& lab, int argc, char** argv) : lab_(lab), only_(argc > 1 ? argv[1] : "") {}
+
+  void operator()(const std::string& name, const std::function<void()>& body) const {
+    if (name.find(only_) == std::string::npos) {
+      return;
+    }
+    run(name, body);
+    if (lab_.exchange(std::to_string(failures())) != "0" || failures() != 0) {
+      std::exit(summary());
+    }
+  }
+
+ private:
+  Lab& lab_;
+  std::string only_;
+};
+
 }  // namespace adaptive::testing

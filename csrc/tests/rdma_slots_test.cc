@@ -14,13 +14,6 @@ namespace {
 using namespace adaptive;           // NOLINT: a test
 using namespace adaptive::testing;  // NOLINT
 
-RdmaOptions small_slots() {
-  RdmaOptions options;
-  options.slot_bytes = 8192;
-  options.slots = 4;
-  return options;
-}
-
 void full_slots_hold_the_sender_back_without_blocking_it(Lab& lab) {
   const RdmaOptions options = small_slots();
   End end(lab, lab.next_port(), options);
@@ -234,13 +227,7 @@ void a_full_receiver_returns_each_slot_at_once(Lab& lab) {
 
 int main(int argc, char** argv) {
   Lab lab;
-  const std::string only = argc > 1 ? argv[1] : "";
-  const auto test = [&](const std::string& name, const std::function<void()>& body) {
-    run(name, body, only);
-    if (lab.exchange(std::to_string(failures())) != "0" || failures() != 0) {
-      std::exit(summary());
-    }
-  };
+  const LabTests test(lab, argc, argv);
   test("back-pressure", [&] { full_slots_hold_the_sender_back_without_blocking_it(lab); });
   for (unsigned slots : {2U, 5U, 64U}) {
     test("out-of-order returns, " + std::to_string(slots) + " slots",
