@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import time
@@ -189,7 +190,9 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(tmp_path: Path) -> None
         assert job.steps(number)[0] == one["resumed_iteration"] + 1
     assert epochs[3]["source"] == "checkpoint"  # that was made for the node that came
     assert epochs[3]["lost_steps"] == 0
-    assert epochs[4]["source"] == "checkpoint: no copy is left of what rank 1 held"
+    # The copy of its neighbour's part may be of another step than what is left.
+    nothing_left = r"checkpoint: no copy is left of what rank 1(, 2)? held"
+    assert re.fullmatch(nothing_left, epochs[4]["source"]), job.said()
     assert epochs[4]["resumed_iteration"] < fourth
     assert epochs[4]["lost_steps"] == max(job.steps(4)) - epochs[4]["resumed_iteration"]
     told = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
