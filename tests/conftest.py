@@ -14,7 +14,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Files whose tests have processes of their own, which their folders do not tell.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Folders whose files take minutes come first: a file that starts last leaves the others idle.
-LONGEST_FIRST = ("labs", "multiprocess", "elastic", "cutpoint", "launch", "plugin", "cli")
+LONGEST_FIRST = ("labs", "multiprocess", "cluster", "modules", "plugin", "cli")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         exact = any(word in item.path.name for word in ("equivalence", "fuzz"))
         real = any(item.get_closest_marker(name) for name in ("slow", "multiprocess"))
-        real = real or item.path.parent.name in ("cli", "labs", "launch", "elastic")
+        real = real or item.path.parent.name in ("cli", "labs", "cluster")
         real = real or item.path.name in FORKING
         if real and not exact:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))

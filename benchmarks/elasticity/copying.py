@@ -49,8 +49,8 @@ class Rank(GptRank):
 
     def __init__(self) -> None:
         super().__init__([*MODEL])
-        from megatron.adaptive.pipeline.copies import CopySettings, StateCopies
-        from megatron.adaptive.training.copies import RunState
+        from megatron.adaptive.checkpoint.snapshots import CopySettings, StateCopies
+        from megatron.adaptive.training.snapshots import RunState
 
         self.told = ""
         self._keeper = _KeeperProcess()
@@ -117,7 +117,7 @@ class Rank(GptRank):
         return seconds / WINDOW, processor / WINDOW
 
     def _progress(self) -> Any:
-        from megatron.adaptive.training.checkpoint import Progress
+        from megatron.adaptive.checkpoint.training import Progress
 
         return Progress(
             iteration=self._iteration + 1,
@@ -161,7 +161,7 @@ class _KeeperProcess:
 
 def keep() -> None:
     """Be a keeper until the standard input ends."""
-    from megatron.adaptive.elastic.keeper import Buddy, Keeper
+    from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
 
     keeper = Keeper("127.0.0.1")
     print(json.dumps({"address": keeper.address, "port": keeper.port}), flush=True)

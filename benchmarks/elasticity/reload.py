@@ -21,9 +21,9 @@ def main(argv: list[str]) -> None:
     device.install()
     device.quiet_libraries()
 
-    from megatron.adaptive.training.checkpoint import Checkpoints
-    from megatron.adaptive.training.initialize import end_job, start_job
-    from megatron.adaptive.training.setup import build_run
+    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.gpt.initialize import end_job, start_job
+    from megatron.adaptive.gpt.setup import build_run
 
     job = start_job(config, environment, accelerator)
     run = build_run(job)

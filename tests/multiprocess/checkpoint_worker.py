@@ -30,25 +30,25 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 
+from megatron.adaptive.checkpoint import upload  # noqa: E402
+from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
+from megatron.adaptive.checkpoint.local import finish_former, make_local_disk  # noqa: E402
+from megatron.adaptive.checkpoint.shards import ShardFile  # noqa: E402
+from megatron.adaptive.checkpoint.state import unwrapped  # noqa: E402
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.pipeline import upload  # noqa: E402
-from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
-from megatron.adaptive.training.checkpoint_folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.training.checkpoint_local import finish_former, make_local_disk  # noqa: E402
-from megatron.adaptive.training.checkpoint_shards import ShardFile  # noqa: E402
-from megatron.adaptive.training.checkpoint_state import unwrapped  # noqa: E402
-from megatron.adaptive.training.initialize import (  # noqa: E402
+from megatron.adaptive.gpt.initialize import (  # noqa: E402
     Job,
     end_job,
     seed_everything,
     start_job,
 )
-from megatron.adaptive.training.layout import placement_of  # noqa: E402
-from megatron.adaptive.training.model import build_chunks, transformer_config  # noqa: E402
-from megatron.adaptive.training.optimizer import build_optimizer, build_scheduler  # noqa: E402
+from megatron.adaptive.gpt.layout import placement_of  # noqa: E402
+from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
+from megatron.adaptive.gpt.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
 Flags = dict[str, str | None]
 

@@ -27,10 +27,10 @@ import torch  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.training import relocate  # noqa: E402
+from megatron.adaptive.gpt.setup import Run  # noqa: E402
+from megatron.adaptive.rebalance import change_placement as relocate  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog  # noqa: E402
 from megatron.adaptive.training.pretrain import pretrain  # noqa: E402
-from megatron.adaptive.training.setup import Run  # noqa: E402
 
 
 def watch_moves(left_behind: list[int]) -> None:

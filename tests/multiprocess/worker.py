@@ -53,15 +53,15 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
     initialize_rerun_state_machine,
 )
 
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
+from megatron.adaptive.engine.build import gather_places  # noqa: E402
+from megatron.adaptive.gpt.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
+from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
+from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
+from megatron.adaptive.rebalance.move_layers import restage  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
-from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
-from megatron.adaptive.training.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
-from megatron.adaptive.training.restage import restage  # noqa: E402
-from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
-from megatron.adaptive.training.step import Step, params_norm  # noqa: E402
 
 VOCAB_SIZE = 256
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -14,7 +14,7 @@ from megatron.adaptive.cli.preprocess_data import (
     progress_display,
     tidy_on_sigterm,
 )
-from megatron.adaptive.training.corpus import CorpusSpec, make_corpus
+from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 
 __all__ = ["main"]
 

@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.launch.command import ROOT, NodePlace, check_trainer
-from megatron.adaptive.launch.conf import LaunchConf, load_conf, make_conf
-from megatron.adaptive.launch.meeting import Hello, gather_nodes, join_master
-from megatron.adaptive.launch.network import (
+from megatron.adaptive.cluster.command import ROOT, NodePlace, check_trainer
+from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
+from megatron.adaptive.cluster.network import (
     interface_of,
     interface_variables,
     is_loopback,
@@ -34,9 +32,11 @@ from megatron.adaptive.launch.network import (
     rdma_variables,
     resolve,
 )
-from megatron.adaptive.launch.node import run_node
-from megatron.adaptive.launch.preflight import check_files, make_folder
-from megatron.adaptive.launch.sampler import count_gpus
+from megatron.adaptive.cluster.node import run_node
+from megatron.adaptive.cluster.preflight import check_files, make_folder
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
+from megatron.adaptive.cluster.sampler import count_gpus
+from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500
 _FOUND_NAME = "master.json"

@@ -15,14 +15,14 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.training.preprocess import (
+from megatron.adaptive.data.preprocess import (
     PreprocessSpec,
     Progress,
     expand_inputs,
     preprocess,
 )
-from megatron.adaptive.training.tokenizer import TOKENIZER_TYPES
+from megatron.adaptive.data.tokenizer import TOKENIZER_TYPES
+from megatron.adaptive.errors import ConfigError
 
 __all__ = ["OneLineParser", "available_cores", "main", "progress_display", "tidy_on_sigterm"]
 

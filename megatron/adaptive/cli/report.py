@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.launch.command import ROOT
-from megatron.adaptive.launch.report import gather
-from megatron.adaptive.launch.report_page import write_report
+from megatron.adaptive.cluster.command import ROOT
+from megatron.adaptive.cluster.report import gather
+from megatron.adaptive.cluster.report_page import write_report
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.adaptive.elastic.launching import JobSpec, Policy
-    from megatron.adaptive.elastic.shapes import Chooser
+    from megatron.adaptive.cluster.layouts import Chooser
+    from megatron.adaptive.cluster.rank_arguments import JobSpec, Policy
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
@@ -138,7 +138,7 @@ def _seconds(word: str) -> float:
 
 
 def _agent() -> int:
-    from megatron.adaptive.elastic.agent import Agent, spec_from_input
+    from megatron.adaptive.cluster.agent import Agent, spec_from_input
 
     agent = Agent(spec_from_input(), watch_input=True)
     asyncio.run(agent.run())
@@ -146,7 +146,7 @@ def _agent() -> int:
 
 
 def _tell(options: argparse.Namespace) -> int:
-    from megatron.adaptive.elastic.job import read_state, render_state
+    from megatron.adaptive.cluster.job import read_state, render_state
 
     folder = options.status or options.checkpoint or _saved_in(options.arguments)
     if not folder:
@@ -157,12 +157,12 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.adaptive.elastic.copies import CopySpec
-    from megatron.adaptive.elastic.launching import JobSpec
-    from megatron.adaptive.elastic.manager import Manager
-    from megatron.adaptive.elastic.participant import Participant
-    from megatron.adaptive.elastic.programs import is_trainer
-    from megatron.adaptive.elastic.shapes import choose_shape
+    from megatron.adaptive.cluster.layouts import choose_shape
+    from megatron.adaptive.cluster.manager import Manager
+    from megatron.adaptive.cluster.participant import Participant
+    from megatron.adaptive.cluster.programs import is_trainer
+    from megatron.adaptive.cluster.rank_arguments import JobSpec
+    from megatron.adaptive.cluster.snapshot_placement import CopySpec
 
     script = options.script
     if script is None:
@@ -237,7 +237,7 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
 
 def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
     """What is done about slow nodes; they are known where the running job is diagnosed."""
-    from megatron.adaptive.elastic.shapes import as_asked
+    from megatron.adaptive.cluster.layouts import as_asked
 
     schedule = as_asked(arguments).schedule
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
@@ -252,13 +252,13 @@ def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """What chooses shapes; a planner is started, checked, and closed with the stack."""
-    from megatron.adaptive.elastic.job import say
-    from megatron.adaptive.elastic.plan_process import ByPlan, PlanProcess
-    from megatron.adaptive.elastic.programs import model_file
-    from megatron.adaptive.elastic.shapes import ByRule
+    from megatron.adaptive.cluster.job import say
+    from megatron.adaptive.cluster.layouts import ByRule
+    from megatron.adaptive.cluster.plan_process import ByPlan, PlanProcess
+    from megatron.adaptive.cluster.programs import model_file
 
     if spec.is_pipeline:
-        from megatron.adaptive.elastic.script_planning import ByMeasuring
+        from megatron.adaptive.cluster.script_planning import ByMeasuring
 
         model = model_file(spec.checkpoints)
         planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
@@ -271,7 +271,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
             )
         return ByRule()
     if spec.machines is not None:
-        from megatron.adaptive.elastic.machines import read_machines
+        from megatron.adaptive.cluster.machines import read_machines
 
         read_machines(spec.machines)  # what is wrong with them comes before plans
     process = stack.enter_context(

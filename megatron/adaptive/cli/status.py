@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.adaptive.cluster.command import ROOT
+from megatron.adaptive.cluster.status import JobStatus, NodeStatus, read_status
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.launch.command import ROOT
-from megatron.adaptive.launch.status import JobStatus, NodeStatus, read_status
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.launch.command import ROOT, check_trainer
-from megatron.adaptive.launch.conf import load_conf
-from megatron.adaptive.launch.preflight import check_files, make_folder
-from megatron.adaptive.launch.slurm import batch_script, check_cluster, submit
+from megatron.adaptive.cluster.command import ROOT, check_trainer
+from megatron.adaptive.cluster.conf import load_conf
+from megatron.adaptive.cluster.preflight import check_files, make_folder
+from megatron.adaptive.cluster.slurm import batch_script, check_cluster, submit
 
 
 def main(argv: Sequence[str]) -> int:

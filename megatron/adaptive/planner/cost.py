@@ -25,15 +25,15 @@ from megatron.adaptive.planner.communication import (
     exposed_reduce_s,
     reduce_s,
 )
-from megatron.adaptive.planner.dealt import (
+from megatron.adaptive.planner.jitter import jitter_s
+from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
+from megatron.adaptive.planner.microbatch_assignment import (
     dealt_times,
     dealt_widths,
     even_share,
     held_of,
     hop_s,
 )
-from megatron.adaptive.planner.jitter import jitter_s
-from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.plan import (

@@ -14,10 +14,10 @@ from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.dealt import as_run
 from megatron.adaptive.planner.estimate import estimate_optimizer_s, make_estimator
 from megatron.adaptive.planner.gpus import find_gpu, known_gpu
 from megatron.adaptive.planner.infeasible import explain_limits, explain_memory
+from megatron.adaptive.planner.microbatch_assignment import as_run
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.objective import Objective
 from megatron.adaptive.planner.plan import Plan

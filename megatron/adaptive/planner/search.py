@@ -23,9 +23,9 @@ from megatron.adaptive.planner.bounds import capacity_bound, most_rate
 from megatron.adaptive.planner.classes import StageClass, place_on, stage_classes
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.dp_states import Levels, make_levels
 from megatron.adaptive.planner.found import Best, Collector, Found, SearchResult
 from megatron.adaptive.planner.interleave import candidates, interleave
-from megatron.adaptive.planner.levels import Levels, make_levels
 from megatron.adaptive.planner.memory import in_flight
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.objective import Objective

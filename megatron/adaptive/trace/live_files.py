@@ -192,7 +192,7 @@ def _by_iteration(figures: RankFigures, sizes: dict[int, int]) -> list[tuple[int
 
 @dataclass
 class ProgressTail:
-    """What the trainer tells of its iterations, see ``pipeline.progress``.
+    """What the trainer tells of its iterations, see ``engine.progress``.
 
     Attributes:
         path: the file, which may be missing.

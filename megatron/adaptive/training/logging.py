@@ -19,9 +19,9 @@ from tqdm import tqdm
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.pipeline.progress import ProgressFile
-from megatron.adaptive.training.curves import Curves, perplexity
-from megatron.adaptive.training.flops import flops_per_token
+from megatron.adaptive.engine.progress import ProgressFile
+from megatron.adaptive.gpt.flops import flops_per_token
+from megatron.adaptive.training.tensorboard import Curves, perplexity
 
 if TYPE_CHECKING:
     pass

@@ -12,22 +12,22 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megatron.adaptive.checkpoint.local import LocalDisk
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress
+from megatron.adaptive.data.batch_sizes import BatchSizes
+from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.progress import COMPLETE, saved_line
+from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.pipeline.diagnosis import RunningDiagnosis
-from megatron.adaptive.pipeline.progress import COMPLETE, saved_line
-from megatron.adaptive.pipeline.stop import StopRequest
-from megatron.adaptive.training import relocate
-from megatron.adaptive.training.auto import Decision, make_tuner, use
-from megatron.adaptive.training.batch_sizes import BatchSizes
-from megatron.adaptive.training.checkpoint import Checkpoints, Progress
-from megatron.adaptive.training.checkpoint_local import LocalDisk
-from megatron.adaptive.training.copies import make_copies
+from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
+from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
+from megatron.adaptive.rebalance import change_placement as relocate
+from megatron.adaptive.rebalance.auto import Decision, make_tuner, use
+from megatron.adaptive.rebalance.move_layers import restage
+from megatron.adaptive.rebalance.repartition import Move, make_repartitioner
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 from megatron.adaptive.training.profiler import Profiler
-from megatron.adaptive.training.repartition import Move, make_repartitioner
-from megatron.adaptive.training.restage import restage
-from megatron.adaptive.training.setup import Run, make_loader, make_recording
-from megatron.adaptive.training.step import Step, gather_parameters, params_norm
+from megatron.adaptive.training.snapshots import make_copies
 
 
 @dataclass(slots=True)

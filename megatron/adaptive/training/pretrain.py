@@ -47,7 +47,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     device.install()
     device.quiet_libraries()
     # megatron-core may only be imported from here on.
-    from megatron.adaptive.training.initialize import end_job, start_job
+    from megatron.adaptive.gpt.initialize import end_job, start_job
 
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
@@ -79,14 +79,14 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.pipeline.stop import StopRequest
-    from megatron.adaptive.training.checkpoint import Checkpoints
-    from megatron.adaptive.training.checkpoint_local import finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.local import finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.engine.stop import StopRequest
+    from megatron.adaptive.gpt.setup import build_run
+    from megatron.adaptive.rebalance.repartition import resume_partition
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
     from megatron.adaptive.training.profiler import make_profiler
-    from megatron.adaptive.training.repartition import resume_partition
-    from megatron.adaptive.training.setup import build_run
 
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:

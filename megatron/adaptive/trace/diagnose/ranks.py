@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
+from megatron.adaptive.trace.diagnose.baselines import Levels, Shift, levels_of
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
-from megatron.adaptive.trace.diagnose.levels import Levels, Shift, levels_of
 from megatron.adaptive.trace.diagnose.measured import Measured
 from megatron.adaptive.trace.diagnose.robust import Floats, chance, middle, noise
 from megatron.adaptive.trace.table import Ints

@@ -1,0 +1,245 @@
+"""What a report says of a job after its run: gathered from all that the job left in its folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cluster import logs as texts
+from megatron.adaptive.cluster.logs import IterationLine
+from megatron.adaptive.cluster.report_trace import traced
+from megatron.adaptive.cluster.settings import SETTINGS
+from megatron.adaptive.cluster.slurm import slurm
+from megatron.adaptive.cluster.status import JobStatus, read_status
+from megatron.adaptive.errors import SetupError
+
+__all__ = ["gather"]
+
+MAX_POINTS = 5000
+"""Of a curve; of more, evenly spaced ones are drawn."""
+MAX_MESSAGES = 200
+"""Different warnings and errors of each node."""
+_START = re.compile(r"=== (.*) node (\d+) starts$")
+_ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
+_GIB = 1 << 30
+
+
+def gather(job: str, logs: Path) -> dict[str, Any]:
+    """Read all that a job left.
+
+    Args:
+        job: its id, which is the name of its folder.
+        logs: the folder that has a folder for each job.
+
+    Returns:
+        What the page draws, ready for JSON.
+
+    Raises:
+        SetupError: nobody knows the job, or it has no logs.
+    """
+    status = read_status(job, logs)
+    folder = logs / job
+    names = texts.node_names(folder)
+    if not names:
+        raise SetupError(
+            f"job {job}: there are no logs in {folder}; give the LOG_DIR of its conf.sh with "
+            "--log-dir"
+        )
+    record = texts.read_record(folder)
+    lines, starts, sizes, ranks = _read_output(folder, names)
+    traces, notes = traced(folder / "traces")
+    processes = record.get("processes", [])
+    drawn = _thinned(lines)
+    if len(drawn) < len(lines):
+        notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
+    messages, more = _messages(folder, logs / f"{job}.batch", names)
+    return {
+        "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
+        "facts": _facts(status, lines, starts, processes),
+        "settings": _settings(status, sizes),
+        "curves": _curves(drawn, record.get("world_size")),
+        "starts": _resumed(lines, starts),
+        "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
+        "nodes": _spans_of_nodes(processes, ranks),
+        "traces": traces,
+        "messages": messages,
+        "notes": [*notes, *more],
+    }
+
+
+def _read_output(
+    folder: Path, names: Sequence[str]
+) -> tuple[list[IterationLine], list[str], dict[str, str], dict[int, str]]:
+    """Return iterations in the order of time, starts, the sizes said last, and node ranks."""
+    lines: list[IterationLine] = []
+    starts: set[str] = set()
+    sizes: dict[str, str] = {}
+    ranks: dict[int, tuple[str, str]] = {}
+    for name in names:
+        for line in texts.lines_of(folder / f"{name}.out"):
+            if line.startswith(" ["):
+                found = texts.iteration_of(line)
+                if found is not None:
+                    lines.append(found)
+            elif line.startswith("==="):
+                match = _START.match(line)
+                if match:
+                    if match[2] == "0":
+                        starts.add(match[1])
+                    ranks[int(match[2])] = max(ranks.get(int(match[2]), ("", "")), (match[1], name))
+            elif line.startswith("using world size"):
+                sizes = texts.effective_of(line) or sizes
+    lines.sort(key=lambda line: line.unix_s)
+    return lines, sorted(starts), sizes, {rank: name for rank, (_, name) in ranks.items()}
+
+
+def _thinned(lines: list[IterationLine]) -> list[IterationLine]:
+    step = -(-len(lines) // MAX_POINTS) if lines else 1
+    return lines[::step]
+
+
+def _resumed(lines: Sequence[IterationLine], starts: Sequence[str]) -> list[int]:
+    """Return the first iteration of each start but the first."""
+    found = []
+    for start in starts[1:]:
+        unix_s = datetime.strptime(start, "%Y-%m-%d %H:%M:%S").timestamp()
+        found += [line.iteration for line in lines if line.unix_s >= unix_s][:1]
+    return found
+
+
+def _facts(
+    status: JobStatus, lines: list[IterationLine], starts: Sequence[str], processes: Sequence[int]
+) -> list[tuple[str, str]]:
+    facts = [("state", status.state or "not known to Slurm")]
+    facts += [(name, value) for name, value in _account(status.job).items() if name != "state"]
+    facts += [(f"lost: {name}", why) for name, why in status.lost.items()]
+    if processes:
+        facts.append(("processes of each node", " + ".join(map(str, processes))))
+    if starts:
+        facts.append(("starts", f"{len(starts)}, the latest {starts[-1]}"))
+    if lines:
+        facts.append(("iterations", f"{lines[-1].iteration} of {lines[-1].iterations}"))
+        if lines[-1].loss is not None:
+            facts.append(("latest loss", f"{lines[-1].loss:.4f}"))
+    if status.iteration_ms is not None:
+        facts.append(("time of an iteration", f"{status.iteration_ms:.1f} ms (median of the last)"))
+    if status.tokens_per_s is not None:
+        facts.append(("throughput", f"{status.tokens_per_s:.0f} tokens/s"))
+    facts.append(("report made", time.strftime("%Y-%m-%d %H:%M:%S")))
+    return facts
+
+
+def _account(job: str) -> dict[str, str]:
+    """Return what Slurm's accounting says; empty without one."""
+    if not job.isdigit() or shutil.which("sacct") is None:
+        return {}
+    try:
+        said = slurm(["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)])
+    except SetupError:
+        return {}
+    rows = [line.split("|") for line in said.splitlines() if line.count("|") == len(_ACCOUNT) - 1]
+    return {
+        name: ", ".join(dict.fromkeys(row[place] for row in rows if row[place]))
+        for place, name in enumerate(_ACCOUNT)
+        if rows
+    }
+
+
+def _settings(status: JobStatus, sizes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return every variable with a value: requested, effective where the run says it, differs."""
+    effective = {**status.effective, **sizes}
+    differ = {name for name, _, _ in texts.differences(status.requested, effective)}
+    names = [name for name in SETTINGS if name in status.requested or name in effective]
+    names += [name for name in status.requested if name not in SETTINGS]
+    return [
+        {
+            "name": name,
+            "meaning": SETTINGS[name].meaning if name in SETTINGS else "environment variable",
+            "requested": status.requested.get(name, ""),
+            "effective": effective.get(name, ""),
+            "differs": name in differ,
+        }
+        for name in names
+    ]
+
+
+def _curves(lines: Sequence[IterationLine], world_size: int | None) -> dict[str, list[Any]]:
+    ranks = world_size or 1
+    return {
+        "iteration": [line.iteration for line in lines],
+        "loss": [line.loss for line in lines],
+        "ms": [line.ms for line in lines],
+        "tokens_per_s": [
+            None if line.tokens_per_s is None else round(line.tokens_per_s * ranks, 1)
+            for line in lines
+        ],
+    }
+
+
+def _use(path: Path) -> dict[str, Any]:
+    """Return what a node used over time, in columns; empty without samples."""
+    samples = list(texts.samples_of(path))
+    step = -(-len(samples) // MAX_POINTS) if samples else 1
+    samples = samples[::step]
+    gpus: dict[int, dict[str, list[Any]]] = {}
+    for sample in samples:
+        here = {gpu["index"]: gpu for gpu in sample.get("gpus", [])}
+        for index in here:
+            gpus.setdefault(index, {"percent": [], "gib": []})
+    for sample in samples:
+        here = {gpu["index"]: gpu for gpu in sample.get("gpus", [])}
+        for index, columns in gpus.items():
+            gpu = here.get(index)
+            columns["percent"].append(gpu["used_percent"] if gpu else None)
+            columns["gib"].append(round(gpu["memory_used_bytes"] / _GIB, 3) if gpu else None)
+    if not samples:
+        return {}
+    return {
+        "unix_ms": [int(sample["unix_s"] * 1e3) for sample in samples],
+        "cpu_percent": [_sum(sample, "cpu_percent") for sample in samples],
+        "gib": [round(_sum(sample, "memory_bytes") / _GIB, 4) for sample in samples],
+        "gpus": gpus,
+    }
+
+
+def _sum(sample: Mapping[str, Any], key: str) -> float:
+    return float(round(sum(one.get(key, 0) for one in sample.get("processes", [])), 1))
+
+
+def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return which ranks are each node's: name, first rank, number of them."""
+    found, first = [], 0
+    for rank, count in enumerate(processes):
+        found.append({"name": names.get(rank, f"node {rank}"), "first": first, "count": count})
+        first += count
+    return found
+
+
+def _messages(
+    folder: Path, batch: Path, names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return every error and warning once for each node, with how often it came; and notes."""
+    found: list[dict[str, Any]] = []
+    notes = []
+    counts = [(name, *texts.count_messages(folder, name)) for name in names]
+    if batch.is_file():
+        lines = [line.strip() for line in texts.lines_of(batch)]
+        errors = Counter(line for line in lines if texts.is_error(line))
+        warnings = Counter(line for line in lines if texts.is_warning(line))
+        counts.append(("batch", errors, warnings))
+    for name, errors, warnings in counts:
+        for kind, counter in (("error", errors), ("warning", warnings)):
+            for text, count in counter.most_common(MAX_MESSAGES):
+                found.append({"node": name, "kind": kind, "text": text, "count": count})
+            if len(counter) > MAX_MESSAGES:
+                notes.append(
+                    f"{name}: {MAX_MESSAGES} of {len(counter)} different {kind}s, the most frequent"
+                )
+    found.sort(key=lambda one: one["kind"])
+    return found, notes

@@ -1,0 +1,300 @@
+"""What is known of a job of Slurm or of pods: its state, its logs, whether it moves."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cluster import logs as texts
+from megatron.adaptive.cluster.logs import ENDED, IterationLine, iteration_of, tail
+from megatron.adaptive.cluster.slurm import slurm
+from megatron.adaptive.errors import SetupError
+
+__all__ = ["JobStatus", "NodeStatus", "SlurmState", "read_status", "slurm_state"]
+
+_SHOWN = 3
+_STALLED = 5
+_LEAST_STALL_S = 30.0
+_SILENT_S = 15.0
+"""A node writes a sample every 5 s: after three that did not come it is taken for lost."""
+_RUNNING = ("RUNNING", "COMPLETING", "")
+_GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
+_GOES_ON = (
+    *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED"),
+    *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
+)
+_LOST_STATES = ("down", "fail", "reboot", "power")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmState:
+    """What Slurm says of a job; everything is empty where it says nothing.
+
+    Attributes:
+        state: its word, such as ``RUNNING``.
+        user: whose job it is.
+        reason: why it waits.
+        nodes: Slurm's state of each node that the job holds or, once it is over, held.
+    """
+
+    state: str = ""
+    user: str = ""
+    reason: str = ""
+    nodes: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeStatus:
+    """What a node's files say.
+
+    Attributes:
+        name: of its files.
+        out: last lines of its output.
+        err: last lines of its errors.
+        errors: lines of both that tell an error, each once.
+        warnings: lines that tell a warning, each once.
+        use: the latest sample of ``sampler.py``, ``None`` without one.
+        is_former: it took part in an earlier start of the job only.
+    """
+
+    name: str
+    out: tuple[str, ...]
+    err: tuple[str, ...]
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+    use: dict[str, Any] | None
+    is_former: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """What is known of a job.
+
+    Attributes:
+        job: its id.
+        state: Slurm's word for it; empty where Slurm does not know it.
+        reason: why it waits, empty where it does not.
+        folder: of its logs.
+        nodes: by name of their files; ``batch`` is the batch script of Slurm.
+        lost: nodes that vanished, with why that is known.
+        iteration: the latest, ``None`` before the first.
+        iterations: of the whole training.
+        iteration_ms: median of the latest iterations.
+        tokens_per_s: of all ranks.
+        since_s: time since the latest iteration's line.
+        is_over: nothing more comes of it.
+        is_stalled: it runs and no iteration came for five times the median.
+        requested: variables of the configuration.
+        effective: those of them that the run says itself, by the same names.
+        differences: name, requested and effective value, where they differ.
+    """
+
+    job: str
+    state: str
+    reason: str
+    folder: str
+    nodes: tuple[NodeStatus, ...]
+    lost: dict[str, str]
+    iteration: int | None
+    iterations: int | None
+    iteration_ms: float | None
+    tokens_per_s: float | None
+    since_s: float | None
+    is_over: bool
+    is_stalled: bool
+    requested: dict[str, str]
+    effective: dict[str, str]
+    differences: tuple[tuple[str, str, str], ...]
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a node was lost or tells an error in the job's latest start."""
+        return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
+
+
+def read_status(job: str, logs: Path) -> JobStatus:
+    """Gather what is known of a job. Reads the ends of its files only.
+
+    Args:
+        job: its id, which is the name of its folder.
+        logs: the folder that has a folder for each job.
+
+    Raises:
+        SetupError: neither Slurm nor the logs know the job, or it is another user's.
+    """
+    folder = logs / job
+    known = slurm_state(job)
+    _check_known(job, folder, known)
+    record = texts.read_record(folder)
+    names = texts.node_names(folder)
+    ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
+    nodes = tuple(_node(folder, name, *ends[name]) for name in names)
+    nodes = tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
+    now = [ends[node.name] for node in nodes if not node.is_former]
+    lines = [line for out, _ in now for line in map(iteration_of, out) if line]
+    ended = any("training ends" in line for out, _ in now for line in out[-20:])
+    lost = {} if ended else _lost(known, nodes)
+    if (logs / f"{job}.batch").is_file():  # Slurm says there which node failed
+        nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
+    ms = statistics.median(line.ms for line in lines[-50:]) if lines else None
+    since_s = max(0.0, time.time() - lines[-1].unix_s) if lines else None
+    limit_s = max(_LEAST_STALL_S, _STALLED * (ms or 0.0) / 1e3)
+    requested = {**record.get("conf", {})}
+    requested["WORLD_SIZE"] = str(record.get("world_size", requested.get("WORLD_SIZE", "")))
+    effective = _effective(folder, nodes, lines)
+    return JobStatus(
+        job=job,
+        state=known.state,
+        reason=known.reason,
+        folder=str(folder),
+        nodes=nodes,
+        lost=lost,
+        iteration=lines[-1].iteration if lines else None,
+        iterations=lines[-1].iterations if lines else None,
+        iteration_ms=ms,
+        tokens_per_s=_tokens(lines, record.get("world_size")),
+        since_s=since_s,
+        is_over=_is_over(known, nodes, ended or bool(lost)),
+        is_stalled=since_s is not None
+        and since_s > limit_s
+        and known.state in _RUNNING
+        and not ended,
+        requested={name: value for name, value in requested.items() if value},
+        effective=effective,
+        differences=texts.differences(requested, effective),
+    )
+
+
+def _is_over(known: SlurmState, nodes: tuple[NodeStatus, ...], ended: bool) -> bool:
+    """Whether a job has ended: Slurm says so; of pods, the training or all nodes do."""
+    if known.state:
+        return known.state not in _GOES_ON
+    return ended or all(node.use is not None and node.use.get(ENDED) for node in nodes)
+
+
+def slurm_state(job: str) -> SlurmState:
+    """Ask Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
+    for command in (
+        ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
+        ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
+    ):
+        if not job.isdigit() or shutil.which(command[0]) is None:
+            continue
+        try:
+            lines = [line.split("|") for line in slurm(command).splitlines() if line.count("|") > 2]
+        except SetupError:
+            continue  # it no longer knows the id, or there is no accounting
+        if lines:
+            held = ",".join(line[3] for line in lines if line[3] and not line[3].startswith("None"))
+            reason = "" if lines[0][2] in ("None", "") else lines[0][2]
+            state = (lines[0][0].split() or [""])[0]
+            return SlurmState(
+                state=state, user=lines[0][1], reason=reason, nodes=_states_of_nodes(held)
+            )
+    return SlurmState(nodes={})
+
+
+def _states_of_nodes(held: str) -> dict[str, str]:
+    if not held or shutil.which("sinfo") is None:
+        return {}
+    try:
+        said = slurm(["sinfo", "-h", "-a", "-N", "-n", held, "-o", "%N|%T"])
+    except SetupError:
+        return {}
+    pairs = (line.partition("|")[::2] for line in said.splitlines())
+    return {name: state.strip() for name, state in pairs}
+
+
+def _check_known(job: str, folder: Path, known: SlurmState) -> None:
+    if folder.is_dir():
+        if os.access(folder, os.R_OK | os.X_OK):
+            return
+        raise SetupError(
+            f"job {job}: this user may not read {folder}; ask its owner for the permission"
+        )
+    if not known.state:
+        raise SetupError(
+            f"job {job}: Slurm does not know it and there is no {folder}; give the folder of logs "
+            "with --log-dir, or see squeue for the ids that there are"
+        )
+    own = pwd.getpwuid(os.getuid()).pw_name
+    if known.user and known.user != own:
+        raise SetupError(
+            f"job {job}: it is {known.user}'s ({known.state}), not {own}'s, and there is no "
+            f"{folder}; give the LOG_DIR of {known.user} with --log-dir"
+        )
+
+
+def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
+    """Whether a node's latest sample is older than the latest start of the job."""
+    started_s = record.get("started_unix_s")
+    if node.use is None or not isinstance(started_s, (int, float)):
+        return False
+    return bool(node.use["unix_s"] < started_s - _SILENT_S / 3)
+
+
+def _lost(known: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
+    """Return the nodes that vanished: Slurm says so, or their samples stopped without a last one.
+
+    While a job runs, a node that is silent is lost, before Slurm knows. When it is over, processes
+    may have been killed before they wrote a last sample: then Slurm's word counts where it has one.
+    """
+    found: dict[str, str] = {}
+    if known.state in _GOOD_ENDS:
+        return found
+    for name, state in known.nodes.items():
+        word = state.lower()
+        if word.endswith("*") or any(word.startswith(one) for one in _LOST_STATES):
+            found[name] = f"Slurm says it is {state.rstrip('*')}" + (
+                " and does not answer" if word.endswith("*") else ""
+            )
+    now_s = time.time()
+    for node in nodes:
+        if node.is_former or node.use is None or node.use.get(ENDED):
+            continue
+        if known.state not in _RUNNING and node.name in known.nodes:
+            continue
+        silent_s = now_s - node.use["unix_s"]
+        if silent_s > _SILENT_S:
+            found.setdefault(node.name, f"no sign of it for {silent_s:.0f} s")
+    return found
+
+
+def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus:
+    both = [line.strip() for line in (*err, *out)]
+    errors = tuple(dict.fromkeys(line for line in both if texts.is_error(line)))
+    warnings = tuple(dict.fromkeys(line for line in both if texts.is_warning(line)))
+    return NodeStatus(
+        name=name,
+        out=tuple(out[-_SHOWN:]),
+        err=tuple(err[-_SHOWN:]),
+        errors=errors[-_SHOWN:],
+        warnings=warnings[-_SHOWN:],
+        use=next(texts.samples_of(folder / f"{name}.gpu", latest=True), None),
+    )
+
+
+def _tokens(lines: list[IterationLine], world_size: int | None) -> float | None:
+    found = [line.tokens_per_s for line in lines[-50:] if line.tokens_per_s is not None]
+    return statistics.median(found) * world_size if found and world_size else None
+
+
+def _effective(
+    folder: Path, nodes: tuple[NodeStatus, ...], lines: list[IterationLine]
+) -> dict[str, str]:
+    """Return what the run says of its sizes: rank 0 at its start, the writer with each line."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        found = found or texts.effective_of(texts.head(folder / f"{node.name}.out"))
+    if lines:
+        found["TRAIN_ITERS"] = str(lines[-1].iterations)
+        if lines[-1].batch is not None:
+            found["GLOBAL_BATCH_SIZE"] = str(lines[-1].batch)
+    return found

@@ -1,0 +1,145 @@
+"""Moves a job's stages to another placement between two steps, in the processes it runs in.
+
+The training state goes through a checkpoint in a temporary folder, for that loads into any shape::
+
+    pack ──> take_down ──> (the caller drops the old run) ──> unpack ──> discard
+    write    channels,                                        new groups, model, optimizer; load
+             traces
+
+Until ``take_down`` nothing has changed, so that a folder that cannot be written only means to stay.
+Counters, logs and the data loader are the training loop's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress
+from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.gpt.initialize import Job, remake_mesh
+from megatron.adaptive.gpt.setup import Run, build_run
+from megatron.adaptive.gpt.step import gather_parameters
+from megatron.adaptive.schedule.placement import PlacementKind
+
+__all__ = ["can_move", "discard", "pack", "take_down", "unpack"]
+
+_FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look there
+
+
+def can_move(job: Job) -> bool:
+    """Whether there is a folder that all ranks reach: on one machine always, else ``--save``."""
+    machines = {place["machine"] for place in job.places}
+    return len(machines) == 1 or job.config.checkpoint.save is not None
+
+
+def pack(run: Run, progress: Progress) -> Path:
+    """Write the training state into a temporary folder. Collective over all ranks.
+
+    Args:
+        run: the built run, between two steps.
+        progress: how far it has come.
+
+    Returns:
+        The folder, for :func:`unpack` and :func:`discard`.
+
+    Raises:
+        CheckpointError: it could not be written, on all ranks; nothing of it is left.
+    """
+    job = run.job
+    box: list[Any] = [None]
+    if job.is_first:
+        try:
+            box = [_make_folder(job.config.checkpoint.save)]
+        except OSError as error:
+            box = [CheckpointError(f"no folder for the stages on their way: {error}")]
+    dist.broadcast_object_list(box, src=0, group=job.control_group)
+    if isinstance(box[0], CheckpointError):
+        raise box[0]
+    folder: Path = box[0]
+    try:
+        gather_parameters(run)
+        _checkpoints(run, folder).save(progress)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def take_down(run: Run) -> None:
+    """Close the run's channels and traces; it cannot take another step. Collective."""
+    run.tracing.close()
+    if run.wiring is not None:
+        run.wiring.close()
+    run.job.accelerator.synchronize()
+
+
+def unpack(job: Job, kind: PlacementKind, folder: Path) -> Run:
+    """Build the run anew under another placement and load the state. Collective over all ranks.
+
+    The caller has let go of everything of the old run, whose memory is freed first.
+
+    Args:
+        job: this process within the job.
+        kind: how stages lie from here on.
+        folder: what :func:`pack` returned.
+
+    Returns:
+        The run, whose job has ``kind`` in its settings.
+
+    Raises:
+        CheckpointError: the state could not be read back; it is lost.
+    """
+    gc.collect()
+    if job.accelerator.is_cuda:
+        torch.cuda.empty_cache()
+    schedule = dataclasses.replace(job.config.schedule, pipeline_placement=kind)
+    config = dataclasses.replace(job.config, schedule=schedule)
+    job = dataclasses.replace(job, config=config)
+    remake_mesh(job)
+    run = build_run(job)
+    _checkpoints(run, folder).load()
+    return run
+
+
+def discard(job: Job, folder: Path, *, failed: bool) -> None:
+    """Remove the folder of :func:`pack`. Collective, unless something failed."""
+    if not failed:
+        dist.barrier(group=job.control_group)
+    if failed or job.is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folder(save: str | None) -> Path:
+    if save is None:
+        return Path(tempfile.mkdtemp(prefix="megatron-adaptive-moving-"))
+    folder = Path(save).resolve() / _FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of a job that was killed on its way
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _checkpoints(run: Run, folder: Path) -> Checkpoints:
+    """Save and load everything, in ``folder``, whatever the run's own checkpoints hold."""
+    config = run.job.config
+    settings = dataclasses.replace(
+        config.checkpoint,
+        save=str(folder),
+        load=str(folder),
+        ckpt_step=None,
+        no_save_optim=False,
+        no_save_rng=False,
+        no_load_optim=False,
+        no_load_rng=False,
+        finetune=False,
+        exit_on_missing_checkpoint=True,
+    )
+    job = dataclasses.replace(run.job, config=dataclasses.replace(config, checkpoint=settings))
+    return Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
