@@ -43,10 +43,10 @@ from megatron.adaptive.rebalance.layer_state import (
     steps_of,
 )
 
-__all__ = ["restage", "with_partition"]
+__all__ = ["move_layers", "with_partition"]
 
 
-def restage(run: Run, partition: Sequence[int]) -> Run:
+def move_layers(run: Run, partition: Sequence[int]) -> Run:
     """Go on with other layers per stage. Collective over all ranks, between two steps.
 
     ``run`` must not be used any more. Losses, gradients and checkpoints are those of a run that had
