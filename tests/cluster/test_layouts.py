@@ -9,8 +9,7 @@ import pytest
 
 from megatron.adaptive.cluster.layouts import Shape, choose_shape, is_better
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.programs import Start, Trainer
-from megatron.adaptive.cluster.rank_arguments import assign
+from megatron.adaptive.cluster.ranks import Start, Trainer, assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
 

@@ -11,7 +11,7 @@ from megatron.adaptive.cluster.job import Epoch, EpochProgress, end_epochs, epoc
 from megatron.adaptive.cluster.layouts import ByRule, Shape
 from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.membership import Event, Node
-from megatron.adaptive.cluster.rank_arguments import JobSpec, Running, assign
+from megatron.adaptive.cluster.ranks import JobSpec, Running, assign
 from megatron.adaptive.engine.progress import is_over
 
 from .jobs import FLAGS

@@ -9,9 +9,8 @@ import socket
 
 import pytest
 
-from megatron.adaptive.cluster.machines import Machine
-from megatron.adaptive.cluster.membership import Membership
-from megatron.adaptive.cluster.messages import Link
+from megatron.adaptive.cluster.agent import Link
+from megatron.adaptive.cluster.membership import Machine, Membership
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster import participant as module
+from megatron.adaptive.cluster import manager as module
 from megatron.adaptive.cluster.layouts import ByRule
 from megatron.adaptive.cluster.lease import LeaseTakenError
-from megatron.adaptive.cluster.participant import Participant
-from megatron.adaptive.cluster.rank_arguments import EXIT_LEFT, JobSpec
+from megatron.adaptive.cluster.manager import Participant
+from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec
 
 
 class Part:

@@ -15,7 +15,7 @@ from megatron.adaptive.cluster.layouts import Offer, Shape
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.plan_process import ByPlan, PlanProcess
 from megatron.adaptive.cluster.planning import Planning
-from megatron.adaptive.cluster.rank_arguments import assign
+from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
 

@@ -25,7 +25,7 @@ from megatron.adaptive.cluster.job import (
     read_state,
     render_state,
 )
-from megatron.adaptive.cluster.rank_arguments import EXIT_LEFT
+from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
 from .jobs import FLAGS, ROOT, environment

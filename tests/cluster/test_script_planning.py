@@ -10,8 +10,9 @@ import pytest
 
 from megatron.adaptive.cluster.job import EpochProgress
 from megatron.adaptive.cluster.layouts import Offer, Shape
-from megatron.adaptive.cluster.programs import Script, Start, is_trainer, model_file
-from megatron.adaptive.cluster.script_planning import ByMeasuring, ScriptPlanning
+from megatron.adaptive.cluster.plan_process import ByMeasuring
+from megatron.adaptive.cluster.ranks import Script, Start, is_trainer, model_file
+from megatron.adaptive.cluster.script_planning import ScriptPlanning
 from megatron.adaptive.config.job import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule

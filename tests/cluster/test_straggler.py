@@ -14,7 +14,7 @@ from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.job import Epoch, SlowRank
 from megatron.adaptive.cluster.layouts import ByRule, Offer, Shape, choose_shape
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.rank_arguments import Policy, Running
+from megatron.adaptive.cluster.ranks import Policy, Running
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.errors import ConfigError
 

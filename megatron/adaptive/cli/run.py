@@ -24,7 +24,7 @@ from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.rank_arguments import JobSpec, Policy
+    from megatron.adaptive.cluster.ranks import JobSpec, Policy
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
@@ -158,10 +158,8 @@ def _tell(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.layouts import choose_shape
-    from megatron.adaptive.cluster.manager import Manager
-    from megatron.adaptive.cluster.participant import Participant
-    from megatron.adaptive.cluster.programs import is_trainer
-    from megatron.adaptive.cluster.rank_arguments import JobSpec
+    from megatron.adaptive.cluster.manager import Manager, Participant
+    from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
     from megatron.adaptive.cluster.snapshot_placement import CopySpec
 
     script = options.script
@@ -255,10 +253,10 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     from megatron.adaptive.cluster.job import say
     from megatron.adaptive.cluster.layouts import ByRule
     from megatron.adaptive.cluster.plan_process import ByPlan, PlanProcess
-    from megatron.adaptive.cluster.programs import model_file
+    from megatron.adaptive.cluster.ranks import model_file
 
     if spec.is_pipeline:
-        from megatron.adaptive.cluster.script_planning import ByMeasuring
+        from megatron.adaptive.cluster.plan_process import ByMeasuring
 
         model = model_file(spec.checkpoints)
         planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
@@ -271,7 +269,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
             )
         return ByRule()
     if spec.machines is not None:
-        from megatron.adaptive.cluster.machines import read_machines
+        from megatron.adaptive.cluster.membership import read_machines
 
         read_machines(spec.machines)  # what is wrong with them comes before plans
     process = stack.enter_context(

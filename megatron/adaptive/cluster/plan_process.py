@@ -29,11 +29,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, Shape, choose_shape, is_better
-from megatron.adaptive.cluster.machines import Machine, read_machines
+from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Offer, Shape, choose_shape, is_better
+from megatron.adaptive.cluster.membership import Machine, read_machines
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.measured_module import MeasuredModule
 
-__all__ = ["ByPlan", "PlanProcess", "main"]
+__all__ = ["ByMeasuring", "ByPlan", "PlanProcess", "main"]
+
+_FIRST_S = 180.0
+"""Time limit of the first plan on a machine, which compiles the search."""
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MODULE = "megatron.adaptive.cluster.plan_process"
@@ -202,6 +206,67 @@ class ByPlan:
     def is_better(self, shape: Shape, running: Shape) -> bool:
         """See ``shapes.Chooser``."""
         return is_better(shape, running)
+
+
+class ByMeasuring:
+    """Chooses shapes of a script: all processes to measure its model, then those of its plan.
+
+    Args:
+        model: file of what was measured.
+        process: that plans.
+        within_s: time limit of a plan.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self, model: Path, process: PlanProcess, within_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._model = model
+        self._process = process
+        self._within_s = within_s
+        self._say = say
+        self._known: dict[tuple[object, ...], tuple[Shape | None, str]] = {}
+        self.why = ""
+
+    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
+        """See ``shapes.Chooser``."""
+        module = MeasuredModule.read(self._model)
+        if module is None:
+            return _to_measure(offers)
+        key = (module.signature, module.micro_batch_size, *offers)
+        if key not in self._known:
+            limit_s = self._within_s if self._known else max(_FIRST_S, self._within_s)
+            try:
+                found = await asyncio.to_thread(self._process.ask, tuple(offers), limit_s)
+            except SetupError as error:
+                self._say(f"warning: no plan: {error}; the busiest stage alone decides")
+                try:
+                    from megatron.adaptive.cluster.script_planning import ScriptPlanning
+
+                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
+                except ConfigError as none:
+                    found = None, str(none)
+            self._known[key] = found
+        shape, text = self._known[key]
+        self.why = "" if shape is not None else text
+        return shape
+
+    def is_better(self, shape: Shape, running: Shape) -> bool:
+        """See ``shapes.Chooser``: more processes, or as many and faster."""
+        if running.is_to_be_measured or shape.is_to_be_measured:
+            return False
+        if shape.world_size != running.world_size:
+            return shape.world_size > running.world_size
+        if shape.step_s is None or running.step_s is None:
+            return False
+        return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
+
+
+def _to_measure(offers: Sequence[Offer]) -> Shape | None:
+    count = sum(one.slots for one in offers)
+    if not count:
+        return None
+    return Shape(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
 
 
 def _shape_of(told: dict[str, Any]) -> Shape:

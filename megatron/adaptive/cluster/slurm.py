@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.adaptive.cluster.command import ROOT, python_of
 from megatron.adaptive.cluster.conf import LaunchConf, NodeGroup
-from megatron.adaptive.cluster.node import EXIT_STOPPED_EARLY
+from megatron.adaptive.cluster.node import EXIT_STOPPED_EARLY, ROOT, python_of
 from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = ["batch_script", "check_cluster", "settings_text", "slurm", "submit"]

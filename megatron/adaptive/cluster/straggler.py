@@ -18,7 +18,7 @@ from typing import Any
 from megatron.adaptive.cluster.job import SlowRank
 from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Chooser, Offer, Shape, relative_time
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.rank_arguments import Policy, Running, assign
+from megatron.adaptive.cluster.ranks import Policy, Running, assign
 
 __all__ = ["Stragglers"]
 
