@@ -25,14 +25,14 @@ from typing import Any
 from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "Link", "spec_from_input"]
+__all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "AgentConnection", "spec_from_input"]
 
 BEAT_S = 1.0
 SILENCE_S = 20.0
 _LONGEST = 1 << 22
 
 
-class Link:
+class AgentConnection:
     """One connection, to be used from one event loop.
 
     Args:
@@ -46,7 +46,7 @@ class Link:
         self._beating: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, address: str, port: int, within_s: float) -> Link:
+    async def connect(cls, address: str, port: int, within_s: float) -> AgentConnection:
         """Connect to a listening side.
 
         Raises:
@@ -147,7 +147,7 @@ class Agent:
         self._status: int | None = None
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
-        self._link: Link | None = None
+        self._link: AgentConnection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -190,9 +190,9 @@ class Agent:
                 await nursery.wait()
             await link.close()
 
-    async def _join(self, spec: AgentSpec) -> Link:
+    async def _join(self, spec: AgentSpec) -> AgentConnection:
         try:
-            link = await Link.connect(spec.address, spec.port, _CONNECT_S)
+            link = await AgentConnection.connect(spec.address, spec.port, _CONNECT_S)
         except OSError as error:
             raise SetupError(
                 f"node {spec.name} does not reach the manager of the job at {spec.address}:"
@@ -240,7 +240,7 @@ class Agent:
         self._reading = asyncio.get_running_loop().create_task(self._read_nursery(reader))
         return nursery
 
-    async def _serve(self, link: Link) -> None:
+    async def _serve(self, link: AgentConnection) -> None:
         while True:
             message = await link.receive()
             if message is None:
@@ -278,7 +278,7 @@ class Agent:
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(told)}
 
-    async def _tell_held(self, link: Link, asked: Mapping[str, Any]) -> None:
+    async def _tell_held(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
         held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
         link.send("inventory", held=held)
 

@@ -24,7 +24,7 @@ __all__ = [
     "PASSED_ON",
     "SETTINGS",
     "LaunchConf",
-    "NodeGroup",
+    "LaunchGroup",
     "Setting",
     "check_names",
     "load_conf",
@@ -266,7 +266,7 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeGroup:
+class LaunchGroup:
     """Nodes that are equal, in the order of the ranks.
 
     Attributes:
@@ -297,7 +297,7 @@ class LaunchConf:
 
     folder: Path
     values: Mapping[str, Any]
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[LaunchGroup, ...]
     environment: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Any:
@@ -420,14 +420,14 @@ def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[st
         texts[name] = value
 
 
-def _groups(values: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
+def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
     if values["HOMOGENEOUS_CLUSTER"]:
         if values["NODES"] is not None:
             raise ConfigError(
                 f"NODES={values['NODES']}: it is for mixed nodes; set HOMOGENEOUS_CLUSTER=false or "
                 "give NNODES and NPROC_PER_NODE"
             )
-        group = NodeGroup(
+        group = LaunchGroup(
             nodes=values["NNODES"],
             processes=values["NPROC_PER_NODE"],
             partition=values["SLURM_PARTITION"] or "",
@@ -447,7 +447,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
     gres = _by_kind("SLURM_GRES", values["SLURM_GRES"], kinds)
     return tuple(
-        NodeGroup(
+        LaunchGroup(
             kind=match[1],
             nodes=int(match[2]),
             processes=int(match[3]),

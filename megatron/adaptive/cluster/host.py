@@ -30,7 +30,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 __all__ = [
     "ENDED",
     "RdmaPort",
-    "Sampler",
+    "ResourceSampler",
     "count_gpus",
     "interface_of",
     "interface_variables",
@@ -263,7 +263,7 @@ def count_gpus(visible: str | None) -> int:
     return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
 
 
-class Sampler:
+class ResourceSampler:
     """Samples a process and its descendants until it is closed.
 
     Args:

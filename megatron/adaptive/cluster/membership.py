@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentSpec, Link
+from megatron.adaptive.cluster.agent import AgentConnection, AgentSpec
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
@@ -184,7 +184,7 @@ class Node:
     slots: int = 0
     is_ready: bool = False
     copies_port: int = 0
-    link: Link | None = None
+    link: AgentConnection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
     def told(self) -> dict[str, Any]:
@@ -417,9 +417,9 @@ class Membership:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._attend(Link(reader, writer))
+            await self._attend(AgentConnection(reader, writer))
 
-    async def _attend(self, link: Link) -> None:
+    async def _attend(self, link: AgentConnection) -> None:
         told = await link.receive()
         if told is None or told["what"] != "join" or told.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")

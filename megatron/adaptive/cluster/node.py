@@ -32,7 +32,7 @@ from typing import IO
 import psutil
 
 from megatron.adaptive.cluster.conf import LaunchConf
-from megatron.adaptive.cluster.host import Sampler
+from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.models import model_flags
 from megatron.adaptive.config.partition import parse_partition
@@ -331,7 +331,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def _sampled(path: Path) -> Iterator[None]:
-    sampler = Sampler(os.getpid(), path)
+    sampler = ResourceSampler(os.getpid(), path)
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, Shape, as_asked
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
 from megatron.adaptive.cluster.membership import Machine
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan import plan_flags
@@ -353,7 +353,7 @@ class Planning:
         """Names of nodes that the cluster file does not have."""
         return [one.name for one in offers if self._type_of(one) is None]
 
-    def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> Shape:
+    def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
         """Find the fastest shape.
 
         Args:
@@ -366,7 +366,7 @@ class Planning:
         """
         nodes, cluster, profile = self._on(offers)
         equal = replace(self._options(cluster), most_cpu_s=most_cpu_s)
-        found: Shape | None = None
+        found: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
@@ -376,15 +376,15 @@ class Planning:
             other, refused = self._fastest(equal, nodes, cluster, profile)
         except ConfigError as error:
             other, refused = None, error
-        shapes = [one for one in (other, found) if one is not None]
-        if not shapes:
+        layouts = [one for one in (other, found) if one is not None]
+        if not layouts:
             assert refused is not None
             raise refused
-        return min(shapes, key=lambda one: one.step_s or 0.0)
+        return min(layouts, key=lambda one: one.step_s or 0.0)
 
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], cluster: Cluster, profile: Profile
-    ) -> tuple[Shape | None, ConfigError | None]:
+    ) -> tuple[ParallelLayout | None, ConfigError | None]:
         """The best plan that the trainer takes, and why it does not take the first.
 
         Raises:
@@ -398,7 +398,7 @@ class Planning:
         refused: ConfigError | None = None
         for row in propose(self._model, cluster, profile, request).rows:
             try:
-                return self._shape(row, nodes, cluster, profile), refused
+                return self._layout(row, nodes, cluster, profile), refused
             except ConfigError as error:
                 refused = refused or error
         return None, refused
@@ -496,7 +496,9 @@ class Planning:
             return (self._config.batch.micro_batch_size,)
         return ()
 
-    def _shape(self, row: Row, nodes: Sequence[str], cluster: Cluster, profile: Profile) -> Shape:
+    def _layout(
+        self, row: Row, nodes: Sequence[str], cluster: Cluster, profile: Profile
+    ) -> ParallelLayout:
         """The shape of a plan.
 
         Raises:
@@ -526,7 +528,7 @@ class Planning:
         for node in used:
             takes = profile.times(kind, cluster.nodes[node].gpu, plan.tp, plan.micro_batch)
             pace[nodes[node]] = takes.forward_s + takes.backward_s
-        return Shape(
+        return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
             data=plan.dp,

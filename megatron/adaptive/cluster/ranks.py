@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.cluster.job import Epoch, EpochProgress, job_folder
-from megatron.adaptive.cluster.layouts import Shape
+from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
+from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.snapshot_placement import CopySpec
 from megatron.adaptive.config.job import EXIT_MEASURED, JOB_VARIABLE, JobOrder
@@ -32,13 +32,13 @@ from megatron.adaptive.planner.measured_module import MeasuredModule
 __all__ = [
     "EXIT_LEFT",
     "JobSpec",
-    "Place",
+    "RankPlace",
     "Policy",
     "Program",
-    "Running",
-    "Script",
+    "RunningRanks",
+    "ScriptProgram",
     "Start",
-    "Trainer",
+    "TrainerProgram",
     "assign",
     "earliest",
     "how_ended",
@@ -66,8 +66,8 @@ class Start:
         progress: folder where they tell how far they are.
     """
 
-    shape: Shape
-    epoch: int
+    layout: ParallelLayout
+    incarnation: int
     resumed: int
     progress: Path
 
@@ -95,7 +95,7 @@ class Program(Protocol):
     def is_well(self, status: int) -> bool:
         """Whether a rank that ended with a status did so in good order."""
 
-    def goes_on(self, before: EpochProgress, statuses: Iterable[int]) -> str:
+    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """Why a job goes on whose ranks ended in good order, empty where it need not.
 
         Args:
@@ -107,7 +107,7 @@ class Program(Protocol):
         """
 
 
-class Trainer:
+class TrainerProgram:
     """The trainer of this project, which has flags for all that a job tells it.
 
     Args:
@@ -147,9 +147,9 @@ class Trainer:
                     base = value if equals else self._arguments[at + 1]
                     words += [] if equals else [base]
                     skip = 0 if equals else 1
-                    words += [name, f"{base}/epoch-{start.epoch}"]
+                    words += [name, f"{base}/epoch-{start.incarnation}"]
         checkpoints = str(self.folder.path)
-        words += [*start.shape.flags, "--save", checkpoints, "--progress-dir", str(start.progress)]
+        words += [*start.layout.flags, "--save", checkpoints, "--progress-dir", str(start.progress)]
         if start.resumed:
             words += ["--load", checkpoints]
         return words, {}
@@ -158,12 +158,12 @@ class Trainer:
         """See :class:`Program`."""
         return status == 0
 
-    def goes_on(self, before: EpochProgress, statuses: Iterable[int]) -> str:
+    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """See :class:`Program`."""
         return ""
 
 
-class Script:
+class ScriptProgram:
     """A script that trains a ``Pipeline`` in ``Pipeline.loop``.
 
     Args:
@@ -193,21 +193,21 @@ class Script:
 
     def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
         """See :class:`Program`; what must stay for the losses stays from the first shape on."""
-        shape = start.shape
-        known = None if shape.is_to_be_measured else MeasuredModule.read(self._model)
+        layout = start.layout
+        known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if known is not None and known.is_random and known.micro_batch_size is None:
             # Dropout draws for a microbatch.
-            replace(known, micro_batch_size=shape.micro_batch).write(self._model)
+            replace(known, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
             progress=str(start.progress),
             model=str(self._model),
-            epoch=start.epoch,
+            epoch=start.incarnation,
             signature="" if known is None else known.signature,
-            pipeline_size=shape.pipeline,
-            replicas=shape.data,
-            micro_batch_size=shape.micro_batch,
-            partition=shape.partition,
+            pipeline_size=layout.pipeline,
+            replicas=layout.data,
+            micro_batch_size=layout.micro_batch,
+            partition=layout.partition,
         )
         return list(self._arguments), {JOB_VARIABLE: order.to_text()}
 
@@ -215,7 +215,7 @@ class Script:
         """See :class:`Program`."""
         return status in (0, EXIT_MEASURED)
 
-    def goes_on(self, before: EpochProgress, statuses: Iterable[int]) -> str:
+    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """See :class:`Program`."""
         if EXIT_MEASURED in statuses:
             self._measured += 1
@@ -297,12 +297,12 @@ class JobSpec:
     def program(self) -> Program:
         """What the ranks run."""
         if self.is_pipeline:
-            return Script(self.script, self.arguments, self.checkpoints)
-        return Trainer(self.arguments, self.checkpoints)
+            return ScriptProgram(self.script, self.arguments, self.checkpoints)
+        return TrainerProgram(self.arguments, self.checkpoints)
 
 
 @dataclass(kw_only=True, eq=False)
-class Running:
+class RunningRanks:
     """The ranks of one epoch.
 
     Attributes:
@@ -318,8 +318,8 @@ class Running:
         killed: whether it was.
     """
 
-    epoch: Epoch
-    shape: Shape
+    incarnation: Incarnation
+    layout: ParallelLayout
     folder: Path
     where: dict[str, str]
     statuses: dict[str, int] = field(default_factory=dict)
@@ -356,7 +356,7 @@ class Running:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a rank runs.
 
     Attributes:
@@ -394,7 +394,7 @@ def how_ended(status: int) -> str:
     return f"ended with status {status}"
 
 
-def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
+def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[RankPlace]:
     """Lay the ranks of a shape on nodes, one after the other; tensor-parallel groups stay whole.
 
     Args:
@@ -404,20 +404,20 @@ def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
     Returns:
         The place of each rank; of fewer ranks where nodes are missing.
     """
-    places: list[Place] = []
-    left = shape.world_size
+    places: list[RankPlace] = []
+    left = layout.world_size
     by_name = {node.name: node for node in nodes}
-    wanted = shape.places or [(node.name, node.slots) for node in nodes]
+    wanted = layout.places or [(node.name, node.slots) for node in nodes]
     for name, most in wanted:
         node = by_name.get(name)
         if node is None:
             continue
-        count = min(left, most // shape.tensor * shape.tensor)
+        count = min(left, most // layout.tensor * layout.tensor)
         if not count:
             continue
         node_rank = places[-1].node_rank + 1 if places else 0
         places += [
-            Place(node=node, node_rank=node_rank, local_rank=local, local_world_size=count)
+            RankPlace(node=node, node_rank=node_rank, local_rank=local, local_world_size=count)
             for local in range(count)
         ]
         left -= count
@@ -427,8 +427,8 @@ def assign(nodes: Sequence[Node], shape: Shape) -> list[Place]:
 def rank_orders(
     script: Path,
     arguments: Sequence[str],
-    places: Sequence[Place],
-    epoch: int,
+    places: Sequence[RankPlace],
+    incarnation: int,
     variables: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what the agent of each node is told to start.
@@ -443,7 +443,7 @@ def rank_orders(
     orders: dict[str, list[dict[str, Any]]] = {}
     for rank, place in enumerate(places):
         order = {
-            "key": f"{epoch}/{rank}",
+            "key": f"{incarnation}/{rank}",
             "variables": {
                 **place.variables(rank, len(places)),
                 NODE_VARIABLE: place.node.name,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.adaptive.cluster.layouts import Offer, Shape
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.planning import NodeKind, cluster_of, profile_of
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
@@ -46,7 +46,7 @@ class ScriptPlanning:
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
-    ) -> Shape:
+    ) -> ParallelLayout:
         """Find the best shape.
 
         Args:
@@ -76,7 +76,7 @@ class ScriptPlanning:
                 except ConfigError as error:
                     first = first or error
                     continue
-                return _shape(module, option, places, timed=timed)
+                return _layout(module, option, places, timed=timed)
         assert first is not None
         raise first
 
@@ -207,10 +207,10 @@ def _with_memory(
     return replace(cluster, groups=tuple(groups))
 
 
-def _shape(
+def _layout(
     module: MeasuredModule, option: Option, places: Sequence[tuple[Offer, int]], *, timed: bool
-) -> Shape:
-    return Shape(
+) -> ParallelLayout:
+    return ParallelLayout(
         tensor=1,
         pipeline=option.pipeline_size,
         data=option.replicas,
