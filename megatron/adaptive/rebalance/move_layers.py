@@ -26,11 +26,9 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.embedding import finalize_gradients
 from megatron.adaptive.gpt.initialize import Job
-from megatron.adaptive.gpt.layout import PlacedLayout
-from megatron.adaptive.gpt.model import build_layer, wrap
-from megatron.adaptive.gpt.optimizer import build_optimizer
+from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
+from megatron.adaptive.gpt.placement import PlacedLayout, finalize_gradients
 from megatron.adaptive.gpt.setup import Run, connect_chunks, open_trace
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.rebalance.layer_state import (
