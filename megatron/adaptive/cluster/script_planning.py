@@ -239,7 +239,6 @@ def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]
                 gpus=host.processes,
                 memory_bytes=host.memory_bytes,
                 intra=whole.intra_links.get(host.type, _UNMEASURED),
-                cores=host.cores,
             )
     return found
 
