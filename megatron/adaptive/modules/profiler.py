@@ -23,11 +23,20 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
-from megatron.adaptive.modules.forwards import PRECISIONS, Forward, Forwards, Slicing  # noqa: E402
-from megatron.adaptive.modules.holding import check_groups  # noqa: E402
+from megatron.adaptive.modules.cutting import (  # noqa: E402
+    check_groups,
+    check_shared,
+)
 from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
 from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
 from megatron.adaptive.modules.module_profile import ModuleProfile, Part  # noqa: E402
+from megatron.adaptive.modules.recording import (  # noqa: E402
+    PRECISIONS,
+    Forward,
+    Forwards,
+    Slicing,
+    Tape,
+)
 from megatron.adaptive.modules.segments import (  # noqa: E402
     MakeOptimizer,
     SegmentSample,
@@ -35,8 +44,6 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     optimizer_seconds,
     tied_parameters,
 )
-from megatron.adaptive.modules.slices import check_shared  # noqa: E402
-from megatron.adaptive.modules.tape import Tape  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
 from megatron.adaptive.profiling.memory import KEPT_FREE, available_host_bytes, free_memory_bytes  # noqa: E402
 from megatron.adaptive.profiling.nodes import (  # noqa: E402
@@ -56,7 +63,7 @@ class ProfileRequest:
         forward: the model, wholly there.
         sample: a batch; microbatches larger than it repeat its samples.
         groups: names of shared weights.
-        slicing: see :class:`~megatron.adaptive.modules.forwards.Forwards`.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
         sizes: samples of microbatches; empty to double them from 1 on.
         most: samples of the largest, where they double.
         split: measure backwards in halves as well.
