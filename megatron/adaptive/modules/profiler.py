@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -46,16 +45,14 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     tied_parameters,
 )
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
+from megatron.adaptive.profiling.memory import KEPT_FREE, available_host_bytes, free_memory_bytes  # noqa: E402
 from megatron.adaptive.profiling.nodes import (  # noqa: E402
-    free_memory_bytes,
     gpu_name,
     node_facts,
     workers,
 )
 
 __all__ = ["ProfileRequest", "Profiler", "measure_profile"]
-
-_KEPT_FREE = 0.1  # of what memory is free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +240,9 @@ def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
     processes = sum(place["machine"] == machine for place in job.places)
     limit = request.memory_limit_bytes
     if limit is None:
-        limit = free_memory_bytes(job.accelerator, processes) * (1 - _KEPT_FREE)
+        limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
+        if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
+            limit += torch.cuda.memory_allocated(job.accelerator.device)
     return {
         "machine": machine,
         "processes": processes,
@@ -320,7 +319,7 @@ def _by_size(
     for size in request.sizes or _doubling(request.most):
         if not request.sizes and time.monotonic() - begin_s > request.time_limit_s:
             return
-        room = psutil.virtual_memory().available if host else limit_bytes
+        room = available_host_bytes() if host else limit_bytes
         if needed * size > limit_bytes or recorded * size > room:
             return
         batch = {
