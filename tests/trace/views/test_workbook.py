@@ -15,9 +15,9 @@ from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
 from megatron.adaptive.trace.figures import WAIT_CAUSES, RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.summary import PARTS, parts_ms
 from megatron.adaptive.trace.views import workbook, workbook_tables
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.parts import PARTS, parts_ms
 from megatron.adaptive.trace.views.workbook import (
     MAX_BINS,
     MAX_COLUMNS,
