@@ -300,7 +300,13 @@ def _draw_legend(page: Axes, step: PipelineStep, frame: _Frame) -> None:
         x += 0.35
 
 
-WIDTH_IN, ROW_IN, PANEL_IN, TOP_IN, BOTTOM_IN = 14.0, 0.16, 0.42, 0.2, 0.75
+PANEL_WIDTH_IN, PANEL_ROW_IN, PANEL_TITLE_IN, PANEL_TOP_IN, PANEL_BOTTOM_IN = (
+    14.0,
+    0.16,
+    0.42,
+    0.2,
+    0.75,
+)
 PANEL_BAR = 0.86
 
 
@@ -314,15 +320,15 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
     Raises:
         TraceError: the file cannot be written.
     """
-    heights = [ROW_IN * result.placement.num_ranks + PANEL_IN for _, result in steps]
-    height = sum(heights) + TOP_IN + BOTTOM_IN
-    figure = Figure(figsize=(WIDTH_IN, height), dpi=110)
+    heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
+    height = sum(heights) + PANEL_TOP_IN + PANEL_BOTTOM_IN
+    figure = Figure(figsize=(PANEL_WIDTH_IN, height), dpi=110)
     FigureCanvasAgg(figure)
     longest_s = max(result.makespan_s for _, result in steps)
-    top = height - TOP_IN
+    top = height - PANEL_TOP_IN
     for (title, result), panel in zip(steps, heights, strict=True):
         top -= panel
-        axes = figure.add_axes((0.055, top / height, 0.93, (panel - PANEL_IN) / height))
+        axes = figure.add_axes((0.055, top / height, 0.93, (panel - PANEL_TITLE_IN) / height))
         _draw_panel(axes, title, result, longest_s, last=result is steps[-1][1])
     chunks = max(result.placement.num_chunks for _, result in steps)
     figure.legend(
