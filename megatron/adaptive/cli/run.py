@@ -162,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.participant import Participant
     from megatron.adaptive.cluster.programs import is_trainer
     from megatron.adaptive.cluster.rank_arguments import JobSpec
-    from megatron.adaptive.cluster.snapshot_placement import CopySpec
+    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -197,7 +197,7 @@ def _run(options: argparse.Namespace) -> int:
         address=options.address,
         copies=None
         if not options.replicate_every
-        else CopySpec(
+        else SnapshotSpec(
             every=options.replicate_every,
             limit_bytes=options.replicate_memory,
         ),

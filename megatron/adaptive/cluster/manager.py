@@ -45,8 +45,7 @@ from megatron.adaptive.cluster.rank_arguments import (
     earliest,
     rank_orders,
 )
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
-from megatron.adaptive.cluster.snapshot_placement import Copies
+from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
@@ -76,7 +75,7 @@ class Manager:
         spec: JobSpec,
         chooser: Chooser,
         own: Machine | None = None,
-        kept: Keeper | None = None,
+        kept: SnapshotKeeper | None = None,
     ) -> None:
         self._spec = spec
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
@@ -89,7 +88,7 @@ class Manager:
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = Copies(spec.copies, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
         self._copies_told = ""
         self._epochs: list[Epoch] = []
         self._status = "waiting for machines"

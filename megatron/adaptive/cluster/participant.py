@@ -21,7 +21,7 @@ from megatron.adaptive.cluster.lease import LeaseTakenError
 from megatron.adaptive.cluster.machines import Machine
 from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.rank_arguments import EXIT_LEFT, JobSpec
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.errors import SetupError
 
 __all__ = ["Participant"]
@@ -52,7 +52,7 @@ class Participant:
         self._name = name
         self._slots = slots
         # Copies outlive the manager that they were made under.
-        self._keeper = Keeper("127.0.0.1" if is_local else "")
+        self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
 

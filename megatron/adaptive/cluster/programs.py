@@ -4,7 +4,7 @@
                the trainer                       a script
 =============  ================================  ==========================================
 is told        flags after the user's own        one environment variable, ``config.job``
-checkpoints    ``checkpoint.folder``    ``modules.checkpoint_folder``
+checkpoints    ``CheckpointFolder``              ``PipelineFolder``
 shape for      its arguments                     what its ranks measured, at the first start
 =============  ================================  ==========================================
 """
@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.folder import (
+    CheckpointFolder,
+    PipelineFolder,
+    read_pipeline_manifest,
+)
 from megatron.adaptive.cluster.job import EpochProgress, job_folder
 from megatron.adaptive.cluster.layouts import Shape
 from megatron.adaptive.config.job import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder, read_manifest
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
 __all__ = ["Program", "Script", "Start", "Trainer", "is_trainer", "model_file"]
@@ -168,7 +171,7 @@ class Script:
     def check(self) -> None:
         """See :class:`Program`."""
         if (latest := self.latest()) is not None:
-            read_manifest(self.folder.find(latest))
+            read_pipeline_manifest(self.folder.find(latest))
 
     def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
         """See :class:`Program`; what must stay for the losses stays from the first shape on."""

@@ -14,7 +14,7 @@ from megatron.adaptive.cluster.job import Epoch
 from megatron.adaptive.cluster.layouts import Shape
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.programs import Program, Script, Trainer
-from megatron.adaptive.cluster.snapshot_placement import CopySpec
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
 __all__ = [
     "EXIT_LEFT",
@@ -67,7 +67,7 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
-    copies: CopySpec | None = None
+    copies: SnapshotSpec | None = None
     on_straggler: Policy = "ignore"
     is_pipeline: bool = False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.local import LocalDisk
+from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress
 from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
