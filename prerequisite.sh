@@ -13,7 +13,7 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmarks]
+usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--all] [--benchmarks]
                        [--examples] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
@@ -25,6 +25,7 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmar
                   kernel is compiled with, and QEMU for those with sanitizers (Debian 12)
   --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
                   not started (Debian 12)
+  --all           --test, --rdma, --views, --lab and --slurm: what scripts/test.sh --all needs
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
   --print-python  only print the Python that is or would be used; set nothing up
@@ -55,6 +56,7 @@ for argument in "$@"; do
     --views) views=1 ;;
     --lab) lab=1 ;;
     --slurm) slurm=1 ;;
+    --all) test=1 rdma=1 views=1 lab=1 slurm=1 ;;
     --benchmarks) benchmarks=1 ;;
     --examples) examples=1 ;;
     --print-python) print_only=1 ;;

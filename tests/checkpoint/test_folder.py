@@ -55,7 +55,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
     partial = folder.begin(iteration)
     (partial / "metadata.json").write_text("{}")
     (partial / "__0_0.distcp").write_bytes(content)
-    return folder.commit(iteration, MANIFEST)
+    return folder.commit(iteration, MANIFEST.to_dict())
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     assert partial.name.startswith(".")
     (partial / "metadata.json").write_text("{}")
     assert folder.latest() is None
-    path = folder.commit(10, MANIFEST)
+    path = folder.commit(10, MANIFEST.to_dict())
     assert path == folder.path / "iter_0000010"
     assert (folder.path / TRACKER).read_text() == "10"
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
@@ -251,6 +251,6 @@ def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: Checkp
     partial = folder.begin(20)
     (partial / "metadata.json").write_text("{}")
     with pytest.raises(CheckpointError, match="another process"):
-        folder.commit(20, MANIFEST, refuse)
+        folder.commit(20, MANIFEST.to_dict(), refuse)
     assert folder.latest() == 10
     assert not folder.complete_path(20).exists()

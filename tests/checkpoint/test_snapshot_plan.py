@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.adaptive.checkpoint.snapshot_plan import Need, RankParts, make_plan, why_not
+from megatron.adaptive.checkpoint.snapshots import Need, RankParts, make_plan, why_not
 
 MIB = 1024**2
 WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))

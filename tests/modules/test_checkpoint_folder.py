@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.checkpoint.folder import PipelineFolder, read_pipeline_manifest
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder, read_manifest
 
 
 def write(folder: Path, step: int, text: str = "tensors", keep: int | None = None) -> Path:
     (PipelineFolder(folder).begin(step) / "__0_0.distcp").write_text(text)
-    return PipelineFolder(folder).commit(step, {"step": step}, keep)
+    path = PipelineFolder(folder).commit(step, {"step": step})
+    if keep is not None:
+        PipelineFolder(folder).keep(keep)
+    return path
 
 
 def find(folder: Path, step: int | None) -> Path:
@@ -24,7 +27,7 @@ def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
         assert write(tmp_path, step).is_dir()
     assert find(tmp_path, None).name == "step_100000000"
     assert find(tmp_path, 2).name == "step_00000002"
-    assert read_manifest(find(tmp_path, 10))["step"] == 10
+    assert read_pipeline_manifest(find(tmp_path, 10))["step"] == 10
 
 
 def test_one_that_was_being_written_is_not_there(tmp_path: Path) -> None:
@@ -62,16 +65,16 @@ def test_the_oldest_go(tmp_path: Path) -> None:
 def test_what_is_broken_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / "__0_0.distcp").write_text("t")
-    with pytest.raises(CheckpointError, match="written with 7 bytes and has 1"):
-        read_manifest(path)
+    with pytest.raises(CheckpointError, match="has 1 bytes and was written with 7"):
+        read_pipeline_manifest(path)
     (path / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="is gone"):
-        read_manifest(path)
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
+        read_pipeline_manifest(path)
     (path / "pipeline.json").write_text('{"format": 9}')
     with pytest.raises(CheckpointError, match="format is 9"):
-        read_manifest(path)
+        read_pipeline_manifest(path)
     (path / "pipeline.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_manifest(path)
+        read_pipeline_manifest(path)
     with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
         find(tmp_path, 7)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.checkpoint import restore_snapshots as restore
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.checkpoint.snapshots import CopySettings, StateCopies
-from megatron.adaptive.cluster import restore_snapshots as restore
-from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
-from megatron.adaptive.cluster.snapshot_placement import Held, Source, newest
-from megatron.adaptive.training.snapshots import RunState
+from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
+from megatron.adaptive.checkpoint.training import RunState
+from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, SnapshotSource, newest
 
 Make = Callable[..., Any]
 
@@ -38,9 +38,9 @@ class Log:
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[Keeper]]:
+def keepers() -> Iterator[list[SnapshotKeeper]]:
     """Those of two nodes: what the first is given, it sends to the second."""
-    found = [Keeper("127.0.0.1") for _ in range(2)]
+    found = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
     buddy = Buddy(name="b", address="127.0.0.1", port=found[1].port)
     found[0].prepare("run", "secret", buddy)
     found[1].prepare("run", "secret", None)
@@ -52,15 +52,15 @@ def keepers() -> Iterator[list[Keeper]]:
 class Copying:
     """Copies a training's state, on node ``a``."""
 
-    def __init__(self, training: Any, keeper: Keeper, log: Log, **changes: Any) -> None:
+    def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
         told = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
         parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
         run: Any = SimpleNamespace(job=training.checkpoints._job, **parts)
         state = RunState(run, lambda: self._progress)
         self._progress: Any = None
-        self.now = StateCopies(
-            state, run.job, CopySettings.read(json.dumps(told)), log.tell, log.say
+        self.now = Snapshots(
+            state, run.job, SnapshotSettings.read(json.dumps(told)), log.tell, log.say
         )
 
     def take(self, progress: Any) -> None:
@@ -68,18 +68,18 @@ class Copying:
         self.now.take(progress.iteration)
 
 
-def left_with(*keepers: Keeper, within_s: float = 10.0) -> Source:
+def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
     """What can be restored from these nodes."""
     held, needs = [], {}
     for number, keeper in enumerate(keepers):
         for told in keeper.inventory(within_s):
             if "needs" in told:
                 needs[told["run"], told["generation"]] = told.pop("needs")
-            held.append(Held(node=str(number), **{**told, "steps": tuple(told["steps"])}))
+            held.append(HeldSnapshot(node=str(number), **{**told, "steps": tuple(told["steps"])}))
     return newest(held, needs)
 
 
-def write_out(source: Source, folder: Path) -> None:
+def write_out(source: SnapshotSource, folder: Path) -> None:
     """Make a checkpoint of it, as the nodes do."""
     CheckpointFolder(folder).begin(source.step)
     common = {"checkpoints": str(folder), "is_pipeline": False, "step": source.step}
@@ -101,7 +101,11 @@ def write_out(source: Source, folder: Path) -> None:
     ids=str,
 )
 def test_training_goes_on_bit_for_bit_from_copies(
-    make: Make, worker: Any, tmp_path: Path, keepers: list[Keeper], flags: dict[str, str | None]
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    keepers: list[SnapshotKeeper],
+    flags: dict[str, str | None],
 ) -> None:
     training, log = make(**flags, **STILL), Log()
     copies = Copying(training, keepers[0], log)
@@ -127,7 +131,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 
 
 def test_a_step_that_is_not_whole_does_not_count(
-    make: Make, worker: Any, keepers: list[Keeper]
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
     """A rank that is killed while it copies leaves the step before."""
     training, log = make(**STILL), Log()
@@ -147,7 +151,7 @@ def test_a_step_that_is_not_whole_does_not_count(
 
 
 def test_too_little_memory_is_told_and_nothing_is_kept(
-    make: Make, worker: Any, keepers: list[Keeper]
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log, limit_bytes=1 << 20)
@@ -160,11 +164,11 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
     assert "warning: no copies of the state are kept in memory: they take" in log.said
     assert log.said.count("warning") == 1
     assert log.told.startswith("off: they take")
-    assert left_with(*keepers) == Source(why="no node that is left keeps copies")
+    assert left_with(*keepers) == SnapshotSource(why="no node that is left keeps copies")
 
 
 def test_training_goes_on_without_a_buddy_that_is_lost(
-    make: Make, worker: Any, keepers: list[Keeper]
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)

@@ -99,9 +99,9 @@ class RankGroup:
             raise failure
         texts = {rank: text for _, by_rank in failed for rank, text in by_rank.items()}
         kinds = {kind for kind, _ in failed}
-        kind = RuntimeError if RuntimeError in kinds else CheckpointError
-        kind = kinds.pop() if len(kinds) == 1 else kind
-        raise kind(_merged(texts, name_ranks=name_ranks)) from failure
+        if len(kinds) > 1:
+            kinds = {RuntimeError} if RuntimeError in kinds else {CheckpointError}
+        raise kinds.pop()(_merged(texts, name_ranks=name_ranks)) from failure
 
     def _reduced(self, number: int, operation: Any) -> int:
         found = torch.tensor([number])

@@ -186,8 +186,11 @@ class CheckpointSaver:
     def _write(self, request: SaveRequest, state: TakenState, ranks: RankGroup) -> Path | None:
         """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
         local, folder, step = self.local, request.folder, request.step
-        is_local = local is not None and local.shared.path.resolve() == folder.path.resolve()
-        if is_local and local.save(step, state, secrets.token_hex(8), ranks):
+        if (
+            local is not None
+            and local.shared.path.resolve() == folder.path.resolve()
+            and local.save(step, state, secrets.token_hex(8), ranks)
+        ):
             return None
         partial = folder.partial_path(step)
 

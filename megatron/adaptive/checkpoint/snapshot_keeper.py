@@ -38,7 +38,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "Buddy",
     "SnapshotFile",
     "SnapshotKeeper",
-    "available_bytes",
     "slot_bytes",
 ]
 
@@ -509,45 +507,3 @@ def _receive_summed(connection: socket.socket, into: memoryview, checksum: int) 
         _receive(connection, piece)
         checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-def available_bytes() -> int:
-    """Return the memory that this process may still take, of machine and control groups."""
-    found = []
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found += _left(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            found += _left(Path("/sys/fs/cgroup/memory"), path, *names)
-    return min(found, default=0)
-
-
-def _left(root: Path, path: str, limit: str, usage: str) -> list[int]:
-    """Return what each group from a process's own to the root lets it take."""
-    found = []
-    folder = root / path.strip("/")
-    for group in (folder, *folder.parents):
-        most, used = "".join(_lines(group / limit)), "".join(_lines(group / usage))
-        if most.isdecimal() and used.isdecimal():
-            cached = [line.split()[1] for line in _lines(group / "memory.stat") if _is_cache(line)]
-            found.append(max(0, int(most) - int(used) + sum(map(int, cached))))
-        if group == root:
-            break
-    return found
-
-
-def _is_cache(line: str) -> bool:
-    """Return whether a line is of what the kernel gives back when memory is short."""
-    return line.startswith("inactive_file ")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

@@ -32,10 +32,10 @@ from megatron.adaptive.checkpoint.snapshot_keeper import (
     ALIGN,
     SLOTS,
     SnapshotFile,
-    available_bytes,
     slot_bytes,
 )
 from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.profiling.memory import available_host_bytes
 
 __all__ = [
     "Need",
@@ -282,7 +282,7 @@ class Snapshots(NoSnapshots):
             domain=settings.domain,
             buddy=settings.buddy,
             machine=str(job.places[job.rank]["machine"]),
-            available_bytes=available_bytes(),
+            available_bytes=available_host_bytes(),
             extra_bytes=extra_bytes,
             parts={part: piece.bytes for part, piece in pieces.items()},
         )

@@ -542,9 +542,7 @@ class RunState:
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
-        self._checkpoints = Checkpoints(
-            run.job, config, run.chunks, run.optimizer, run.scheduler
-        )
+        self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
         self._common: dict[str, Any] = {}
         self._stays: bool | None = None
 

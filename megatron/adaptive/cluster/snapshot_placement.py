@@ -18,7 +18,7 @@ from typing import Any
 from megatron.adaptive.checkpoint import restore_snapshots
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
-from megatron.adaptive.cluster.job import EpochProgress, say
+from megatron.adaptive.cluster.job import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
 
 __all__ = ["HeldSnapshot", "JobSnapshots", "SnapshotSource", "SnapshotSpec", "buddies", "newest"]
@@ -203,7 +203,7 @@ class JobSnapshots:
             }
         return found
 
-    def begun(self, resumed: int, before: EpochProgress | None) -> tuple[str, int]:
+    def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
         """Return where an epoch goes on from, and how many steps are done again.
 
         Args:

@@ -30,9 +30,8 @@ from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, HostCopy, SaveRequest
 from megatron.adaptive.checkpoint.snapshots import Part, Piece
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
-from megatron.adaptive.modules.gradients import LossScale
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.update import Update
+from megatron.adaptive.modules.update import LossScale, Update
 
 __all__ = ["Checkpointer", "PipelineState"]
 

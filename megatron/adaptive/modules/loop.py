@@ -33,7 +33,7 @@ from megatron.adaptive.engine.progress import (
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.running_job import JobEnded
+from megatron.adaptive.modules.sizes import JobEnded
 
 __all__ = ["NO_LOOP", "Loop", "LoopSettings"]
 

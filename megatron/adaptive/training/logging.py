@@ -20,7 +20,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.progress import ProgressFile
-from megatron.adaptive.gpt.flops import flops_per_token
+from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.training.tensorboard import Curves, perplexity
 
 if TYPE_CHECKING:
