@@ -17,13 +17,9 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 Make = Callable[..., Any]
 FLAGS: list[dict[str, str | None]] = [
     {},
-    {"bf16": None},
-    {"fp16": None},
-    {"optimizer": "sgd"},
+    {"fp16": None, "swiglu": None},
     {"use_distributed_optimizer": None},
-    {"swiglu": None},
-    {"no_save_optim": None},
-    {"no_save_rng": None},
+    {"no_save_optim": None, "no_save_rng": None},
 ]
 
 

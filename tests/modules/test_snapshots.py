@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.checkpoint import restore_snapshots as restore
-from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
-from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, SnapshotSource, newest
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.modules import CutPoint, Pipeline
+from tests.checkpoint.keepers import left_with, write_out
 
 TOTAL = 7
 
@@ -80,18 +79,6 @@ Make = Callable[..., Training]
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[SnapshotKeeper]]:
-    """Those of two nodes: what the first is given, it sends to the second."""
-    found = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
-    buddy = Buddy(name="b", address="127.0.0.1", port=found[1].port)
-    found[0].prepare("run", "secret", buddy)
-    found[1].prepare("run", "secret", None)
-    yield found
-    for keeper in found:
-        keeper.close()
-
-
-@pytest.fixture
 def make(
     monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], tmp_path: Path
 ) -> Iterator[Make]:
@@ -117,26 +104,6 @@ def make(
         one.pipeline.close()
 
 
-def left_with(keeper: SnapshotKeeper) -> SnapshotSource:
-    """What can be restored from a node."""
-    held, needs = [], {}
-    for told in keeper.inventory(10.0):
-        if "needs" in told:
-            needs[told["run"], told["generation"]] = told.pop("needs")
-        held.append(HeldSnapshot(node="b", **{**told, "steps": tuple(told["steps"])}))
-    return newest(held, needs)
-
-
-def write_out(source: SnapshotSource, folder: Path) -> None:
-    """Make a checkpoint of it, as the nodes do."""
-    common = {"checkpoints": str(folder), "is_pipeline": True, "step": source.step}
-    restore._folder(common).begin(source.step)
-    parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
-    told = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
-    assert restore.main([json.dumps(told)]) == 0
-    assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [(None, "AdamW"), ("fp16", "AdamW"), ("bf16", "SGD")]
 )
@@ -159,7 +126,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     keepers[0].close()  # the node is lost with all that it kept
     source = left_with(keepers[1])
     assert source.step in (3, 4)  # the fourth was on its way
-    write_out(source, training.folder)
+    write_out(source, training.folder, is_pipeline=True)
     later = make(**kind)
     later.run(TOTAL)
     assert sorted(later.losses) == list(range(source.step, TOTAL))
