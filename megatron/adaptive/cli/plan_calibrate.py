@@ -80,7 +80,6 @@ def calibrated(
             **found.optimizer_s_per_parameter,
         },
         step_s={**base.step_s, **found.step_s},
-        paces={**base.paces, **found.paces},
     )
 
 
@@ -132,7 +131,6 @@ def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str,
         micro_batch=_micro_batch(folder, trace, model),
         nodes=nodes,
         gpus={host: types[name].gpu for host, name in nodes.items()},
-        cores={host: types[name].cores for host, name in nodes.items()},
     )
 
 

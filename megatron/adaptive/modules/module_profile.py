@@ -184,7 +184,6 @@ class ModuleProfile:
                     gpus=nodes[0]["processes"],
                     memory_bytes=min(one["limit"] for one in nodes),
                     intra=profile.intra_links.get(name, _UNMEASURED),
-                    cores=max(one["workers"] for one in nodes),
                 ),
                 count=len({one["machine"] for one in nodes}),
             )

@@ -101,7 +101,6 @@ class NodeType:
         price_per_hour: of the whole node, in the currency of the user.
         zone: nodes of different zones are linked by the cluster's link between zones, if it has
             one.
-        cores: CPU cores of the node; 0 for unknown. Matters where the CPU is the accelerator.
     """
 
     name: str
@@ -112,7 +111,6 @@ class NodeType:
     network: LinkSpeed | None = None
     price_per_hour: float = 0.0
     zone: str = ""
-    cores: int = 0
 
     def __post_init__(self) -> None:
         if self.gpus < 1:

@@ -101,7 +101,6 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
         network=_optional(one, "network", place, joint="."),
         price_per_hour=float(one.get("price_per_hour", 0.0)),
         zone=one.get("zone", ""),
-        cores=one.get("cores", 0),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import memory
 from megatron.adaptive.planner.binding import binding
@@ -35,7 +35,6 @@ from megatron.adaptive.planner.microbatch_assignment import (
     hop_s,
 )
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.plan import (
     Plan,
     Prediction,
@@ -46,7 +45,6 @@ from megatron.adaptive.planner.plan import (
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.rendezvous import rendezvous_times
 from megatron.adaptive.planner.runtime import OURS, Runtime
-from megatron.adaptive.planner.shared import shared_times, slowdown
 from megatron.adaptive.planner.timing import StepTimes, step_times, steps_of
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
@@ -78,14 +76,13 @@ def predict(
     """
     stages = _Stages.of(plan, model, cluster, profile, runtime)
     times = _pipeline(plan, stages)
-    slow = stages.slowdown
-    reduce = slow * np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
-    optimizer = slow * np.array(stages.optimizer_s)
-    tied = slow * embedding_s(plan.places, model, cluster, plan.tp)
+    reduce = np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
+    optimizer = np.array(stages.optimizer_s)
+    tied = embedding_s(plan.places, model, cluster, plan.tp)
     ends = times.end_s + reduce + optimizer
     last = int(ends.argmax())
     gpus = {cluster.nodes[node].gpu for node in plan.nodes}
-    beside = slow * max(profile.step_s.get(gpu, 0.0) for gpu in gpus)
+    beside = max(profile.step_s.get(gpu, 0.0) for gpu in gpus)
     jitter = _jitter_s(plan, stages, profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
@@ -120,10 +117,6 @@ class _Stages:
         stages_of: the stages of each pipeline rank.
         buffered: ``[2, stages] bool``, messages that leave without their receiver; None where all
             do, and none takes a rank's time.
-        processes: of each pipeline rank, and the node it lies on, see ``shared``.
-        nodes: of each pipeline rank, that of its first replica.
-        cores: of each node; 0 for as many as it needs.
-        paces: of each node.
         estimated: whether a duration was estimated.
     """
 
@@ -138,10 +131,6 @@ class _Stages:
     memory: tuple[StageMemory, ...]
     stages_of: tuple[tuple[int, ...], ...]
     buffered: Any
-    processes: tuple[int, ...]
-    nodes: tuple[int, ...]
-    cores: tuple[int, ...]
-    paces: tuple[Pace, ...]
     estimated: bool
 
     @classmethod
@@ -189,23 +178,7 @@ class _Stages:
             memory=tuple(memories),
             stages_of=stages_of,
             buffered=_buffered(plan, placement, bounds, model, runtime),
-            processes=tuple(place.num_gpus for place in plan.places),
-            nodes=tuple(place.replicas[0].node for place in plan.places),
-            cores=tuple(node.cores for node in cluster.nodes),
-            paces=tuple(profile.pace(node.gpu, plan.tp) for node in cluster.nodes),
             estimated=any(table.estimated for row in tables for table in row),
-        )
-
-    @property
-    def slowdown(self) -> float:
-        """Of work that all ranks do at once."""
-        return slowdown(self.processes, self.nodes, self.cores)
-
-    @property
-    def shares_cores(self) -> bool:
-        """Whether speed depends on how many ranks are at work."""
-        return self.slowdown > 1 or any(
-            cores and pace.alone != 1 for cores, pace in zip(self.cores, self.paces, strict=True)
         )
 
 
@@ -367,8 +340,7 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
     latency = stages.latency_s if messages else np.zeros_like(stages.latency_s)
     occupancy = stages.occupancy_s if messages else np.zeros_like(stages.latency_s)
     if (widths := dealt_widths(plan)) is not None:
-        slow = stages.durations_s * stages.slowdown
-        return dealt_times(plan, widths, slow, latency + occupancy)
+        return dealt_times(plan, widths, stages.durations_s, latency + occupancy)
     if stages.buffered is not None:
         whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
         return rendezvous_times(
@@ -380,16 +352,6 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
         )
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        if stages.shares_cores:
-            return shared_times(
-                steps,
-                stages.durations_s,
-                latency + occupancy,
-                processes=stages.processes,
-                nodes=stages.nodes,
-                cores=stages.cores,
-                paces=stages.paces,
-            )
         return step_times(
             steps,
             stages.durations_s,
@@ -427,8 +389,8 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
 
 
 def _jitter_s(plan: Plan, stages: _Stages, sigma: float) -> float:
-    """What jitter adds; a rule works around it, and so do processes that share cores."""
-    if sigma <= 0 or registry.is_rule(plan.schedule) or stages.slowdown > 1:
+    """Returns the seconds that jitter adds; a rule works around it."""
+    if sigma <= 0 or registry.is_rule(plan.schedule):
         return 0.0
     count, durations = plan.num_microbatches, stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
