@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
-from megatron.adaptive.config.job import JobOrder
+from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import (
     COMPLETE,
