@@ -255,7 +255,7 @@ class Rebalancing(Hook):
             self._go_on_in_new_files()
         assert self._repartitioner is not None
         seconds = time.perf_counter() - begin_s
-        self._log.tell(repartitioned=live.progress.iteration, seconds=seconds)
+        self._log.report(repartitioned=live.progress.iteration, seconds=seconds)
         self._repartitioner.moved(move, live.run, seconds)
 
     def _move_stages(self, decision: Decision, begin_s: float) -> None:
@@ -291,7 +291,7 @@ class Rebalancing(Hook):
         live, job = self._live, self._live.run.job
         live.close_loader()
         live.open_loader()
-        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, tell=job.gather)
+        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
 
 
 class SettlingSnapshots(Hook):
@@ -374,7 +374,7 @@ class Diagnosing(Hook):
             return
         if interval and run.samples.iterations - done > interval:
             self._running = RunningDiagnosis(
-                schedule.trace_dir, interval, done, log.message, log.tell
+                schedule.trace_dir, interval, done, log.message, log.report
             )
 
     def after_step(self, step: TrainedStep) -> None:
@@ -495,7 +495,7 @@ class Saving(Hook):
                 self._report_saved(*done)
 
     def _report_saved(self, iteration: int, path: Path) -> None:
-        self._log.tell(saved=iteration, seconds=self._waited_s)
+        self._log.report(saved=iteration, seconds=self._waited_s)
         self._reported = iteration
         behind = self._live.config.checkpoint.saves_behind
         self._log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
