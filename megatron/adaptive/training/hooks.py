@@ -144,7 +144,7 @@ class TrainingRun:
         self.snapshots = make_snapshots(
             run,
             lambda: self.progress,
-            lambda text: self._log.tell(copies=text),
+            lambda text: self._log.report(copies=text),
             self._log.message,
         )
 
