@@ -11,7 +11,7 @@ import torch
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import known_gpu
 
 __all__ = ["free_memory_bytes", "gpu_name", "node_facts", "workers"]
 
