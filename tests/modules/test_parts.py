@@ -10,13 +10,17 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import BatchShape
-from megatron.adaptive.modules.gradients import LossScale, clip_factor, squared_norm
-from megatron.adaptive.modules.holding import check_groups, keep_only
+from megatron.adaptive.modules.cutting import (
+    balanced,
+    check_groups,
+    check_shared,
+    given_partition,
+    keep_only,
+)
 from megatron.adaptive.modules.measure import check_replay, segment_seconds
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.partition import balanced, given_partition
-from megatron.adaptive.modules.slices import check_shared
-from megatron.adaptive.modules.tape import Value
+from megatron.adaptive.modules.program import Layout
+from megatron.adaptive.modules.recording import Value
+from megatron.adaptive.modules.update import LossScale, clip_factor, squared_norm
 
 from .models import SHARED, knotty, make_batch
 from .ranks import Case, assert_same

@@ -21,10 +21,9 @@ import json
 import mmap
 import os
 import struct
-from pathlib import Path
 from typing import Any
 
-__all__ = ["ALIGN", "SLOTS", "CopyFile", "available_bytes", "slot_bytes"]
+__all__ = ["ALIGN", "SLOTS", "CopyFile", "slot_bytes"]
 
 SLOTS = 2
 ALIGN = 64
@@ -139,45 +138,3 @@ class CopyFile:
     def _mark(self, slot: int, begun: int, done: int, extra: int) -> None:
         at = self.extra_offset(slot) - _MARKS_BYTES
         _MARKS.pack_into(self.memory, at, begun, done, extra)
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: of the machine and of its control groups."""
-    found = []
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found += _left(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            found += _left(Path("/sys/fs/cgroup/memory"), path, *names)
-    return min(found, default=0)
-
-
-def _left(root: Path, path: str, limit: str, usage: str) -> list[int]:
-    """What each group on the way from a process's own to the root lets it take."""
-    found = []
-    folder = root / path.strip("/")
-    for group in (folder, *folder.parents):
-        most, used = "".join(_lines(group / limit)), "".join(_lines(group / usage))
-        if most.isdecimal() and used.isdecimal():
-            cached = [line.split()[1] for line in _lines(group / "memory.stat") if _is_cache(line)]
-            found.append(max(0, int(most) - int(used) + sum(map(int, cached))))
-        if group == root:
-            break
-    return found
-
-
-def _is_cache(line: str) -> bool:
-    """Whether a line is of what the kernel gives back when memory is short."""
-    return line.startswith("inactive_file ")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

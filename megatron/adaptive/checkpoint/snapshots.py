@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.snapshot_file import SLOTS, CopyFile, available_bytes
+from megatron.adaptive.checkpoint.snapshot_file import SLOTS, CopyFile
 from megatron.adaptive.checkpoint.snapshot_plan import (
     Part,
     RankParts,
@@ -36,6 +36,7 @@ from megatron.adaptive.checkpoint.snapshot_plan import (
     why_not,
     within_slot,
 )
+from megatron.adaptive.profiling.memory import available_host_bytes
 
 __all__ = ["CopiedState", "CopySettings", "NoCopies", "Piece", "StateCopies"]
 
@@ -284,7 +285,7 @@ class StateCopies(NoCopies):
             domain=settings.domain,
             buddy=settings.buddy,
             machine=str(job.places[job.rank]["machine"]),
-            available_bytes=available_bytes(),
+            available_bytes=available_host_bytes(),
             extra_bytes=extra_bytes,
             parts={part: piece.bytes for part, piece in pieces.items()},
         )

@@ -24,7 +24,7 @@ from megatron.adaptive.cli.plan_inputs import (
     traced_run,
     types_of_hosts,
 )
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, stage_layers
 from megatron.adaptive.planner.cluster import Cluster

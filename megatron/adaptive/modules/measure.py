@@ -8,11 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.forwards import Forward, Forwards
+from megatron.adaptive.modules.cutting import slice_tape
 from megatron.adaptive.modules.program import StageProgram
-from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.slices import slice_tape
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape, undisturbed
 
 __all__ = ["check_replay", "now", "segment_seconds", "tensors_of"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,11 +23,20 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
-from megatron.adaptive.modules.forwards import PRECISIONS, Forward, Forwards, Slicing  # noqa: E402
-from megatron.adaptive.modules.holding import check_groups  # noqa: E402
+from megatron.adaptive.modules.cutting import (  # noqa: E402
+    check_groups,
+    check_shared,
+)
 from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
 from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
 from megatron.adaptive.modules.module_profile import ModuleProfile, Part  # noqa: E402
+from megatron.adaptive.modules.recording import (  # noqa: E402
+    PRECISIONS,
+    Forward,
+    Forwards,
+    Slicing,
+    Tape,
+)
 from megatron.adaptive.modules.segments import (  # noqa: E402
     MakeOptimizer,
     SegmentSample,
@@ -36,19 +44,15 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     optimizer_seconds,
     tied_parameters,
 )
-from megatron.adaptive.modules.slices import check_shared  # noqa: E402
-from megatron.adaptive.modules.tape import Tape  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
+from megatron.adaptive.profiling.memory import KEPT_FREE, available_host_bytes, free_memory_bytes  # noqa: E402
 from megatron.adaptive.profiling.nodes import (  # noqa: E402
-    free_memory_bytes,
     gpu_name,
     node_facts,
     workers,
 )
 
 __all__ = ["ProfileRequest", "Profiler", "measure_profile"]
-
-_KEPT_FREE = 0.1  # of what memory is free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ class ProfileRequest:
         forward: the model, wholly there.
         sample: a batch; microbatches larger than it repeat its samples.
         groups: names of shared weights.
-        slicing: see :class:`~megatron.adaptive.modules.forwards.Forwards`.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
         sizes: samples of microbatches; empty to double them from 1 on.
         most: samples of the largest, where they double.
         split: measure backwards in halves as well.
@@ -236,7 +240,9 @@ def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
     processes = sum(place["machine"] == machine for place in job.places)
     limit = request.memory_limit_bytes
     if limit is None:
-        limit = free_memory_bytes(job.accelerator, processes) * (1 - _KEPT_FREE)
+        limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
+        if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
+            limit += torch.cuda.memory_allocated(job.accelerator.device)
     return {
         "machine": machine,
         "processes": processes,
@@ -313,7 +319,7 @@ def _by_size(
     for size in request.sizes or _doubling(request.most):
         if not request.sizes and time.monotonic() - begin_s > request.time_limit_s:
             return
-        room = psutil.virtual_memory().available if host else limit_bytes
+        room = available_host_bytes() if host else limit_bytes
         if needed * size > limit_bytes or recorded * size > room:
             return
         batch = {

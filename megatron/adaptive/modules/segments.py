@@ -7,7 +7,7 @@ One piece after the other is put on the device, so that the whole model need not
        F, B whole             F, B whole                   gradients are made up: their sizes count
        F, B by inputs, W      F, B by inputs, W            where backwards are split
 
-What runs is :class:`~megatron.adaptive.modules.stages.ProgramStages`, messages packed and all.
+What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-from megatron.adaptive.modules.forwards import Forward
+from megatron.adaptive.modules.cutting import StagePlan, slice_tape
 from megatron.adaptive.modules.measure import now, tensors_of
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.program import RandomKey, StageProgram
-from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.slices import StagePlan, slice_tape
-from megatron.adaptive.modules.stages import Held, ProgramStages
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.program import Held, Layout, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recording import Forward, Tape, undisturbed
 
 __all__ = ["SegmentSample", "measure_segments", "optimizer_seconds", "tied_parameters"]
 

@@ -1,6 +1,6 @@
 """Reads models: names of presets, lists of arguments, model files, and profiles that hold one.
 
-GPT and Llama presets are those of ``config.models``, which the trainer takes as well. BERT and T5
+GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
 is ``data/model.schema.json``; ``docs/planner.md`` describes it.
 """
@@ -17,9 +17,8 @@ from typing import Any
 
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.model import ModelConfig
-from megatron.adaptive.config.models import MODELS
-from megatron.adaptive.config.precision import PrecisionConfig
+from megatron.adaptive.config.model import MODELS, ModelConfig
+from megatron.adaptive.config.optimizer import PrecisionConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_schema, read_file

@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.models import MODELS
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import Model

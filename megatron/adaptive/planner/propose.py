@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import predict

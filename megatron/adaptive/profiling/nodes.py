@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,10 +11,9 @@ import torch
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.planner.cluster import known_gpu
+from megatron.adaptive.profiling.memory import total_host_bytes
 
-__all__ = ["free_memory_bytes", "gpu_name", "node_facts", "workers"]
-
-_CGROUP = Path("/sys/fs/cgroup")
+__all__ = ["gpu_name", "node_facts", "workers"]
 
 
 def gpu_name(accelerator: Accelerator) -> str:
@@ -34,7 +32,7 @@ def node_facts(accelerator: Accelerator, environment: Environment) -> dict[str, 
     if accelerator.is_cuda:
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
-        memory = psutil.virtual_memory().total // environment.local_world_size
+        memory = total_host_bytes() // environment.local_world_size
     return {
         "gpu": gpu_name(accelerator),
         "device": accelerator.name,
@@ -42,33 +40,6 @@ def node_facts(accelerator: Accelerator, environment: Environment) -> dict[str, 
         "cores": psutil.cpu_count() or 0,
         "memory_bytes": int(memory),
     }
-
-
-def free_memory_bytes(accelerator: Accelerator, processes: int) -> float:
-    """Return the memory that this process may use, with what it has now.
-
-    Args:
-        accelerator: the process's device.
-        processes: of this node; they share its GPUs and its host memory evenly.
-    """
-    if accelerator.is_cuda:
-        free, _ = torch.cuda.mem_get_info(accelerator.device)
-        sharing = -(-processes // max(1, torch.cuda.device_count()))
-        return (free + torch.cuda.memory_reserved(accelerator.device)) / max(1, sharing)
-    free = psutil.virtual_memory().available
-    limit, used = (_cgroup_bytes(name) for name in ("memory.max", "memory.current"))
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free / max(1, processes)
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    """Return a number of this process's control group, ``None`` where there is none."""
-    try:
-        text = (_CGROUP / name).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdecimal() else None
 
 
 def workers(accelerator: Accelerator, processes: int) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.adaptive.errors import DeadlineError
+from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.profile import Profile
@@ -27,7 +28,6 @@ __all__ = ["Sample", "measure_link", "most_of", "profile_of", "rank_factors", "s
 _ROUNDS = 8
 _BURST = 4
 _LEAST_NS = 1
-_KEPT_FREE = 0.1  # of what memory is free
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
@@ -182,7 +182,7 @@ def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) ->
         return sum(sizes[placement.stage_of(rank, chunk)] for chunk in chunks)
 
     return min(
-        (free[rank] * (1 - _KEPT_FREE) + total(held, present, rank) - total(held, wanted, rank))
+        (free[rank] * (1 - KEPT_FREE) + total(held, present, rank) - total(held, wanted, rank))
         / max(1, total(kept, wanted, rank))
         for rank in range(present.num_ranks)
     )

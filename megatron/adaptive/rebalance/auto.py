@@ -3,7 +3,7 @@
 Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
-placement: then the loop moves the stages first (``relocate.py``).
+placement: then the loop moves the stages first (``change_placement.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,6 +19,7 @@ from megatron.adaptive.engine.executor import StepTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.gpt.setup import Run, payload_shape
+from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.running_pipeline import (
     Sample,
     measure_link,
@@ -180,12 +180,7 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         weights, gradients and optimizer state.
     """
     assert isinstance(run.forward_backward, ForwardBackward)
-    if run.job.accelerator.is_cuda:
-        free, _ = torch.cuda.mem_get_info()
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    else:
-        ranks_here = max(1, run.job.environment.local_world_size)
-        free = psutil.virtual_memory().available // ranks_here
+    free = free_memory_bytes(run.job.accelerator, run.job.environment.local_world_size)
     held = tuple(
         sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
         for chunk in run.chunks

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import StepTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
@@ -39,6 +39,7 @@ from megatron.adaptive.planner.repartition import (
     travelling,
 )
 from megatron.adaptive.profiling.layer_share import LayerShare
+from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.running_pipeline import Sample
 from megatron.adaptive.rebalance.auto import LAST, memory_of
 from megatron.adaptive.rebalance.move_layers import with_partition
@@ -60,7 +61,6 @@ KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _WARM_UP = 1
 _MOST_STEPS = 32
 _LEAST_STEPS = 3
-_KEPT_FREE = 0.1
 _SLOW = 1.05
 
 Lanes = dict[tuple[ActionKind, int], float]
@@ -419,7 +419,7 @@ def _most_layers(
     if not layers or not heard.kept_bytes:
         return math.inf
     kept = sum(heard.kept_bytes) * units
-    room = heard.free_bytes * (1 - _KEPT_FREE) - kept
+    room = heard.free_bytes * (1 - KEPT_FREE) - kept
     each = (kept + sum(heard.held_bytes)) / layers
     return layers + max(0, math.floor(room / max(1.0, each)))
 

@@ -32,10 +32,8 @@ from megatron.adaptive.engine.stages import (
     MegatronStages,
     default_process_groups,
 )
-from megatron.adaptive.gpt.dropout import DropoutKeys
-from megatron.adaptive.gpt.forward import ChunkFeed, GptForward
-from megatron.adaptive.gpt.model import build_chunks, transformer_config
-from megatron.adaptive.gpt.optimizer import build_optimizer
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward
+from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config
 from megatron.adaptive.gpt.setup import payload_shape
 from megatron.adaptive.schedule.placement import Placement
 
