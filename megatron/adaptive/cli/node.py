@@ -40,7 +40,7 @@ from megatron.adaptive.cluster.node import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500
@@ -115,17 +115,19 @@ def _master(argv: Sequence[str]) -> int:
         f"master at {address}:{port}; on the other nodes: "
         f"bash run_worker.sh --master-addr {address}"
     )
+    store = open_store(port)
     found = _Found(logs / _FOUND_NAME, address, port)
     try:
         rank, told, reached = gather_nodes(
             conf,
             _hello(options, conf),
-            port=port,
+            store,
             say=_say,
-            make_told=lambda places: _told(conf, places, logs, port),
+            make_answer=lambda places: _answer(conf, places, logs, port),
         )
     finally:
         found.close()
+    del store  # torchrun takes its port
     if not given and reached is not None:
         address = reached
     place = _place(told, rank, address)
@@ -133,8 +135,10 @@ def _master(argv: Sequence[str]) -> int:
     return _run(conf, place, logs / told["job"], own)
 
 
-def _told(conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int) -> dict[str, Any]:
-    """Return what all workers are told; checks the trainer's rules now that sizes are known."""
+def _answer(
+    conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int
+) -> dict[str, Any]:
+    """Return what all workers get; checks the trainer's rules now that sizes are known."""
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
@@ -168,12 +172,12 @@ def _worker(argv: Sequence[str]) -> int:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
-    folder = Path(joined.told["folder"])
-    conf = make_conf(joined.told["conf"], folder if folder.is_dir() else ROOT)
+    folder = Path(joined["folder"])
+    conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)
-    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined.own_addr)
-    place = _place(joined.told, joined.node_rank, joined.master_addr)
-    return _run(conf, place, conf.path("LOG_DIR") / joined.told["job"], interface)
+    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
+    place = _place(joined, joined["node_rank"], joined["master_addr"])
+    return _run(conf, place, conf.path("LOG_DIR") / joined["job"], interface)
 
 
 def _slurm(argv: Sequence[str]) -> int:
