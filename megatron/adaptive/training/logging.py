@@ -31,10 +31,17 @@ __all__ = ["IterationReport", "TrainingLog", "startup_line"]
 _MAIN_LOSS = "lm loss"
 _TOLD = (  # of a report
     "consumed_samples",
+    "global_batch_size",
     "learning_rate",
     "grad_norm",
     "memory_bytes",
     "peak_memory_bytes",
+)
+_SIZES = (  # of the run, see ``startup_line``
+    "world_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
 )
 _DEFAULT_COLUMNS = 100
 
@@ -133,6 +140,7 @@ class TrainingLog:
         self._padded_vocab_size = padded_vocab_size
         self._is_writer = is_writer
         self._total_iterations = total_iterations
+        self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._interval = _Interval()
         self._consumed_samples: int | None = None
@@ -153,7 +161,11 @@ class TrainingLog:
     def _open_progress(self, start_iteration: int) -> None:
         self._progress.close()
         self._progress = ProgressFile(self._cfg.progress_dir)
-        self._progress.begins(start_iteration, self._total_iterations)
+        parallel = self._cfg.parallel
+        sizes = {name: getattr(parallel, name) for name in _SIZES}
+        if start_iteration != self._begun_at:
+            sizes["moved"] = True
+        self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
     def hand_over(
         self, iteration: int, *, is_writer: bool, tell: Callable[[object], Sequence[object]]
