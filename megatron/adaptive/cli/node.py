@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import socket
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
 from megatron.adaptive.cluster.host import (
@@ -41,26 +40,11 @@ from megatron.adaptive.cluster.node import (
     run_node,
 )
 from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-    def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; for an unknown option name the nearest."""
-        options, unknown = self.parse_known_args(list(argv))
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(known)}"
-            self.error(f"{unknown[0]} is not an option: {hint}")
-        return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     return roles[role](argv[1:])
 
 
-def _parser(role: str, description: str) -> _Parser:
-    parser = _Parser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
+def _parser(role: str, description: str) -> CommandParser:
+    parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=int, help="its port (29500; MASTER_PORT)")
@@ -181,7 +165,7 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _slurm(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="node slurm", allow_abbrev=False)
+    parser = CommandParser(prog="node slurm", allow_abbrev=False)
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import add_input_arguments
 from megatron.adaptive.cli.validate_runs import find_runs, read_own_runs
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.datasets.measured import Measured
