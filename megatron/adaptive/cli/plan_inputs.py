@@ -114,8 +114,6 @@ def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
     return read_model(options.model, options.precision, default=default, fused=fused)
 
 
-
-
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of calibration."""
     group = parser.add_argument_group("calibration")
