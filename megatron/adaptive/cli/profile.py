@@ -144,9 +144,9 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def _write(told: dict[str, Any], path: Path) -> None:
-    from megatron.adaptive.planner.schema import check
+    from megatron.adaptive.planner.files import check_schema
 
-    check(told, "profile", str(path))
+    check_schema(told, "profile", str(path))
     profile_file.write(told, path)
     gpus = ", ".join(sorted({row["gpu"] for row in told["layers"]}))
     print(f"{path}: {len(told['layers'])} measurements of {told['model']['name']} on {gpus}")

@@ -32,7 +32,7 @@ from megatron.adaptive.gpt.initialize import Job
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
-    Proposal,
+    PartitionMove,
     Times,
     propose,
     simulated_step,
@@ -302,7 +302,7 @@ def _propose(
     candidate: Candidate,
     num_microbatches: int,
     gain: float,
-) -> Proposal | None:
+) -> PartitionMove | None:
     """Returns the partition that pays in all steps, if it pays in each half of them."""
     found = propose(whole, simulated_step(whole, candidate, num_microbatches), gain)
     if found is None:
