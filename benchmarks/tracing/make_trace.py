@@ -22,6 +22,7 @@ from benchmarks.tracing.synthetic import (
     write_synthetic,
 )
 from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.trace.files import set_aside

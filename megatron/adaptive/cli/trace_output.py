@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -53,11 +53,6 @@ __all__ = [
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 @dataclass(frozen=True)
 class Selection:
     """What of which run a user wants to see.
@@ -94,7 +89,7 @@ class Selection:
 
 def source_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose mistakes are :class:`ConfigError`."""
-    return _Parser(prog=prog, description=description, allow_abbrev=False)
+    return CommandParser(prog=prog, description=description, allow_abbrev=False)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
