@@ -21,7 +21,6 @@ from benchmarks.tracing.synthetic import (
     SyntheticRun,
     write_synthetic,
 )
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
