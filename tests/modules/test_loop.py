@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
-from megatron.adaptive.engine.progress import PROGRESS_NAME, mark_over
+from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.sizes import JobEnded
+from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 
 class Net(torch.nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.trace.files import set_aside

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.simulate_unequal import ALL, simulate_unequal
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
 from megatron.adaptive.schedule.profile import Profile, load_profile

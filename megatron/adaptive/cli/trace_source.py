@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
 
-from megatron.adaptive.errors import ConfigError, TraceError
+from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
@@ -28,11 +28,6 @@ __all__ = [
 ]
 
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Selection:
 
 def source_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose mistakes are :class:`ConfigError`."""
-    return _Parser(prog=prog, description=description, allow_abbrev=False)
+    return CommandParser(prog=prog, description=description, allow_abbrev=False)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
