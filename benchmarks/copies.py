@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.elasticity import copying  # noqa: E402
-from tests.elastic.jobs import ElasticJob  # noqa: E402
+from tests.cluster.jobs import ElasticJob  # noqa: E402
 
 LIMIT_S = 180.0
 GOAL_LOST, GOAL_COST = 1, 0.05

@@ -37,7 +37,7 @@ from benchmarks.elasticity.nodes import why_not  # noqa: E402
 from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
-from tests.elastic.jobs import FLAGS, ElasticJob, environment  # noqa: E402
+from tests.cluster.jobs import FLAGS, ElasticJob, environment  # noqa: E402
 
 PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15

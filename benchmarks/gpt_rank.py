@@ -85,9 +85,9 @@ class GptRank:
 
         import torch
 
-        from megatron.adaptive.training.initialize import start_job
-        from megatron.adaptive.training.setup import build_run, make_loader
-        from megatron.adaptive.training.step import Step
+        from megatron.adaptive.gpt.initialize import start_job
+        from megatron.adaptive.gpt.setup import build_run, make_loader
+        from megatron.adaptive.gpt.step import Step
 
         torch.set_num_threads(1)
         self._job = start_job(config, environment, accelerator)
@@ -108,7 +108,7 @@ class GptRank:
         """End the job; collective."""
         import torch.distributed as dist
 
-        from megatron.adaptive.training.initialize import end_job
+        from megatron.adaptive.gpt.initialize import end_job
 
         self._loader = None if self._loader is None else self._loader.close()
         self._run.tracing.close()

@@ -105,11 +105,10 @@ class Rank:
 
         import torch
 
-        from megatron.adaptive.pipeline.deferred_layers import attach_stores
-        from megatron.adaptive.training.dropout import DropoutKeys
-        from megatron.adaptive.training.forward import GptForward
-        from megatron.adaptive.training.initialize import start_job
-        from megatron.adaptive.training.setup import build_run, make_loader
+        from megatron.adaptive.engine.deferred_layers import attach_stores
+        from megatron.adaptive.gpt.forward import DropoutKeys, GptForward
+        from megatron.adaptive.gpt.initialize import start_job
+        from megatron.adaptive.gpt.setup import build_run, make_loader
 
         torch.set_num_threads(1)
         self._name = job
@@ -185,7 +184,7 @@ class Rank:
         """End the job; collective."""
         import torch.distributed as dist
 
-        from megatron.adaptive.training.initialize import end_job
+        from megatron.adaptive.gpt.initialize import end_job
 
         for wiring in self._wirings:
             wiring.close()
@@ -205,7 +204,7 @@ class Rank:
 
     def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
         """Call a function with megatron-core's signature with microbatches alone."""
-        from megatron.adaptive.training.forward import ChunkFeed
+        from megatron.adaptive.gpt.forward import ChunkFeed
 
         chunks = self._run.chunks
         single = len(chunks) == 1
@@ -226,10 +225,10 @@ class Rank:
     def _ours(self, name: str) -> Callable[..., list[Any]]:
         from megatron.core import parallel_state
 
-        from megatron.adaptive.pipeline.build import build_executor
-        from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+        from megatron.adaptive.engine.build import build_executor
+        from megatron.adaptive.engine.forward_backward import ForwardBackward
+        from megatron.adaptive.gpt.setup import payload_shape
         from megatron.adaptive.schedule.registry import is_rule
-        from megatron.adaptive.training.setup import payload_shape
 
         run, config = self._run, self._job.config
         wiring = build_executor(

@@ -30,9 +30,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.adaptive.pipeline.weight_gradient import WeightGradientStore
-from megatron.adaptive.training.forward import LOSS_NAME, Microbatch, masked_mean_loss
-from megatron.adaptive.training.setup import Run, payload_shape
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.gpt.forward import LOSS_NAME, Microbatch, masked_mean_loss
+from megatron.adaptive.gpt.setup import Run, payload_shape
 
 _SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.pipeline.agreement import Alone
-from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy

@@ -15,7 +15,7 @@ WITHOUT_TORCH = [
     "megatron.adaptive.errors",
     "megatron.adaptive.extension",
     "megatron.adaptive.config",
-    "megatron.adaptive.launch",
+    "megatron.adaptive.cluster",
     "megatron.adaptive.planner",
     "megatron.adaptive.schedule",
     "megatron.adaptive.trace",

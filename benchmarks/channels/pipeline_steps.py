@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.pipeline.agreement import Alone
-from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies

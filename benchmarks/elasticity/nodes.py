@@ -37,7 +37,7 @@ read -r _
 """
 """The first process of a node; its standard input is held open by this program."""
 _PROGRAMS = ("ip", "unshare", "mount", "umount")
-_NURSERY = "megatron.adaptive.elastic.nursery"
+_NURSERY = "megatron.adaptive.cluster.rank_forkserver"
 _LIMIT_S = 20.0
 
 

@@ -21,17 +21,17 @@ def main(argv: list[str]) -> None:
     device.install()
     device.quiet_libraries()
 
-    from megatron.adaptive.training.checkpoint import Checkpoints
-    from megatron.adaptive.training.initialize import end_job, start_job
-    from megatron.adaptive.training.setup import build_run
+    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.gpt.initialize import end_job, start_job
+    from megatron.adaptive.gpt.setup import build_run
 
     job = start_job(config, environment, accelerator)
     run = build_run(job)
     loaded = 0
     for iteration in [int(word) for word in argv[0].split(",") if word]:
         settings = replace(config.checkpoint, ckpt_step=iteration)
-        one = replace(job, config=replace(config, checkpoint=settings))
-        progress = Checkpoints(one, run.chunks, run.optimizer, run.scheduler).load()
+        one = replace(config, checkpoint=settings)
+        progress = Checkpoints(job, one, run.chunks, run.optimizer, run.scheduler).load()
         assert progress is not None
         batch = config.batch.global_batch_size
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations

@@ -68,10 +68,12 @@ class Rank(GptRank):
 
     def __init__(self, folder: Path) -> None:
         super().__init__([*MODEL, *SAVING, "--save", str(folder)])
-        from megatron.adaptive.training.checkpoint import Checkpoints
+        from megatron.adaptive.checkpoint.training import Checkpoints
 
         run = self._run
-        self._checkpoints = Checkpoints(self._job, run.chunks, run.optimizer, run.scheduler)
+        self._checkpoints = Checkpoints(
+            self._job, self._job.config, run.chunks, run.optimizer, run.scheduler
+        )
         self._waited_s: list[float] = []
 
     def measure(self, rounds: int) -> dict[str, Any]:
@@ -100,8 +102,8 @@ class Rank(GptRank):
         return (time.perf_counter() - start) / WINDOW, processor / WINDOW
 
     def _save(self) -> None:
-        from megatron.adaptive.training.checkpoint import Progress
-        from megatron.adaptive.training.step import gather_parameters
+        from megatron.adaptive.checkpoint.training import Progress
+        from megatron.adaptive.gpt.step import gather_parameters
 
         start = time.perf_counter()
         gather_parameters(self._run)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.training.checkpoint_folder import CheckpointFolder
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
 from .events import KINDS, Events, role
 from .nodes import Node, Nodes

@@ -19,7 +19,7 @@ def slow_down(seconds: float) -> None:
 
     device.install()  # before megatron-core is imported
     device.quiet_libraries()
-    from megatron.adaptive.training.step import Step
+    from megatron.adaptive.gpt.step import Step
 
     train = Step.train
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.pipeline.agreement import Alone
-from megatron.adaptive.pipeline.executor import Executor
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState

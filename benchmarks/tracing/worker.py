@@ -36,8 +36,8 @@ from benchmarks.emulated.work import (  # noqa: E402
     sharpen_timers,
 )
 from megatron.adaptive.accelerator import CpuClock  # noqa: E402
-from megatron.adaptive.pipeline.agreement import Alone  # noqa: E402
-from megatron.adaptive.pipeline.executor import Executor  # noqa: E402
+from megatron.adaptive.engine.agreement import Alone  # noqa: E402
+from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.schedule.memory import default_cap  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.registry import make_policies  # noqa: E402

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.adaptive.cutpoint import CutPoint, Pipeline, Profiler
+    from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
     from megatron.adaptive.plugin import add_arguments, install, uninstall
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("add_arguments", "install", "uninstall"), "plugin"),
-    **dict.fromkeys(("CutPoint", "Pipeline", "Profiler"), "cutpoint"),
+    **dict.fromkeys(("CutPoint", "Pipeline", "Profiler"), "modules"),
 }
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from megatron.adaptive.cli import launch, pretrain_gpt, run_single
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DataError, TransportError
-from megatron.adaptive.training.indexed import check_indexed, check_vocabulary_fits
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -198,7 +198,7 @@ def test_a_missing_bin_is_not_answered_with_itself(tmp_path: Path) -> None:
 def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    from megatron.adaptive.training import indexed
+    from megatron.adaptive.data import indexed
 
     # A stand-in for the permission that root does not lack.
     def refuse(*args: object, **kwargs: object) -> None:

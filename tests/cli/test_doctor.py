@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli import doctor
-from megatron.adaptive.launch.doctor import answer_peers, check_node, check_way
-from megatron.adaptive.launch.network import rdma_ports
+from megatron.adaptive.cluster.doctor import answer_peers, check_node, check_way
+from megatron.adaptive.cluster.host import rdma_ports
 
 
 def free_port() -> int:

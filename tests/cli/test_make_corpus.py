@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli.make_corpus import main
-from megatron.adaptive.training.indexed import check_indexed, check_vocabulary_fits
-from megatron.adaptive.training.tokenizer import GPT2BPETokenizer
+from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
+from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
 

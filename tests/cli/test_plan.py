@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cli.plan import main
+from megatron.adaptive.cluster.conf import load_conf
+from megatron.adaptive.cluster.node import check_trainer, trainer_flags
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.models import MODELS
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.launch.command import check_trainer, trainer_flags
-from megatron.adaptive.launch.conf import load_conf
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset
 
 CLUSTER = """\
 format: 1

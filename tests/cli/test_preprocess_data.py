@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli.preprocess_data import main
-from megatron.adaptive.training.indexed import check_indexed
+from megatron.adaptive.data.indexed import check_indexed
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 

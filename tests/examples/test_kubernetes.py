@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.launch.command import check_trainer
-from megatron.adaptive.launch.conf import load_conf
+from megatron.adaptive.cluster.conf import load_conf
+from megatron.adaptive.cluster.node import check_trainer
 
 from .schema import mistakes
 

@@ -108,6 +108,7 @@ SANITIZED_TESTS = (
 """A program and what it is asked for: one of each kind, since emulated machines are slow."""
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_cpp_with_sanitizers_on_emulated_nodes(name: str) -> None:
     """Address and undefined behaviour, and data races, over real verbs."""

@@ -13,7 +13,7 @@ accelerator.install()
 accelerator.quiet_libraries()
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.pipeline.stages import MegatronStages  # noqa: E402
+from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
 
 SLEEP_S = 0.03
 

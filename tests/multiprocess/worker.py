@@ -53,15 +53,15 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
     initialize_rerun_state_machine,
 )
 
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.pipeline.build import gather_places  # noqa: E402
+from megatron.adaptive.engine.build import gather_places  # noqa: E402
+from megatron.adaptive.gpt.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
+from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
+from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
+from megatron.adaptive.rebalance.move_layers import move_layers  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
-from megatron.adaptive.training.checkpoint import Checkpoints, Progress  # noqa: E402
-from megatron.adaptive.training.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
-from megatron.adaptive.training.restage import restage  # noqa: E402
-from megatron.adaptive.training.setup import Run, build_run, make_loader  # noqa: E402
-from megatron.adaptive.training.step import Step, params_norm  # noqa: E402
 
 VOCAB_SIZE = 256
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -145,7 +145,7 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
-    checkpoints = Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
+    checkpoints = Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler)
     progress = checkpoints.load() or Progress(
         iteration=0, consumed_train_samples=0, consumed_valid_samples=0, skipped_iterations=0
     )
@@ -170,9 +170,11 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
         if (layers := case.get("moves", {}).get(str(iteration))) is not None:
-            run = restage(run, layers)
+            run = move_layers(run, layers)
             step = Step(run)
-            checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
+            checkpoints = Checkpoints(
+                run.job, run.job.config, run.chunks, run.optimizer, run.scheduler
+            )
     if config.checkpoint.save is not None:
         taken = (case["steps"] - done) * config.batch.global_batch_size
         checkpoints.save(

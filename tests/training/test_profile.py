@@ -10,7 +10,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.pipeline.link_profile import as_curve, pairings  # noqa: E402
+from megatron.adaptive.profiling.links import as_curve, pairings  # noqa: E402
 from megatron.adaptive.training.layer_profile import StageSample, layer_samples, spread  # noqa: E402
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import PeerLostError, TransportError
-from megatron.adaptive.pipeline.stop import StopRequest
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label

@@ -180,7 +180,7 @@ def test_closed_watcher_sees_nothing(start: Start, port: int) -> None:
 UNDER_TORCHRUN = """
 import os, signal, sys, time
 import torch.distributed as dist
-from megatron.adaptive.pipeline.stop import StopRequest
+from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.transport.liveness import Watcher, here
 
 stop = StopRequest()

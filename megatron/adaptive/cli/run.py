@@ -18,22 +18,18 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.adaptive.elastic.launching import JobSpec, Policy
-    from megatron.adaptive.elastic.shapes import Chooser
+    from megatron.adaptive.cluster.layouts import Chooser
+    from megatron.adaptive.cluster.ranks import JobSpec, Policy
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
 _DURATION = re.compile(r"\d+(\.\d+)?")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"run: {message}; see python -m megatron.adaptive run --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive run",
         allow_abbrev=False,
         description="Train, and go on in another shape when machines come and go.",
@@ -138,7 +134,7 @@ def _seconds(word: str) -> float:
 
 
 def _agent() -> int:
-    from megatron.adaptive.elastic.agent import Agent, spec_from_input
+    from megatron.adaptive.cluster.agent import Agent, spec_from_input
 
     agent = Agent(spec_from_input(), watch_input=True)
     asyncio.run(agent.run())
@@ -146,7 +142,7 @@ def _agent() -> int:
 
 
 def _tell(options: argparse.Namespace) -> int:
-    from megatron.adaptive.elastic.job import read_state, render_state
+    from megatron.adaptive.cluster.job import read_state, render_state
 
     folder = options.status or options.checkpoint or _saved_in(options.arguments)
     if not folder:
@@ -157,12 +153,10 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.adaptive.elastic.copies import CopySpec
-    from megatron.adaptive.elastic.launching import JobSpec
-    from megatron.adaptive.elastic.manager import Manager
-    from megatron.adaptive.elastic.participant import Participant
-    from megatron.adaptive.elastic.programs import is_trainer
-    from megatron.adaptive.elastic.shapes import choose_shape
+    from megatron.adaptive.cluster.layouts import choose_layout
+    from megatron.adaptive.cluster.manager import Manager, Participant
+    from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
+    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -182,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Says what is wrong with the trainer's arguments before anything starts.
-        choose_shape(arguments, [1])
+        choose_layout(arguments, [1])
         on_straggler = _on_straggler(options.on_straggler, arguments)
     spec = JobSpec(
         script=script.resolve(),
@@ -197,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
         address=options.address,
         copies=None
         if not options.replicate_every
-        else CopySpec(
+        else SnapshotSpec(
             every=options.replicate_every,
             limit_bytes=options.replicate_memory,
         ),
@@ -237,7 +231,7 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
 
 def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
     """What is done about slow nodes; they are known where the running job is diagnosed."""
-    from megatron.adaptive.elastic.shapes import as_asked
+    from megatron.adaptive.cluster.layouts import as_asked
 
     schedule = as_asked(arguments).schedule
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
@@ -252,26 +246,26 @@ def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """What chooses shapes; a planner is started, checked, and closed with the stack."""
-    from megatron.adaptive.elastic.job import say
-    from megatron.adaptive.elastic.plan_process import ByPlan, PlanProcess
-    from megatron.adaptive.elastic.programs import model_file
-    from megatron.adaptive.elastic.shapes import ByRule
+    from megatron.adaptive.cluster.job import say
+    from megatron.adaptive.cluster.layouts import RuleChooser
+    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
+    from megatron.adaptive.cluster.ranks import model_file
 
     if spec.is_pipeline:
-        from megatron.adaptive.elastic.script_planning import ByMeasuring
+        from megatron.adaptive.cluster.plan_process import MeasuringChooser
 
         model = model_file(spec.checkpoints)
         planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
-        return ByMeasuring(model, planner, options.plan_within, say)
+        return MeasuringChooser(model, planner, options.plan_within, say)
     if not options.plan_with:
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
                 " --plan-with FILE, or leave it out"
             )
-        return ByRule()
+        return RuleChooser()
     if spec.machines is not None:
-        from megatron.adaptive.elastic.machines import read_machines
+        from megatron.adaptive.cluster.membership import read_machines
 
         read_machines(spec.machines)  # what is wrong with them comes before plans
     process = stack.enter_context(
@@ -279,7 +273,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     )
     if late := process.check(spec.machines):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return ByPlan(process, options.plan_within, say)
+    return PlannerChooser(process, options.plan_within, say)
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import difflib
 import os
 import shlex
 import signal
@@ -14,13 +13,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SCRIPT = _ROOT / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
+_REPARTITION_INTERVAL = 20
+_FIXED_STAGES = {
+    "--partition",
+    "--pipeline-model-parallel-size",
+    "--pipeline-schedule",
+    "--plan",
+    "--stage-data-parallel-sizes",
+}
+"""Options of the trainer after which layers stay where they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         SetupError: the run's folder cannot be made.
     """
     own, trainer = _split(argv)
-    options = _parser().read(own)
+    options = _parser().read(own, otherwise="options of the trainer follow after --")
     shape = _shape(options)
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
@@ -77,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
         return status  # it has said why
     before = _latest(runs)
     run_dir = _run_dir(runs, shape, resume=options.resume)
-    defaults = _default_flags(shape)
+    defaults = _default_flags(shape, trainer)
+    if options.resume:
+        defaults += ["--load", str(run_dir / "checkpoints")]
     status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
         _tell(shape, run_dir, stopped=status != 0)
@@ -95,24 +105,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place + 1 :]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see bash run_single.sh --help")
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse ``words``; for an unknown option name the nearest, or where it belongs."""
-        options, unknown = self.parse_known_args(list(words))
-        if not unknown:
-            return options
-        name = unknown[0].split("=", 1)[0]
-        nearest = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
-        if nearest:
-            self.error(f"{name} is not an option: the nearest is {nearest[0]}")
-        return self.error(f"{name} is not an option: options of the trainer follow after --")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="run_single.sh",
         allow_abbrev=False,
         description="Train a small GPT through a pipeline of processes on this machine.",
@@ -166,14 +160,21 @@ def _shape(options: argparse.Namespace) -> _Shape:
     )
 
 
-def _default_flags(shape: _Shape) -> list[str]:
-    """Options of the trainer that depend on shape and machine; the user's own come after them."""
-    from megatron.adaptive.config.partition import format_partition, nearly_even_split
+def _default_flags(shape: _Shape, trainer: Sequence[str]) -> list[str]:
+    """Options of the trainer that depend on the shape; the user's own come after them.
+
+    Embedding and loss make stages of equal layers unequal, so layers are moved once the stages'
+    times are measured, unless the user gives a partition.
+    """
+    from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 
     flags = []
     stages = shape.pipeline_parallel * shape.model_chunks
     if _LAYERS % stages:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
+    given = {word.split("=", 1)[0] for word in trainer}
+    if shape.pipeline_parallel > 1 and shape.schedule != "megatron" and not given & _FIXED_STAGES:
+        flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
     return flags
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed
-from megatron.adaptive.planner.pace import Pace
 
 __all__ = ["LayerTimes", "Profile", "Source"]
 
@@ -83,8 +82,6 @@ class Profile:
         launch_s: seconds that an action costs beyond the sum of its layers, by GPU.
         step_s: seconds of a step beside pipeline, reduction and optimizer, by GPU.
         action_sigma: spread of the logarithm of the durations of an action from one to the next.
-        paces: what ranks that share cores lose, by GPU; durations are those of as many as there
-            are cores.
         estimator: makes durations that were not measured, from kind, GPU, tensor-parallel ranks
             and microbatch size; None where missing ones are errors.
     """
@@ -98,7 +95,6 @@ class Profile:
     launch_s: Mapping[str, float] = field(default_factory=dict)
     step_s: Mapping[str, float] = field(default_factory=dict)
     action_sigma: float = 0.0
-    paces: Mapping[str, Pace] = field(default_factory=dict)
     estimator: Callable[[str, str, int, int], LayerTimes] | None = None
 
     def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
@@ -132,13 +128,6 @@ class Profile:
             f" it has {', '.join(known) or 'none of this kind'}; measure them with the profile"
             " command, or name a GPU of the shipped table"
         )
-
-    def pace(self, gpu: str, tp: int) -> Pace:
-        """What ranks lose that share cores.
-
-        Tensor-parallel ranks wait for each other anyway. Others work then, and nothing is lost.
-        """
-        return self.paces.get(gpu, Pace()) if tp == 1 else Pace()
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
         """Whether ``times`` has an answer."""

@@ -20,24 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import layer_table
-from megatron.adaptive.planner.memory import in_flight, state_bytes
+from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.runtime import Runtime
-from megatron.adaptive.planner.shared import slowdown
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
 __all__ = ["Option", "Running", "choose_option", "least_largest", "least_largest_of"]
 
-# What a rule takes on shared cores is not simulated; an order of the same chunks stands for it.
-_STAND_INS = {1: "1f1b", 2: "zb-v"}
 _RUNTIME = Runtime(context_bytes=0.0)  # limits of memory are of what is free
 
 
@@ -264,12 +259,6 @@ class _Shape:
             ScheduleError: the schedule refuses the number of microbatches.
         """
         running, chunks = self._running, self.placement.num_chunks
-        schedule = running.schedule
-        nodes = [place.replicas[0].node for place in self._places]
-        processes = [place.num_gpus for place in self._places]
-        cores = [node.cores for node in running.cluster.nodes]
-        if registry.is_rule(schedule) and slowdown(processes, nodes, cores) > 1:
-            schedule = _STAND_INS.get(chunks, schedule)
         plan = Plan(
             tp=1,
             dp=self._replicas,
@@ -279,7 +268,7 @@ class _Shape:
             partition=partition,
             places=self._places,
             chunks=chunks,
-            schedule=schedule,
+            schedule=running.schedule,
         )
         profile = running.profile(self._size)
         return predict(plan, running.model, running.cluster, profile, _RUNTIME).seconds

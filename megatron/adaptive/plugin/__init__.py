@@ -43,7 +43,7 @@ def install(
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
         split_backward: compute weight gradients as work of their own. The model's layers must be
-            made for it, see :func:`~megatron.adaptive.pipeline.deferred_layers.deferring_spec`.
+            made for it, see :func:`~megatron.adaptive.engine.deferred_layers.deferring_spec`.
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
         trace_dir: folder for a trace of every rank; none is written where ``None``.

@@ -1,7 +1,7 @@
 """The executor behind Megatron-LM's steps: built at the first one, by all ranks together.
 
 Owns the channels, the trace and their end. What a step does is
-:class:`~megatron.adaptive.pipeline.forward_backward.ForwardBackward`.
+:class:`~megatron.adaptive.engine.forward_backward.ForwardBackward`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.config.schedule import KEEPING_ALL
-from megatron.adaptive.config.transport import TransportConfig
-from megatron.adaptive.errors import ConfigError, TraceError, TransportError
-from megatron.adaptive.pipeline.build import (
+from megatron.adaptive.engine.build import (
     Wiring,
     build_executor,
     gather_places,
     inputs_in_flight,
 )
-from megatron.adaptive.pipeline.deferred_layers import attach_stores
-from megatron.adaptive.pipeline.forward_backward import ForwardBackward
+from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.plugin.refused import check_call, check_model
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.plugin.trace import StepTrace, open_trace

@@ -16,12 +16,12 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_type, unwrap_model
 
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.pipeline.deferred_layers import (
+from megatron.adaptive.engine.deferred_layers import (
     DeferringColumnParallelLinear,
     DeferringRowParallelLinear,
     why_not_split,
 )
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
 
@@ -171,7 +171,7 @@ def _check_split(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
                     f"backwards cannot be split: {name} of chunk {number} is a "
                     f"{type(layer).__name__}, which computes its weight gradient in its backward; "
                     "build the model from deferring_spec of "
-                    "megatron.adaptive.pipeline.deferred_layers, or drop split_backward"
+                    "megatron.adaptive.engine.deferred_layers, or drop split_backward"
                 )
 
 

@@ -25,10 +25,10 @@ from torch.optim.optimizer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.engine.build import gather_places
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.pipeline.build import gather_places
-from megatron.adaptive.pipeline.executor import Executor
-from megatron.adaptive.pipeline.tracing import Tracing
 from megatron.adaptive.plugin.settings import megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.clock_sync import start_clock_sync

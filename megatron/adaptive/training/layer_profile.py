@@ -26,18 +26,16 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.pipeline.deferred_layers import attach_stores
-from megatron.adaptive.pipeline.stages import (
+from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.stages import (
     ActivationMeter,
     MegatronStages,
     default_process_groups,
 )
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward
+from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config
+from megatron.adaptive.gpt.setup import payload_shape
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.training.dropout import DropoutKeys
-from megatron.adaptive.training.forward import ChunkFeed, GptForward
-from megatron.adaptive.training.model import build_chunks, transformer_config
-from megatron.adaptive.training.optimizer import build_optimizer
-from megatron.adaptive.training.setup import payload_shape
 
 __all__ = ["FEW", "MANY", "STAGES", "KindSample", "StageSample", "layer_samples", "measure_stage"]
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -47,7 +48,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     device.install()
     device.quiet_libraries()
     # megatron-core may only be imported from here on.
-    from megatron.adaptive.training.initialize import end_job, start_job
+    from megatron.adaptive.gpt.initialize import end_job, start_job
 
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
@@ -79,28 +80,32 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.pipeline.stop import StopRequest
-    from megatron.adaptive.training.checkpoint import Checkpoints
-    from megatron.adaptive.training.checkpoint_local import finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        finish_former,
+        make_local_disk,
+    )
+    from megatron.adaptive.engine.stop import StopRequest
+    from megatron.adaptive.gpt.setup import build_run
+    from megatron.adaptive.rebalance.repartition import resume_partition
+    from megatron.adaptive.training.hooks import make_profiler
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
-    from megatron.adaptive.training.profiler import make_profiler
-    from megatron.adaptive.training.repartition import resume_partition
-    from megatron.adaptive.training.setup import build_run
 
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
-        local = make_local_disk(job)
+        local = make_local_disk(job, config)
         if local is not None:
-            finish_former(local, job)
+            finish_former(local, config)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler, local).load()
+        checkpoints = Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local)
+        progress = checkpoints.load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -110,18 +115,17 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             padded_vocab_size=run.padded_vocab_size,
         )
         if progress is not None:
-            log.tell(loaded_s=time.perf_counter() - begin_s)
+            log.report(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
-            tell_position = _position_teller(watcher)
-            trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect, local)
+            report_position = partial(setattr, watcher, "position")
+            trainer = Trainer(run, log, profiler, stop, progress, report_position, connect, local)
             del run  # the trainer's, which may replace it
             reason = trainer.train()
             log.ends(reason)
             if reason == Trainer.COMPLETE:
                 trainer.evaluate_at_end()
         finally:
-            profiler.close()
             log.close()
         trainer.run.tracing.close()
         if trainer.run.wiring is not None:
@@ -141,13 +145,6 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
             put(error)
 
     return connect
-
-
-def _position_teller(watcher: Watcher) -> Callable[[str], None]:
-    def tell(position: str) -> None:
-        watcher.position = position
-
-    return tell
 
 
 def _no_meeting(environment: Environment, error: Exception) -> Exception:

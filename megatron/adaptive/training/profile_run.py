@@ -1,7 +1,7 @@
 """One process of a profiling run: meets the others, measures layers and links, tells the first.
 
 Owns the order of measurements and what of them goes into the profile file; how each is made is in
-``layer_profile`` and ``pipeline.link_profile``.
+``layer_profile`` and ``profiling.links``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError, SetupError, TransportError
-from megatron.adaptive.pipeline.node_profile import gpu_name, node_facts
+from megatron.adaptive.profiling.nodes import gpu_name, node_facts
 
 __all__ = ["ProfileOptions", "profile_layers"]
 
@@ -74,7 +74,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     device.install()
     device.quiet_libraries()
     # megatron-core may only be imported from here on.
-    from megatron.adaptive.training.initialize import end_job, remake_mesh, start_job
+    from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
 
     if environment.omp_num_threads is None:
         torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
-            from megatron.adaptive.pipeline.link_profile import measure_links, measure_reductions
+            from megatron.adaptive.profiling.links import measure_links, measure_reductions
 
             _say(job, "links")
             links = measure_links(job, names)
@@ -235,7 +235,7 @@ def _as_file(
             "nothing was measured: memory does not suffice for the layers; profile with a smaller"
             " --micro-batch-sizes or a wider --tp"
         )
-    from megatron.adaptive.pipeline.link_profile import link_rows, reduce_rows
+    from megatron.adaptive.profiling.links import link_rows, reduce_rows
 
     nodes = {}
     for one in told:

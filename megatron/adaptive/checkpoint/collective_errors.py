@@ -1,0 +1,142 @@
+"""Makes what fails on one rank of a save or load fail on all.
+
+After each part that only some ranks do, all ranks exchange what went wrong, over gloo, and raise
+the same error.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+
+__all__ = ["RankGroup"]
+
+_Result = TypeVar("_Result")
+
+# How a full disk, a damaged file or a missing permission shows itself; torch raises the last one as
+# a BaseException. Anything else is a mistake of ours and keeps its traceback.
+_EXPECTED = (
+    AdaptiveError,
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointException,
+    CheckpointingException,
+)
+
+
+class RankGroup:
+    """Lets all ranks of a group do parts of one work and fail alike. Every method is collective.
+
+    Args:
+        rank: of this process.
+        group: all ranks, on gloo, used by nothing else meanwhile.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
+        self._rank = rank
+        self.group = group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Return whether it is set on any rank."""
+        return bool(self._reduced(int(flag), dist.ReduceOp.MAX))
+
+    def sum(self, number: int) -> int:
+        """Add up what all ranks give."""
+        return self._reduced(number, dist.ReduceOp.SUM)
+
+    def gather(self, mine: _Result) -> list[_Result]:
+        """Return what every rank gave, by rank."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on rank 0 and raise its failure on all ranks."""
+        self.together(lambda: action() if self._rank == 0 else None)
+
+    def on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
+        """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
+        result = self.together(lambda: action() if self._rank == 0 else None, name_ranks=name_rank)
+        box: list[Any] = [result]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
+        """Run ``action`` on each rank; raise on all ranks what failed on any.
+
+        Raises:
+            CheckpointError: it failed somewhere; the text names the ranks where that helps.
+            ConfigError: the same, where it failed with this error alone.
+            RuntimeError: another rank met a mistake of ours, and raises it itself.
+        """
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = action()
+        except (Exception, CheckpointException) as error:
+            failure = error
+        # As a rule nothing failed, and one number says that for less than objects do.
+        if not self.any(failure is not None):
+            return result
+        own = None if failure is None else (_kind(failure), _texts(failure, self._rank))
+        failed = [one for one in self.gather(own) if one is not None]
+        if failure is not None and _kind(failure) is RuntimeError:
+            raise failure
+        texts = {rank: text for _, by_rank in failed for rank, text in by_rank.items()}
+        kinds = {kind for kind, _ in failed}
+        if len(kinds) > 1:
+            kinds = {RuntimeError} if RuntimeError in kinds else {CheckpointError}
+        raise kinds.pop()(_merged(texts, name_ranks=name_ranks)) from failure
+
+    def _reduced(self, number: int, operation: Any) -> int:
+        found = torch.tensor([number])
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(found, operation, group=self.group)
+        return int(found)
+
+
+def _kind(error: BaseException) -> type[Exception]:
+    """Return what all ranks raise for an error of one."""
+    if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
+        return RuntimeError
+    return ConfigError if isinstance(error, ConfigError) else CheckpointError
+
+
+def _texts(error: BaseException, rank: int) -> dict[int, str]:
+    """Return what went wrong, on one line, by the rank it happened on."""
+    if isinstance(error, CheckpointException):
+        return {failed: _one_line(wrapped[0]) for failed, wrapped in error.failures.items()}
+    return {rank: _one_line(error)}
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split())
+    return text if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
+    """Return one line for what failed, each text once, with its ranks unless there is only one."""
+    if dist.get_world_size() == 1 or not name_ranks:
+        return "; ".join(dict.fromkeys(failures.values()))
+    parts = []
+    for text in dict.fromkeys(failures[rank] for rank in sorted(failures)):
+        ranks = [str(rank) for rank in sorted(failures) if failures[rank] == text]
+        parts.append(f"rank {', '.join(ranks)}: {text}")
+    return "; ".join(parts)

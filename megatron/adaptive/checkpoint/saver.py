@@ -1,0 +1,328 @@
+"""Saves checkpoints of a program that trains, at once or while training goes on.
+
+::
+
+    save          state ──────────────────> folder                     training waits
+    save_behind   state ─> copy in memory ─> folder, in a thread       training waits for the copy
+    (local)       state ─> copy in memory ─> nodes' own disks ─> folder, see ``local_disk``
+
+A program says what its state is by a function that gives a :class:`TakenState`; everything else
+(whole or not there, keep the last, one at a time, what follows from a failure) is the same for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, TakenState
+from megatron.adaptive.engine.progress import is_over, require_current
+from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.errors import CheckpointError, ConfigError
+
+__all__ = ["AsyncCheckpointWriter", "CheckpointSaver", "HostCopy", "SaveRequest"]
+
+_LOG = logging.getLogger(__name__)
+_ALIGN = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """Describes a checkpoint that is to be written.
+
+    Attributes:
+        folder: of checkpoints.
+        step: that it is of.
+        take: takes the state of now apart; copied, it may change before it is written. Collective.
+        keep: complete checkpoints that stay, all where ``None``.
+        progress_dir: folder of the run's progress file; a job that went on without these ranks
+            marks it, and nothing is written then.
+        remedy: what to do where the folder cannot be written.
+
+    Raises:
+        ConfigError: ``keep`` is no number.
+    """
+
+    folder: StepFolders
+    step: int
+    take: Callable[[bool], TakenState]
+    keep: int | None = None
+    progress_dir: str | None = None
+    remedy: str
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ConfigError(f"keep {self.keep!r}: give a whole number from 1 on, or None for all")
+
+
+class CheckpointSaver:
+    """Writes checkpoints, one at a time. Collective over all ranks, but for :meth:`completed`.
+
+    Args:
+        job: this process within the job.
+        timeout: limit of waits for other ranks behind training.
+        local: the nodes' own disks, where checkpoints for their folder go first, ``None`` for none.
+
+    Attributes:
+        local: as given; :meth:`close` ends it.
+    """
+
+    def __init__(
+        self, job: Ranks, timeout: datetime.timedelta, local: LocalDisk | None = None
+    ) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._ranks = RankGroup(job.rank, job.control_group)
+        self._background: RankGroup | None = None
+        self._writer = AsyncCheckpointWriter()
+        self.local = local
+
+    def save(self, request: SaveRequest) -> Path:
+        """Write a checkpoint; the ones before it stay.
+
+        Blocks until it is complete and durable. If one could not be written behind training before,
+        this is reported; the new one takes its place.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: it could not be written on some rank; nothing of it is left.
+        """
+        self._is_former_lacking(request.step)
+        path = self._write(request, request.take(False), self._ranks)
+        if path is None:
+            assert self.local is not None
+            path = self.local.drain(report=False)
+            assert path is not None
+        return path
+
+    def save_behind(self, request: SaveRequest) -> Path | None:
+        """Copy the state into the host's memory and write it while training goes on.
+
+        Waits for the checkpoint before, if that is not complete yet. If that could not be written,
+        this one is written at once: a disk that was full for a while costs no steps.
+
+        Returns:
+            Its folder where it was written there at once.
+
+        Raises:
+            CheckpointError: neither the checkpoint before it nor this one could be written.
+        """
+        if self._is_former_lacking(request.step):
+            return self._write(request, request.take(False), self._ranks)
+        if self._background is None:
+            # Its own: training's may be in use at the same moment.
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._background = RankGroup(self._job.rank, group)
+        state, ranks = request.take(True), self._background
+        self._writer.begin(lambda: self._write(request, state, ranks), request.step)
+        return None
+
+    def completed(self) -> tuple[int, Path] | None:
+        """Return step and folder of a checkpoint that was completed behind training; each once."""
+        found = self._writer.completed()
+        if found is None and self.local is not None:
+            found = self.local.completed()
+        return found
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written behind training, if there is one.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+        """
+        self._writer.finish()
+
+    def drain(self) -> None:
+        """Wait until the last checkpoint is where it is to be, in shared storage.
+
+        Raises:
+            CheckpointError: it could not be written, or not be copied there.
+        """
+        self.finish()
+        if self.local is not None:
+            self.local.drain()
+
+    def close(self) -> None:
+        """Drain, and destroy the process groups that were made. Idempotent."""
+        try:
+            self.drain()
+        except CheckpointError as error:
+            self._warn(f"{error}")
+        ranks, self._background = self._background, None
+        if ranks is not None and dist.is_initialized():
+            dist.destroy_process_group(ranks.group)
+        local, self.local = self.local, None
+        if local is not None:
+            local.close()
+
+    def _is_former_lacking(self, step: int) -> bool:
+        """Return whether the checkpoint before that of ``step`` failed; the same on all ranks."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._warn(
+                f"{error}; training waits until that of iteration {step} is there in its place"
+            )
+            return True
+        return False
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.is_first:
+            _LOG.warning("WARNING: %s", text)
+
+    def _write(self, request: SaveRequest, state: TakenState, ranks: RankGroup) -> Path | None:
+        """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
+        local, folder, step = self.local, request.folder, request.step
+        if (
+            local is not None
+            and local.shared.path.resolve() == folder.path.resolve()
+            and local.save(step, state, secrets.token_hex(8), ranks)
+        ):
+            return None
+        partial = folder.partial_path(step)
+
+        def check() -> None:
+            require_current(request.progress_dir)
+
+        def begin() -> None:
+            check()
+            folder.begin(step)
+
+        def complete() -> None:
+            state.write_once(partial)
+            folder.commit(step, manifest, check)
+            if request.keep is not None:
+                folder.keep(request.keep)
+
+        try:
+            ranks.first(begin)
+            state.write(partial, ranks)
+            manifest = state.manifest("", ranks)
+            ranks.first(complete)
+            return folder.complete_path(step)
+        except BaseException as error:
+            # Of a job that went on without us, what is there now is not ours.
+            if ranks.is_first and not is_over(request.progress_dir):
+                folder.abandon(step)
+            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+                dist.barrier(group=ranks.group)
+                raise CheckpointError(
+                    f"the checkpoint of iteration {step} was not written to {folder.path}: {error};"
+                    f" those before it are as they were. {request.remedy}"
+                ) from error
+            raise
+
+
+class AsyncCheckpointWriter:
+    """Writes a checkpoint in a thread of its own, one at a time; what it writes is a copy."""
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+        self._unreported: deque[tuple[int, Path]] = deque()
+
+    def begin(self, write: Callable[[], Path | None], step: int) -> None:
+        """Write a checkpoint; after :meth:`finish`.
+
+        Args:
+            write: returns its folder, ``None`` where it is not yet where it is to be.
+            step: that it is of.
+        """
+        self._collect()
+        self._pending = _Pending(write, step)
+
+    def completed(self) -> tuple[int, Path] | None:
+        """Return step and folder of a checkpoint that was completed; each once, in their order."""
+        self._collect()
+        return self._unreported.popleft() if self._unreported else None
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.join()
+        if pending.failure is not None:
+            self._pending = None
+            raise pending.failure
+
+    def _collect(self) -> None:
+        pending = self._pending
+        if pending is not None and not pending.is_alive() and pending.path is not None:
+            self._pending = None
+            self._unreported.append((pending.step, pending.path))
+
+
+class _Pending(threading.Thread):
+    """Writes one checkpoint."""
+
+    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
+        super().__init__(name=f"checkpoint {step}", daemon=True)
+        self._write = write
+        self.step = step
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self.failure = error
+
+
+class HostCopy:
+    """Copies tensors into the host's memory, which stays for the next time."""
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
+        self._copies: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy what tensors hold now. Blocks until done.
+
+        Returns:
+            The same copies each time, while types and shapes stay: what was copied before is
+            overwritten.
+        """
+        layout = [(one.dtype, one.shape) for one in tensors]
+        is_cuda = any(one.is_cuda for one in tensors)
+        if layout != self._layout:
+            self._copies = []  # so that their memory is free
+            self._layout, self._copies = layout, _room_for(tensors, is_pinned=is_cuda)
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, list(tensors), non_blocking=True)
+        if is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return self._copies
+
+
+def _room_for(tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
+    """Return tensors like those given, in one piece of memory."""
+    starts, end = [], 0
+    for one in tensors:
+        starts.append(end)
+        end += -(-one.nbytes // _ALIGN) * _ALIGN
+    # Pinned, else copies go through a buffer of the driver's.
+    memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+    return [
+        memory[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        for start, one in zip(starts, tensors, strict=True)
+    ]

@@ -1,0 +1,350 @@
+"""Runs one node's part in a job: joins the manager, starts, signals and ends ranks as it says.
+
+Manager and agents send each other a line of JSON for each message, and a sign of life every second.
+A side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
+closes no connection. A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
+manager, which lets the job save and go on without this node, and then lets the agent go. Ranks
+outlive neither the agent nor its connection: without a manager nobody could end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+from megatron.adaptive.errors import SetupError
+
+__all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "AgentConnection", "spec_from_input"]
+
+BEAT_S = 1.0
+SILENCE_S = 20.0
+_LONGEST = 1 << 22
+
+
+class AgentConnection:
+    """One connection, to be used from one event loop.
+
+    Args:
+        reader: of the connection.
+        writer: of the connection.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._beating: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, address: str, port: int, within_s: float) -> AgentConnection:
+        """Connect to a listening side.
+
+        Raises:
+            OSError: nobody listens there; ``TimeoutError`` is one.
+        """
+        opened = asyncio.open_connection(address, port, limit=_LONGEST)
+        try:
+            return cls(*await asyncio.wait_for(opened, within_s))
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"no answer within {within_s:g} s") from None
+
+    @property
+    def peer(self) -> str:
+        """Address of the other side; as IPv4 where it came so to a socket for both."""
+        return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
+
+    def send(self, what: str, **values: Any) -> None:
+        """Send a message; one to a side that is gone is dropped, which :meth:`receive` tells."""
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps({"what": what, **values}).encode() + b"\n")
+
+    def beat(self) -> None:
+        """Give signs of life from now on."""
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    async def receive(self) -> dict[str, Any] | None:
+        """Wait for the next message that is no sign of life; ``None`` where the other is lost."""
+        while True:
+            try:
+                line = await asyncio.wait_for(self._reader.readline(), SILENCE_S)
+            except (OSError, ValueError, asyncio.TimeoutError):
+                return None
+            try:
+                message = json.loads(line)
+            except ValueError:
+                return None
+            if not isinstance(message, dict) or "what" not in message:
+                return None
+            if message["what"] != "beat":
+                return message
+
+    async def close(self) -> None:
+        """Send what is left and close. Idempotent."""
+        if self._beating is not None:
+            self._beating.cancel()
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), 1.0)
+        self._writer.close()
+
+    async def _beat(self) -> None:
+        while not self._writer.is_closing():
+            self.send("beat", unix_ns=time.time_ns())
+            await asyncio.sleep(BEAT_S)
+
+
+_CONNECT_S = 20.0
+_END_S = 20.0
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """What an agent needs to join.
+
+    Attributes:
+        name: of the node, unique in the job.
+        address: of the manager.
+        port: of the manager.
+        secret: that the manager knows its agents by.
+        slots: processes of this node, ``None`` for one on each GPU.
+    """
+
+    name: str
+    address: str
+    port: int
+    secret: str
+    slots: int | None = None
+
+
+class Agent:
+    """One node's part in the job.
+
+    Args:
+        spec: where to join.
+        watch_input: end when the standard input does, as it does where the manager started the
+            agent and is gone.
+        keeper: of copies of the state, ``None`` for one that ends with the agent.
+    """
+
+    def __init__(
+        self, spec: AgentSpec, *, watch_input: bool = False, keeper: SnapshotKeeper | None = None
+    ) -> None:
+        self._spec = spec
+        self._owns_keeper = keeper is None
+        self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
+        self._watch_input = watch_input
+        self._status: int | None = None
+        self.why = ""  # the manager let it go, where it said so
+        self.notice: signal.Signals | None = None  # that the node will be taken
+        self._link: AgentConnection | None = None
+        self._orders: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def status(self) -> int | None:
+        """Exit status that the manager let it go with, ``None`` where the manager was lost."""
+        return self._status
+
+    async def run(self) -> None:
+        """Serve until the manager lets the agent go, or is gone.
+
+        Raises:
+            SetupError: the manager cannot be reached or refuses.
+        """
+        try:
+            await self._run(self._spec)
+        finally:
+            if self._owns_keeper:
+                self._keeper.close()
+
+    async def _run(self, spec: AgentSpec) -> None:
+        self._link = link = await self._join(spec)
+        nursery = await self._start_nursery()
+        loop = asyncio.get_running_loop()
+        for number in _NOTICES:
+            loop.add_signal_handler(number, self._notice, number)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the manager's to heed
+        if self._watch_input:
+            self._leave_with_input()
+        try:
+            await self._serve(link)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)  # notices are noted to the end
+            assert self._orders is not None
+            self._orders.close()  # the nursery kills its ranks and ends
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(nursery.wait(), _END_S)
+            if nursery.returncode is None:
+                nursery.kill()
+                await nursery.wait()
+            await link.close()
+
+    async def _join(self, spec: AgentSpec) -> AgentConnection:
+        try:
+            link = await AgentConnection.connect(spec.address, spec.port, _CONNECT_S)
+        except OSError as error:
+            raise SetupError(
+                f"node {spec.name} does not reach the manager of the job at {spec.address}:"
+                f"{spec.port} ({error.strerror or error}): let this port, and all above 1023"
+                " between the nodes, through the firewall"
+            ) from None
+        link.send(
+            "join",
+            secret=spec.secret,
+            name=spec.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=spec.slots or _gpus() or 1,
+            copies_port=self._keeper.port,
+            unix_ns=time.time_ns(),
+        )
+        answer = await link.receive()
+        if answer is None or answer["what"] != "welcome":
+            await link.close()
+            why = "did not answer" if answer is None else answer.get("why", "refused")
+            raise SetupError(f"node {spec.name}: the manager at {link.peer} {why}")
+        link.beat()
+        return link
+
+    async def _start_nursery(self) -> asyncio.subprocess.Process:
+        ours, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        nursery = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "megatron.adaptive.cluster.rank_forkserver",
+                str(theirs.fileno()),
+            ),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C at the terminal is not for the ranks
+        )
+        theirs.close()
+        reader, self._orders = await asyncio.open_connection(sock=ours)
+        self._reading = asyncio.get_running_loop().create_task(self._read_nursery(reader))
+        return nursery
+
+    async def _serve(self, link: AgentConnection) -> None:
+        while True:
+            message = await link.receive()
+            if message is None:
+                return
+            what = message["what"]
+            if what == "port":
+                link.send("port", port=_free_port())
+            elif what == "start":
+                added = self._prepare(message.get("copies"))
+                for rank in message["ranks"]:
+                    rank["variables"] |= added
+                    self._order(start=rank)
+            elif what == "inventory":
+                telling = asyncio.get_running_loop().create_task(self._tell_held(link, message))
+                self._tasks.add(telling)
+                telling.add_done_callback(self._tasks.discard)
+            elif what == "signal":
+                self._order(signal=message["number"])
+            elif what == "leave":
+                # Without a status the manager gave the node up, which may join again.
+                self._status, self.why = message.get("status"), message.get("why", "")
+                return
+
+    def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
+        """Get ready for copies of the ranks that are about to start; what these are told of it."""
+        if copies is None:
+            return {}
+        buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
+        self._keeper.prepare(copies["run"], copies["secret"], buddy)
+        told = {
+            **copies["settings"],
+            "address": self._keeper.address,
+            "run": copies["run"],
+            "buddy": None if buddy is None else buddy.name,
+        }
+        return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(told)}
+
+    async def _tell_held(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
+        held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
+        link.send("inventory", held=held)
+
+    def _order(self, **order: Any) -> None:
+        assert self._orders is not None
+        if not self._orders.is_closing():
+            self._orders.write(json.dumps(order).encode() + b"\n")
+
+    async def _read_nursery(self, reader: asyncio.StreamReader) -> None:
+        assert self._link is not None
+        with contextlib.suppress(OSError):
+            async for line in reader:
+                told = json.loads(line)
+                if "ended" in told:
+                    self._link.send("ended", key=told["ended"], status=told["status"])
+                elif "started" in told:
+                    self._link.send("started", key=told["started"], pid=told["pid"])
+                else:
+                    self._link.send("ready")
+        # Without it no rank can start here: let the manager go on with the others.
+        await self._link.close()
+
+    def _notice(self, number: int) -> None:
+        assert self._link is not None
+        self.notice = self.notice or signal.Signals(number)
+        self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
+
+    def _leave_with_input(self) -> None:
+        loop = asyncio.get_running_loop()
+        link = self._link
+        assert link is not None
+
+        def ended() -> None:
+            if not os.read(0, 1 << 12):
+                loop.remove_reader(0)
+                self._closing = loop.create_task(link.close())
+
+        loop.add_reader(0, ended)
+
+
+def spec_from_input() -> AgentSpec:
+    """Read what the manager tells an agent that it starts: a line of JSON on the standard input.
+
+    Raises:
+        SetupError: it is not there, as where somebody else starts the program so.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    try:
+        told: Mapping[str, Any] = json.loads(line)
+        return AgentSpec(**told)
+    except (ValueError, TypeError):
+        raise SetupError(
+            "--agent is for the manager of a job, which tells an agent the rest"
+        ) from None
+
+
+def _gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,401 @@
+"""What is known of a job: its folder, how far it is, its morphs; as JSON that others may read.
+
+::
+
+    <checkpoints>/elastic/state.json            written by the manager, whole at any moment
+    <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third shape
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.engine.progress import mark_over
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
+
+__all__ = [
+    "MEASURES",
+    "Incarnation",
+    "IncarnationProgress",
+    "ProgressReader",
+    "SlowRank",
+    "StateFile",
+    "end_incarnations",
+    "incarnation_folder",
+    "job_folder",
+    "phases",
+    "read_state",
+    "render_state",
+    "say",
+]
+
+_STATE = "state.json"
+_FOLDER = "elastic"
+_EPOCH = "epoch"
+_MOST_EARLIER = 1000
+MEASURES = "processes that measure the model"
+"""The end of the words for a shape that is no shape yet."""
+_PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
+
+
+def say(text: str) -> None:
+    """Print a line for the user of the job."""
+    stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
+    print(f"[elastic] {text}", file=stream, flush=True)
+
+
+def job_folder(checkpoints: Path) -> Path:
+    """Where a job keeps its state, beside its checkpoints."""
+    return checkpoints / _FOLDER
+
+
+def incarnation_folder(job: Path, number: int, secret: str) -> Path:
+    """Where the ranks of a shape tell how far they are.
+
+    Args:
+        job: folder of the job.
+        number: of the epoch.
+        secret: of its manager; another one counts from 1 again.
+    """
+    return job / f"{_EPOCH}-{number}-{secret[:8]}"
+
+
+def end_incarnations(job: Path) -> None:
+    """Keep all ranks that were ever started, and may live on unseen, from saving checkpoints."""
+    for folder in job.glob(f"{_EPOCH}-*"):
+        mark_over(folder)
+
+
+@dataclass(kw_only=True)
+class Incarnation:
+    """One shape of the job, from its start to the next morph.
+
+    Attributes:
+        number: from 1 on.
+        shape: in words.
+        processes: how many.
+        nodes: names, in the order of the ranks.
+        reason: why the one before ended, or ``start``.
+        resumed: the iteration that it went on from.
+        lost_steps: that were done before and are done again.
+        source: what it went on from: ``start``, ``checkpoint``, ``checkpoint on the nodes' own
+            disks`` or ``copies in memory``, and why not from the last where that could not be.
+        marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
+            ``begun``.
+        phases_s: seconds of each part of the morph to this shape.
+        before: what the ranks of the one before wrote at last.
+        predicted_s: seconds of a step as the planner predicted them, ``None`` where it did not
+            choose.
+        step_s: seconds of a step as measured, ``None`` before there are some.
+    """
+
+    number: int
+    layout: str
+    processes: int
+    nodes: tuple[str, ...]
+    reason: str
+    resumed: int = 0
+    lost_steps: int = 0
+    source: str = ""
+    marks_ns: dict[str, int] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    before: IncarnationProgress | None = None
+    predicted_s: float | None = None
+    step_s: float | None = None
+
+    def begun_at(self, iteration: int | None) -> None:
+        """Heed where its ranks went on from, if they found something newer on their own disks."""
+        if iteration is not None and iteration > self.resumed:
+            self.lost_steps = max(0, self.lost_steps - (iteration - self.resumed))
+            self.resumed, self.source = iteration, "checkpoint on the nodes' own disks"
+
+    def told(self) -> dict[str, Any]:
+        """What the state holds of it."""
+        return {
+            "epoch": self.number,
+            "shape": self.layout,
+            "processes": self.processes,
+            "nodes": list(self.nodes),
+            "reason": self.reason,
+            "resumed_iteration": self.resumed,
+            "lost_steps": self.lost_steps,
+            "source": self.source,
+            "chosen_by": "rule" if self.predicted_s is None else "planner",
+            "predicted_step_s": self.predicted_s,
+            "step_s": self.step_s,
+            "phases_s": self.phases_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank that the diagnosis of the running job names.
+
+    Attributes:
+        slow_rank: its number.
+        times: diagnoses in a row that named it.
+        factor: how many times as long as others its work takes.
+        pace_ns: what each rank takes for a microbatch by its layers, empty where that is unknown.
+    """
+
+    slow_rank: int
+    times: int
+    factor: float
+    pace_ns: Sequence[float] = ()
+
+
+_STEPS = 1000
+_SLOW = tuple(one.name for one in fields(SlowRank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncarnationProgress:
+    """What the ranks of one shape wrote about themselves.
+
+    Attributes:
+        total: iterations of the whole training, 0 before it is known.
+        start: iterations done before these ranks, ``None`` before it is known.
+        iteration: the last one done.
+        ended: why training ended in good order, ``None`` if it did not.
+        begun_ns: when the model was built and loaded.
+        loaded_s: seconds of loading the checkpoint.
+        first_ns: when the first step was done.
+        saved_ns: when the last checkpoint was complete.
+        saving_s: how long training waited for it.
+        copies: of the state in memory, in words; the empty text before they are known.
+        step_s: median of the last thousand steps told of, without the first.
+        slow: ranks that the diagnosis named, in order.
+    """
+
+    total: int = 0
+    start: int | None = None
+    iteration: int | None = None
+    ended: str | None = None
+    begun_ns: int | None = None
+    loaded_s: float = 0.0
+    first_ns: int | None = None
+    saved_ns: int | None = None
+    saving_s: float = 0.0
+    copies: str = ""
+    step_s: float | None = None
+    slow: tuple[SlowRank, ...] = ()
+
+
+class ProgressReader:
+    """Reads what the ranks of one incarnation after the other write of themselves."""
+
+    def __init__(self) -> None:
+        self._begin(Path())
+
+    def _begin(self, folder: Path) -> None:
+        self._folder = folder
+        self._tail = ProgressTail(folder / PROGRESS_NAME, kept=_STEPS)
+        self._found: dict[str, Any] = {}
+        self._slow: list[SlowRank] = []
+        self._steps_ms: deque[float] = deque(maxlen=_STEPS)
+
+    def read(self, folder: Path) -> IncarnationProgress:
+        """Return what is known by now.
+
+        Args:
+            folder: where the ranks of one incarnation write.
+        """
+        if folder != self._folder:
+            self._begin(folder)
+        for line in self._tail.refresh():
+            self._note(line)
+        if self._steps_ms:
+            self._found["step_s"] = statistics.median(self._steps_ms) / 1e3
+        return IncarnationProgress(**self._found, slow=tuple(self._slow))
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        at, found = line["unix_ns"], self._found
+        if "total_iterations" in line:
+            if not line.get("moved"):  # layers moved between ranks that go on
+                found |= {"total": line["total_iterations"], "begun_ns": at}
+                found["start"] = line.get("start_iteration")
+        elif "loaded_s" in line:
+            found["loaded_s"] = line["loaded_s"]
+        elif "iteration" in line:
+            if "first_ns" in found:
+                self._steps_ms.append(line.get("step_ms") or 0.0)
+            found.setdefault("first_ns", at)
+            found["iteration"] = line["iteration"]
+        elif "slow_rank" in line:
+            self._slow.append(SlowRank(**{name: line[name] for name in _SLOW}))
+        elif "saved" in line:
+            found |= {"saved_ns": at, "saving_s": line["seconds"]}
+        elif "copies" in line:
+            found["copies"] = line["copies"]
+        elif "ended" in line:
+            found["ended"] = line["ended"]
+
+
+def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
+    """Seconds of each part of a morph, as far as they are known.
+
+    Args:
+        epoch: the new shape.
+        now: what its own ranks wrote.
+    """
+    marks, before, found = incarnation.marks_ns, incarnation.before, dict[str, float]()
+    notice, ended = marks.get("notice"), marks.get("ended")
+    if notice is not None and ended is not None:
+        saved = None if before is None else before.saved_ns
+        if saved is not None and before is not None and saved > notice:
+            found["notice"] = (saved - notice) / 1e9 - before.saving_s
+            found["checkpoint"] = before.saving_s
+            found["end"] = (ended - saved) / 1e9
+        else:
+            found["end"] = (ended - notice) / 1e9
+    if ended is not None:
+        found["plan"] = (marks["planned"] - ended) / 1e9
+    if now.begun_ns is not None:
+        found["start"] = (now.begun_ns - marks["begun"]) / 1e9 - now.loaded_s
+        found["load"] = now.loaded_s
+        if now.first_ns is not None:
+            found["first_step"] = (now.first_ns - now.begun_ns) / 1e9
+            first = notice or ended or marks["begun"]
+            found["whole"] = (now.first_ns - first) / 1e9
+    # Clocks of machines differ by more than a part may take.
+    return {name: round(max(0.0, value), 3) for name, value in found.items()}
+
+
+class StateFile:
+    """The state of a job that this process manages, after others maybe.
+
+    What it tells of all managers together: ``lost_steps``, and ``earlier``, epochs of those before.
+
+    Args:
+        folder: of the job.
+        say: told, in a line, when the folder cannot be written; the state then stays as it was.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._is_failing = False
+        self._before: dict[str, Any] = {}
+        self._earlier: list[Any] = []
+
+    def take_over(self, checkpoints: Path) -> list[dict[str, Any]]:
+        """Go on from what the manager before told of the job that saves into a folder.
+
+        Returns:
+            Its machines, empty where there was none.
+        """
+        try:
+            self._before = read_state(checkpoints)
+        except ConfigError:
+            return []
+        self._earlier = [*self._before.get("earlier", []), *self._before.get("epochs", [])]
+        return [dict(machine) for machine in self._before.get("machines", [])]
+
+    def _of_all(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of the job under all its managers."""
+        if not self._earlier:
+            return {**told, "earlier": []}
+        # As the first shape of this one began, some steps of the one before were done again.
+        again = 0
+        if told["epochs"]:
+            done = self._before.get("iteration", 0)
+            again = max(0, done - told["epochs"][0]["resumed_iteration"])
+        lost = self._before.get("lost_steps", 0) + again + told["lost_steps"]
+        return {**told, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        """Replace it.
+
+        Args:
+            told: what is known of the job.
+        """
+        manager = {"host": socket.gethostname(), "pid": os.getpid()}
+        own = {"manager": manager, "unix_ns": time.time_ns()}
+        draft = self._folder / f".{_STATE}.{os.getpid()}"
+        try:
+            draft.write_text(json.dumps({**own, **self._of_all(told)}, indent=1) + "\n")
+            draft.replace(self._folder / _STATE)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:  # once for as long as it lasts
+                self._say(
+                    f"warning: cannot write the state of the job in {self._folder}:"
+                    f" {error.strerror}; the job goes on, --status tells of the time before"
+                )
+            self._is_failing = True
+
+
+def read_state(checkpoints: Path) -> dict[str, Any]:
+    """Read the state of the job that saves into a folder.
+
+    Raises:
+        ConfigError: there is no job, or the file is damaged.
+    """
+    path = job_folder(checkpoints) / _STATE
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
+            " job that python -m megatron.adaptive run started"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
+    if not isinstance(told, dict):
+        raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+    return told
+
+
+def _morphs(incarnations: Sequence[Mapping[str, Any]]) -> int:
+    """How often the shape changed; the one that measured a model is none."""
+    return max(
+        0, sum(not incarnation["shape"].endswith(MEASURES) for incarnation in incarnations) - 1
+    )
+
+
+def render_state(told: Mapping[str, Any]) -> str:
+    """Return a job's state as text."""
+    done, total = told["iteration"], told["total_iterations"]
+    earlier = told.get("earlier", [])
+    age_s = max(0.0, (time.time_ns() - told["unix_ns"]) / 1e9)
+    lines = [
+        f"{told['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
+        f" {told['checkpoint_iteration']}, {told['lost_steps']} steps lost in"
+        f" {_morphs([*earlier, *told['epochs']])} morphs",
+        f"manager: process {told['manager']['pid']} on {told['manager']['host']}",
+        "machines:",
+    ]
+    for node in told["machines"]:
+        why = f" ({node['why']})" if node["why"] else ""
+        why += f" {node['slowness']:.2f} times as slow" if node.get("slowness", 1.0) > 1 else ""
+        lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
+    if told.get("copies"):
+        lines.append(f"copies of the state in memory: {told['copies']}")
+    if earlier:
+        lines.append(f"epochs under managers before: {len(earlier)}")
+    lines.append("epochs:")
+    for one in told["epochs"]:
+        lines.append(
+            f"  {one['epoch']:3} {one['shape']} on {', '.join(one['nodes'])}; from iteration"
+            f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"
+            + (f", from {one['source']}" if one.get("source", "") not in ("", "start") else "")
+        )
+        if one.get("predicted_step_s") is not None:
+            seen = f", {one['step_s']:.4g} s measured" if one["step_s"] else ""
+            lines.append(f"      a step of {one['predicted_step_s']:.4g} s predicted{seen}")
+        parts = [f"{n} {one['phases_s'][n]:.2f} s" for n in _PHASES if n in one["phases_s"]]
+        if parts:
+            whole = one["phases_s"].get("whole")
+            lines.append("      " + ", ".join(parts) + (f": {whole:.2f} s" if whole else ""))
+    return "\n".join(lines)

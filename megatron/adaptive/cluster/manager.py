@@ -1,0 +1,622 @@
+"""Runs a job in one layout after the other, as its nodes come and go.
+
+::
+
+    wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
+         ^                                                      ├─ a program's own error: end
+         │            SIGUSR1 to the ranks, which save <──── change of nodes, notice
+         └──────────────── from the last complete checkpoint <──┴─ node or rank lost
+
+The global batch and the data stay; what a layout changes is in ``layouts``. Checkpoints load into
+every layout, so nothing but the newest complete one has to be known from one to the next.
+
+Where nodes come by themselves, each is a :class:`Participant`::
+
+    claim the job ── it is free ──> manage it to its end, or until this node is taken
+       ^     └────── it is taken ──> join its manager ── let go ──> end
+       └──────────────────────────────────── manager lost <┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.cluster.agent import Agent, AgentSpec
+from megatron.adaptive.cluster.job import (
+    Incarnation,
+    IncarnationProgress,
+    ProgressReader,
+    StateFile,
+    end_incarnations,
+    incarnation_folder,
+    job_folder,
+    phases,
+    say,
+)
+from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
+from megatron.adaptive.cluster.lease import Lease, LeaseTakenError
+from megatron.adaptive.cluster.membership import Event, Machine, Membership, Node
+from megatron.adaptive.cluster.ranks import (
+    EXIT_LEFT,
+    JobSpec,
+    RankPlace,
+    RunningRanks,
+    Start,
+    assign,
+    earliest,
+    rank_orders,
+)
+from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
+from megatron.adaptive.cluster.straggler import Stragglers
+from megatron.adaptive.engine.progress import COMPLETE
+from megatron.adaptive.errors import AdaptiveError, SetupError
+
+__all__ = ["Manager", "Participant"]
+
+_TICK_S = 2.0
+_SETTLE_S = 0.5
+_GRACE_S = 8.0
+_KILL_S = _PORT_S = _RETURN_S = 15.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Manager:
+    """Manages one job; use :meth:`run` once.
+
+    Args:
+        spec: what is to be run.
+        chooser: of the best shape for the arguments and the nodes that are there.
+        own: this node, where nodes come by themselves; a signal then takes this node alone, and
+            another one manages the job.
+        kept: keeper of copies that this node kept for the manager before.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        chooser: Chooser,
+        own: Machine | None = None,
+        kept: SnapshotKeeper | None = None,
+    ) -> None:
+        self._spec = spec
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
+        self._folder = job_folder(spec.checkpoints)
+        self._state = StateFile(self._folder, say)
+        self._program = spec.program
+        self._lease = Lease(self._folder)
+        self._secret = secrets.token_hex(16)
+        self._members = Membership(spec.machines, own, spec.address, self._secret, say)
+        self._own = own
+        had = None if own is None or kept is None else (own.name, kept)
+        folder = self._program.folder
+        self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
+        self._copies_told = ""
+        self._incarnations: list[Incarnation] = []
+        self._status = "waiting for machines"
+        self._iteration = self._total = 0
+        self.notice: signal.Signals | None = None  # that came from outside
+        self._stop: signal.Signals | None = None
+        self._is_deposed = self._has_worked = self._has_slow = False
+        self._reconsider_s: float | None = None
+        self._notice_ns: int | None = None
+        self._before: IncarnationProgress | None = None
+        self._progress = ProgressReader()
+        self._failures = self._ended_ns = 0
+        self._ports: dict[str, int] = {}
+
+    async def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            0 when training is complete; 128 + N after signal N; the status of the first rank that
+            failed by itself.
+
+        Raises:
+            LeaseTakenError: another manager runs the job.
+            SetupError: no shape fits the nodes until the deadline, or the folder cannot be written.
+            ConfigError: the trainer's arguments break a rule.
+        """
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._asked_to_stop, number)
+        await asyncio.to_thread(self._lease.claim, {})
+        self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
+        loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
+        ticking = loop.create_task(self._tick())
+        status = 2
+        try:
+            self._iteration = self._latest()
+            self._program.check()
+            await self._members.start()
+            told = {"address": self._members.address, "port": self._members.port}
+            self._lease.tell({**told, "secret": self._secret})
+            status = await self._run()
+            if self._is_deposed:
+                raise self._lease.taken()
+            self._status = "complete" if status == 0 else f"ended with status {status}"
+            return EXIT_LEFT if self._stop is not None and self._own is not None else status
+        except AdaptiveError as error:
+            self._status = f"ended: {error}"
+            raise
+        except OSError as error:
+            self._status = f"ended: {error}"
+            raise SetupError(
+                f"cannot write {error.filename or self._folder}: {error.strerror}; free space there"
+                " or name another folder with --checkpoint"
+            ) from error
+        finally:
+            ticking.cancel()
+            await self._members.close(
+                status, hands_over=self._own is not None and self._stop is not None
+            )
+            if not self._is_deposed:
+                self._write_state()
+            with contextlib.suppress(OSError):
+                self._lease.end()
+
+    async def _run(self) -> int:
+        await self._first_nodes()
+        if self._lease.is_taken_over:
+            await self._copies.recover(self._next, self._spec.stop_s)
+        reason = "start"
+        while True:
+            found = await self._layout()
+            if found is None:  # asked to stop before any shape fitted
+                assert self._stop is not None
+                return 128 + int(self._stop)
+            running = await self._start(*found, reason)
+            if running is None:
+                continue
+            await self._watch(running)
+            if running.fault:  # while all nodes that are left are here
+                await self._copies.recover(self._next, self._spec.stop_s)
+            status, reason = self._judge(running)
+            if status is not None:
+                return status
+
+    async def _first_nodes(self) -> None:
+        """Wait until the machines of the file have answered, or enough came by themselves."""
+        expected, limit_s = self._spec.nodes, self._spec.join_s
+        if self._lease.is_taken_over:
+            # Those that trained under the manager before, without that one's own node.
+            expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
+        until_s = time.monotonic() + limit_s
+        while self._stop is None and time.monotonic() < until_s:
+            members = self._members
+            enough = len(members.usable()) >= expected
+            if enough and not members.are_starting:
+                return
+            if self._spec.machines is not None and not members.are_starting:
+                return
+            await self._next(until_s)
+
+    async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
+        """Choose a shape for the nodes that are there; waits for nodes where none fits."""
+        self._status = "waiting for machines"
+        until_s = time.monotonic() + self._spec.wait_s
+        said = False
+        while self._stop is None:
+            # A job that was training need not wait for what a new node imports.
+            if (
+                found := await self._fitting(ready=bool(self._incarnations))
+                or await self._fitting()
+            ):
+                return found
+            why = f" ({self._stragglers.why})" if self._stragglers.why else ""
+            slots = sum(node.slots for node in self._members.usable())
+            safe = f"the last complete checkpoint is of iteration {self._latest()}"
+            if not said:
+                said = True
+                say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
+                self._write_state()
+            if time.monotonic() >= until_s:
+                raise SetupError(
+                    f"no shape of the model fits {slots} processes{why}, and no machine came"
+                    f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
+                )
+            await self._next(until_s)
+        return None
+
+    async def _fitting(self, *, ready: bool = False) -> tuple[ParallelLayout, list[Node]] | None:
+        nodes = [node for node in self._members.usable() if node.is_ready or not ready]
+        layout = await self._stragglers.choose(nodes) if nodes else None
+        return None if layout is None else (layout, nodes)
+
+    async def _start(
+        self, layout: ParallelLayout, nodes: list[Node], reason: str
+    ) -> RunningRanks | None:
+        """Start the ranks of a shape; ``None`` if a node of it goes before it can."""
+        planned_ns = time.time_ns()
+        places = assign([node for node in nodes if node.status == "present"], layout)
+        if len(places) < layout.world_size:
+            return None
+        first = places[0].node
+        port = await self._port_of(first)
+        if port is None or not self._holds():
+            return None
+        end_incarnations(self._folder)
+        incarnation = self._next_incarnation(layout, places, reason)
+        incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
+        folder = incarnation_folder(self._folder, incarnation.number, self._secret)
+        arguments, told = self._program.told(
+            Start(
+                layout=layout,
+                incarnation=incarnation.number,
+                resumed=incarnation.resumed,
+                progress=folder,
+            )
+        )
+        orders = rank_orders(
+            self._spec.script,
+            arguments,
+            places,
+            incarnation.number,
+            {
+                **told,
+                "MASTER_ADDR": self._members.address_of(first),
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{incarnation.number}",
+                "TORCHELASTIC_RESTART_COUNT": str(incarnation.number - 1),
+            },
+        )
+        copies = self._copies.orders(incarnation.number, list(orders))
+        for name, ranks in orders.items():
+            link = self._members.nodes[name].link
+            assert link is not None
+            link.send("start", ranks=ranks, copies=copies.get(name))
+        where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
+        self._incarnations.append(incarnation)
+        self._status = "training"
+        planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"
+        say(
+            f"epoch {incarnation.number} ({reason}): {layout},"
+            f" on {', '.join(incarnation.nodes)}{planned}"
+        )
+        self._reconsider_s = time.monotonic()
+        return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
+
+    def _next_incarnation(
+        self, layout: ParallelLayout, places: Sequence[RankPlace], reason: str
+    ) -> Incarnation:
+        resumed = self._latest()
+        incarnation = Incarnation(
+            number=len(self._incarnations) + 1,
+            layout=str(layout),
+            processes=layout.world_size,
+            nodes=tuple(dict.fromkeys(place.node.name for place in places)),
+            reason=reason,
+            resumed=resumed,
+            predicted_s=layout.step_s,
+        )
+        incarnation.source, incarnation.lost_steps = self._copies.begun(resumed, self._before)
+        if self._before is not None:
+            incarnation.before = self._before
+            incarnation.marks_ns["ended"] = self._ended_ns
+            if self._notice_ns is not None:
+                incarnation.marks_ns["notice"] = self._notice_ns
+        self._notice_ns = None
+        return incarnation
+
+    async def _port_of(self, node: Node) -> int | None:
+        self._ports.pop(node.name, None)
+        assert node.link is not None
+        node.link.send("port")
+        until_s = time.monotonic() + _PORT_S
+        while node.name not in self._ports:
+            if node.status != "present" or time.monotonic() >= until_s:
+                return None
+            await self._next(until_s)
+        return self._ports[node.name]
+
+    async def _watch(self, running: RunningRanks) -> None:
+        """Wait until every rank has ended or its node is lost."""
+        while running.alive:
+            event = await self._next(earliest(running.deadline_s, self._reconsider_s))
+            if event is not None and event.kind == "ended" and event.told["key"] in running.where:
+                self._rank_ended(running, event)
+            left = event.node if event is not None and event.kind == "lost" else None
+            for key in running.alive:
+                name = running.where[key]  # may have come back since
+                if name == left or self._members.nodes[name].status in ("lost", "gone"):
+                    running.statuses[key] = -signal.SIGKILL
+                    running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
+            if self._stop is not None:
+                self._ask_to_save(running, f"signal {self._stop.name}")
+            if event is not None and event.kind == "tick" and not running.stopping:
+                await self._heed_slow(running)
+            now_s = time.monotonic()
+            if self._reconsider_s is not None and now_s >= self._reconsider_s:
+                self._reconsider_s = None
+                await self._reconsider(running)
+            if running.deadline_s is not None and now_s >= running.deadline_s:
+                self._overdue(running)
+        self._ended_ns = time.time_ns()
+        self._before = self._progress.read(running.folder)
+        self._note_progress()
+
+    def _rank_ended(self, running: RunningRanks, event: Event) -> None:
+        status = event.told["status"]
+        running.statuses[event.told["key"]] = status
+        if not self._program.is_well(status):
+            node = self._members.nodes[event.node]
+            running.rank_failed(event.told["key"], node, status, _GRACE_S)
+
+    def _overdue(self, running: RunningRanks) -> None:
+        """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
+        if running.killed:
+            for name in {running.where[key] for key in running.alive}:
+                node = self._members.nodes[name]
+                node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                if node.link is not None:
+                    node.link.send("leave")
+            return
+        running.fault = running.fault or (
+            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+        )
+        running.killed = True
+        running.deadline_s = time.monotonic() + _KILL_S
+        self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
+
+    async def _heed_slow(self, running: RunningRanks) -> None:
+        """Ask the ranks to save and end if another shape is better for a node that stays slow."""
+        # Of this epoch: the event may be of the one before.
+        told, nodes = self._progress.read(running.folder).slow, self._members.usable()
+        if reason := await self._stragglers.heed(told, running, nodes):
+            self._ask_to_save(running, reason)
+
+    async def _reconsider(self, running: RunningRanks) -> None:
+        """Ask the ranks to save and end if another shape is better for the nodes that are left."""
+        leaving = self._members.leaving(running.incarnation.nodes)
+        if leaving is not None:
+            self._ask_to_save(running, leaving.why)
+            return
+        found = await self._fitting(ready=True)
+        if found is not None and self._stragglers.is_better(found[0], running.layout):
+            wanted = [node.name for node in self._stragglers.wanted(found[1])]
+            came = ", ".join(name for name in wanted if name not in running.incarnation.nodes)
+            self._ask_to_save(running, f"{came} came" if came else "another plan")
+        elif not running.stopping:
+            self._notice_ns = None  # nothing follows from it
+
+    def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
+        if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
+            running.fault = running.fault or "another manager has the job"
+            running.deadline_s = 0.0
+        if running.stopping or running.fault:
+            return
+        running.stopping = reason
+        running.deadline_s = time.monotonic() + self._spec.stop_s
+        self._notice_ns = self._notice_ns or time.time_ns()
+        say(f"{reason}: saving at the end of this step")
+        self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
+
+    def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
+        """Say what follows from the end of an epoch: an exit status, or why it goes on."""
+        assert self._before is not None
+        for node in list(self._members.nodes.values()):
+            if node.status == "leaving":
+                self._members.release(node, node.why, EXIT_LEFT)
+        before = self._before
+        self._has_worked |= before.first_ns is not None
+        if not running.fault:
+            self._failures = 0
+            if self._stop is not None:
+                say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                return 128 + int(self._stop), ""
+            again = self._program.goes_on(before, running.statuses.values())
+            if again or (running.stopping and before.ended != COMPLETE):
+                return None, running.stopping or again
+            return 0, ""  # the program's own reason; it has said which
+        self._notice_ns = None
+        lost, statuses = running.gone, running.statuses.values()
+        say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
+        if self._stop is not None:
+            return 128 + int(self._stop), ""
+        # A node that is taken or cut off is no failure of the program.
+        self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
+        code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
+        own = not lost and not any(one < 0 for one in statuses)
+        if own and not self._has_worked:
+            return code, ""  # it never worked: its message is above
+        if self._failures > self._spec.max_restarts and not lost:
+            say(
+                f"error: {self._failures} failures without a checkpoint between them: giving up;"
+                f" the last complete one is of iteration {self._latest()}"
+            )
+            return code, ""
+        return None, lost or running.fault
+
+    async def _next(self, until_s: float | None) -> Event | None:
+        """Wait for the next event, and heed what it says of nodes; ``None`` at the deadline."""
+        limit_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        try:
+            event = await asyncio.wait_for(self._members.events.get(), limit_s)
+        except asyncio.TimeoutError:
+            return None
+        node = self._members.nodes.get(event.node)
+        if node is None:
+            return event
+        now_s = time.monotonic()
+        if event.kind == "joined":
+            self._stragglers.joined(node, pid=self._members.lasting_pid(node))
+        elif event.kind == "ready":  # training need not wait for what a new node imports
+            self._notice_ns = self._notice_ns or time.time_ns()
+            self._reconsider_s = now_s + _SETTLE_S
+        elif event.kind == "port":
+            self._ports[node.name] = event.told["port"]
+        elif event.kind == "failed":
+            say(f"warning: machine {node.name} is left out: {node.why}")
+        elif event.kind == "lost":
+            say(f"warning: node {node.name} is lost: {node.why}")
+        elif event.kind in ("notice", "removed") and node.status == "present":
+            node.status = "leaving"
+            node.why = event.why_it_leaves
+            self._notice_ns = self._notice_ns or time.time_ns()
+            self._reconsider_s = now_s
+            if not self._incarnations or node.name not in self._incarnations[-1].nodes:
+                self._members.release(node, node.why, EXIT_LEFT)
+        return event
+
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        self._stop = self._stop or number
+        self.notice = self.notice or (None if self._is_deposed else number)
+        self._members.events.put_nowait(Event("stop", "", {}))
+
+    async def _tick(self) -> None:
+        """Keep the right to manage the job and its state, and look at the machines file."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if not self._holds():
+                return
+            self._members.look_at_file()
+            with contextlib.suppress(AdaptiveError, OSError):  # the next morph would say so
+                self._write_state()
+            if self._has_slow:
+                self._members.events.put_nowait(Event("tick", "", {}))
+
+    def _holds(self) -> bool:
+        """Keep up the right to manage the job; whether it is still held."""
+        self._is_deposed = self._is_deposed or not self._lease.is_held(say)
+        if self._is_deposed:
+            self._asked_to_stop(signal.SIGTERM)
+        return not self._is_deposed
+
+    def _latest(self) -> int:
+        return self._program.latest() or 0
+
+    def _note_progress(self) -> None:
+        if not self._incarnations:
+            return
+        incarnation = self._incarnations[-1]
+        now = self._progress.read(
+            incarnation_folder(self._folder, incarnation.number, self._secret)
+        )
+        self._iteration = max(now.iteration or 0, incarnation.resumed)
+        self._total = now.total or self._total
+        self._copies_told = now.copies
+        incarnation.begun_at(now.start)
+        incarnation.phases_s, incarnation.step_s = phases(incarnation, now), now.step_s
+        self._has_slow = bool(now.slow)
+
+    def _write_state(self) -> None:
+        self._note_progress()
+        told = {
+            "status": self._status,
+            "iteration": self._iteration,
+            "total_iterations": self._total,
+            "checkpoint_iteration": self._latest(),
+            "lost_steps": sum(incarnation.lost_steps for incarnation in self._incarnations),
+            "copies": self._copies_told,
+            "machines": [self._stragglers.told(node) for node in self._members.nodes.values()],
+            "epochs": [incarnation.told() for incarnation in self._incarnations],
+        }
+        self._state.write(told)
+
+
+_AGAIN_S = 0.5
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Participant:
+    """One node; use :meth:`run` once.
+
+    All of it is in one event loop, whose handlers of signals stay from one part to the next: a
+    notice that comes between two of them is heeded, and does not end the process without a word.
+
+    Args:
+        spec: of the job.
+        chooser: of shapes, should this node manage the job.
+        name: of the node, unique in the job.
+        slots: processes of this node, ``None`` for one on each GPU.
+        is_local: no other machine takes part.
+    """
+
+    def __init__(
+        self, spec: JobSpec, chooser: Chooser, *, name: str, slots: int | None, is_local: bool
+    ) -> None:
+        self._spec = spec
+        self._chooser = chooser
+        self._name = name
+        self._slots = slots
+        # Copies outlive the manager that they were made under.
+        self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
+        self._until_s = 0.0
+        self._notice: signal.Signals | None = None
+
+    async def run(self) -> int:
+        """Take part until the job ends, or this node is taken.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            SetupError: the manager cannot be reached within the time for joining, or what
+                :meth:`Manager.run` raises.
+        """
+        own = Machine(name=self._name, host="localhost", slots=self._slots)
+        self._until_s = time.monotonic() + self._spec.join_s
+        while self._notice is None:
+            self._listen()
+            manager = Manager(self._spec, self._chooser, own, self._keeper)
+            try:
+                return await manager.run()
+            except LeaseTakenError as error:
+                owner = error.owner
+            await self._over(manager.notice)
+            status = None if self._notice is not None else await self._join(owner)
+            if status is not None:
+                return status
+        print(f"[elastic] node {self._name} leaves: {self._notice.name}", flush=True)
+        return EXIT_LEFT
+
+    async def _join(self, owner: Mapping[str, Any]) -> int | None:
+        """Be a node of the job; ``None`` where its manager is lost or not there yet."""
+        agent = Agent(
+            AgentSpec(
+                name=self._name,
+                address=owner.get("address", ""),
+                port=owner.get("port", 0),
+                secret=owner.get("secret", ""),
+                slots=self._slots,
+            ),
+            keeper=self._keeper,
+        )
+        try:
+            await agent.run()
+        except SetupError:
+            if time.monotonic() >= self._until_s:
+                raise
+            await asyncio.sleep(_AGAIN_S)
+            return None
+        # The manager may never have heard of the notice.
+        await self._over(agent.notice)
+        if agent.status is not None:
+            print(f"[elastic] node {self._name} leaves: {agent.why}", flush=True)
+            return agent.status
+        print("[elastic] the manager of the job is lost: looking for another", flush=True)
+        self._until_s = time.monotonic() + self._spec.join_s
+        return None
+
+    async def _over(self, notice: signal.Signals | None) -> None:
+        """Heed signals again, and end what a manager or an agent has left in the loop."""
+        self._listen()
+        self._notice = self._notice or notice
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0)  # signals are taken in the loop
+
+    def _listen(self) -> None:
+        for number in _NOTICES:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        self._notice = self._notice or number

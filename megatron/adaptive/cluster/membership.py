@@ -1,0 +1,463 @@
+"""Keeps the nodes of a job: starts agents on the machines of a file, takes in those that come.
+
+The machines file has a host per line and is read again whenever it changes::
+
+    # comment
+    node-a slots=8
+    node-b                         as many processes as it has GPUs, one without
+    localhost name=c slots=1       several nodes on this machine have names
+
+Everything that happens becomes an event of one queue; what it means for the job is the manager's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron.adaptive.cluster.agent import AgentConnection, AgentSpec
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
+_KEYS = ("slots", "name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One line of the file.
+
+    Attributes:
+        name: unique within the file.
+        host: where it is, as ssh takes it.
+        slots: processes that it may run, ``None`` for one on each GPU.
+    """
+
+    name: str
+    host: str
+    slots: int | None = None
+
+    @property
+    def has_loopback(self) -> bool:
+        """Whether the host's name is one that means this machine on every machine."""
+        return self.host.lower() == "localhost" or self.host.startswith("127.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the machine that this process runs on, by its name or an address."""
+        own = socket.gethostname().lower()
+        if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
+            return True
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        # Only addresses of this machine can be bound.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((self.host, 0))
+            return True
+        return False
+
+
+def read_machines(path: Path) -> tuple[Machine, ...]:
+    """Read a machines file.
+
+    Raises:
+        ConfigError: it is missing, empty, or a line breaks a rule; names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(
+            f"--machines {path}: {reason}; name a file with a host per line"
+        ) from None
+    found: dict[str, tuple[int, Machine]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"--machines {path}, line {number}"
+        machine = _machine(words, where)
+        if machine.name in found:
+            raise ConfigError(
+                f"{where}: {machine.name} is in line {found[machine.name][0]} already: remove one,"
+                " or give nodes on one host a name=NAME each"
+            )
+        found[machine.name] = number, machine
+    if not found:
+        raise ConfigError(f"--machines {path}: it names no machine; write a host per line")
+    return tuple(machine for _, machine in found.values())
+
+
+def _machine(words: list[str], where: str) -> Machine:
+    host, told = words[0], dict[str, str]()
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise ConfigError(f"{where}: {word!r}: after the host come slots=N and name=NAME only")
+        told[key] = value
+    for what in (host, told.get("name", host)):
+        if _NAME.fullmatch(what) is None:
+            raise ConfigError(f"{where}: {what!r} is not a name of a host or node")
+    slots = told.get("slots")
+    if slots is not None and (not slots.isdecimal() or int(slots) < 1):
+        raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
+    return Machine(
+        name=told.get("name", host), host=host, slots=None if slots is None else int(slots)
+    )
+
+
+_ROOT = Path(__file__).resolve().parents[3]
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# Variables that other machines get too, as their names begin.
+_EXPORTED = (
+    *("PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "UCX_", "MEGATRON_ADAPTIVE_"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "HF_", "TIKTOKEN_"),
+)
+_END_S = 20.0
+_AGAIN_S = 1.0
+
+Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"]
+
+
+class Event(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
+            ``port``, ``stop`` or ``tick``.
+        node: where, the empty text for the manager itself.
+        told: what the agent said.
+    """
+
+    kind: str
+    node: str
+    told: dict[str, Any]
+
+    @property
+    def why_it_leaves(self) -> str:
+        """What ``notice`` and ``removed`` mean for the node."""
+        if self.kind == "notice":
+            return f"notice {self.told['signal']} on {self.node}"
+        return f"{self.node} was taken from the machines file"
+
+
+@dataclass(kw_only=True, eq=False)
+class Node:
+    """A node of the job, past or present.
+
+    Attributes:
+        name: of the node.
+        machine: its line in the machines file, ``None`` where it came by itself.
+        status: what it does.
+        why: in words, where it does not take part.
+        host: its own name.
+        pid: of its agent.
+        slots: processes that it may run.
+        is_ready: whether a rank would start at once there: what it needs is imported.
+        copies_port: at which it takes copies of other nodes' state.
+        link: connection with its agent.
+    """
+
+    name: str
+    machine: Machine | None = None
+    status: Status = "starting"
+    why: str = ""
+    host: str = ""
+    pid: int = 0
+    slots: int = 0
+    is_ready: bool = False
+    copies_port: int = 0
+    link: AgentConnection | None = None
+    process: asyncio.subprocess.Process | None = field(default=None, repr=False)
+
+    def told(self) -> dict[str, Any]:
+        """What the state of the job holds of it."""
+        names = ("name", "status", "why", "host", "pid", "slots")
+        return {name: getattr(self, name) for name in names}
+
+
+class Membership:
+    """The nodes of a job.
+
+    Args:
+        machines: file of machines, ``None`` where nodes come by themselves.
+        own: the node of the manager itself where it is not of the file.
+        address: at which other machines reach this one, ``None`` to find out.
+        secret: that agents show.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        machines: Path | None,
+        own: Machine | None,
+        address: str | None,
+        secret: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._path = machines
+        self._address = address
+        self._secret = secret
+        self._say = say
+        self._read = () if machines is None else read_machines(machines)
+        self._own = own
+        self._stamp = self._file_stamp()
+        # Decided once: ranks and agents know the address.
+        self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
+        self._server: asyncio.Server | None = None
+        self._is_closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.nodes: dict[str, Node] = {}
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """At which agents reach the manager."""
+        if self._address is not None:
+            return self._address
+        return "127.0.0.1" if self._is_alone else _own_address()
+
+    async def start(self) -> None:
+        """Listen, and start the agents of the file.
+
+        Raises:
+            OSError: no port can be had.
+        """
+        listening = _listen(is_local=self.address == "127.0.0.1")
+        self.port = listening.getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, sock=listening, limit=1 << 22)
+        for machine in self._read if self._own is None else (self._own,):
+            self._start_agent(machine)
+
+    def leaving(self, names: Iterable[str]) -> Node | None:
+        """The first of these nodes that is about to go, and says so."""
+        found = (self.nodes[name] for name in names)
+        return next((node for node in found if node.status == "leaving"), None)
+
+    def signal(self, names: Iterable[str], number: signal.Signals) -> None:
+        """Send a signal to the ranks of these nodes, as far as they can be reached."""
+        for name in names:
+            if (link := self.nodes[name].link) is not None:
+                link.send("signal", number=int(number))
+
+    def usable(self) -> list[Node]:
+        """Nodes that can run ranks, in the order of the file or as they came."""
+        order = {machine.name: at for at, machine in enumerate(self._read)}
+        found = [node for node in self.nodes.values() if node.status == "present"]
+        return sorted(found, key=lambda node: order.get(node.name, len(order)))
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether an agent has not answered yet."""
+        return any(node.status == "starting" for node in self.nodes.values())
+
+    def lasting_pid(self, node: Node) -> int:
+        """The process on a node that stays when another node manages the job."""
+        is_own = self._own is not None and node.name == self._own.name
+        return os.getpid() if is_own else node.pid
+
+    def address_of(self, node: Node) -> str:
+        """At which the other nodes reach a node."""
+        assert node.link is not None
+        peer = node.link.peer
+        return self.address if peer in ("127.0.0.1", "::1") else peer
+
+    def look_at_file(self) -> None:
+        """Read the machines file again if it has changed."""
+        stamp = self._file_stamp()
+        if self._path is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            now = read_machines(self._path)
+        except ConfigError as error:
+            self._say(f"warning: {error}; the job goes on with the machines it had")
+            return
+        if self.port and self.address == "127.0.0.1" and not all(one.is_local for one in now):
+            self._say(
+                "warning: other machines cannot reach a manager that began with localhost alone;"
+                " they are left out until the job is started anew"
+            )
+            now = tuple(machine for machine in now if machine.is_local)
+        names = {machine.name for machine in now}
+        for node in self.nodes.values():
+            if node.machine is not None and node.name not in names and node.status == "present":
+                self.events.put_nowait(Event("removed", node.name, {}))
+        self._read = now
+        for machine in now:
+            known = self.nodes.get(machine.name)
+            if known is None or known.status in ("gone", "lost", "unreachable"):
+                self._start_agent(machine)
+
+    def release(self, node: Node, why: str, status: int) -> None:
+        """Let a node go that runs nothing any more.
+
+        Args:
+            node: which.
+            why: in words.
+            status: that its agent ends with.
+        """
+        node.status, node.why = "gone", why
+        if node.link is not None:
+            node.link.send("leave", status=status, why=why)
+
+    async def close(self, status: int, *, hands_over: bool) -> None:
+        """Let all nodes go and wait for the agents that were started here.
+
+        Args:
+            status: that they end with.
+            hands_over: whether nodes that came by themselves look for another manager instead.
+        """
+        self._is_closing = True
+        if self._server is not None:
+            self._server.close()
+        for node in self.nodes.values():
+            if node.status in ("present", "leaving") and not (hands_over and node.process is None):
+                self.release(node, "the job has ended", status)
+        for node in self.nodes.values():
+            if node.process is not None and node.process.returncode is None:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(node.process.wait(), _END_S)
+                if node.process.returncode is None:
+                    node.process.kill()
+                    await node.process.wait()
+        for node in self.nodes.values():
+            if node.link is not None:
+                await node.link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _file_stamp(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size
+
+    def _start_agent(self, machine: Machine) -> None:
+        node = self.nodes[machine.name] = Node(name=machine.name, machine=machine)
+        task = asyncio.get_running_loop().create_task(self._run_agent(machine, node))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_agent(self, machine: Machine, node: Node) -> None:
+        """Start the agent of a machine and see it end."""
+        command = [sys.executable, "-m", "megatron.adaptive", "run", "--agent"]
+        environment = dict(os.environ)
+        path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
+        if not machine.is_local:
+            exported = [f"{n}={v}" for n, v in environment.items() if n.startswith(_EXPORTED)]
+            words = ["env", *exported, *command]
+            command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
+            command[-1] += shlex.join(words)
+        spec = AgentSpec(
+            name=machine.name,
+            address=self.address,
+            port=self.port,
+            secret=self._secret,
+            slots=machine.slots,
+        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stderr=None if machine.is_local else asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._failed(node, f"{command[0]}: {error.strerror}")
+            return
+        node.process = process
+        assert process.stdin is not None
+        # It stays open: its end tells the agent that the manager is gone.
+        process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+        said = ""
+        if process.stderr is not None:
+            async for line in process.stderr:
+                said = line.decode(errors="replace").strip() or said
+                if node.status != "starting":
+                    print(said, file=sys.stderr, flush=True)
+        status = await process.wait()
+        is_own = machine is self._own
+        if node.status == "starting" and not (is_own and status < 0):
+            self._failed(node, said or f"its agent ended with status {status}")
+        elif is_own:
+            # The manager's node is there as long as the manager is; what was lost is known by then.
+            await asyncio.sleep(_AGAIN_S)
+            if node.status in ("starting", "lost") and not self._is_closing:
+                self._start_agent(machine)
+
+    def _failed(self, node: Node, why: str) -> None:
+        node.status, node.why = "unreachable", why
+        self.events.put_nowait(Event("failed", node.name, {"why": why}))
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._attend(AgentConnection(reader, writer))
+
+    async def _attend(self, link: AgentConnection) -> None:
+        told = await link.receive()
+        if told is None or told["what"] != "join" or told.get("secret") != self._secret:
+            link.send("refused", why="does not know it: it belongs to another job")
+            await link.close()
+            return
+        node = self.nodes.setdefault(told["name"], Node(name=told["name"]))
+        if node.status in ("present", "leaving"):
+            link.send("refused", why=f"has a node {told['name']} already: give it another --name")
+            await link.close()
+            return
+        node.link, node.host, node.pid = link, told["host"], told["pid"]
+        node.slots, node.status, node.why = told["slots"], "present", ""
+        node.is_ready = False
+        node.copies_port = told.get("copies_port", 0)
+        link.send("welcome")
+        link.beat()
+        self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
+        while (message := await link.receive()) is not None:
+            node.is_ready = node.is_ready or message["what"] == "ready"
+            self.events.put_nowait(Event(message["what"], node.name, message))
+        await link.close()
+        if node.link is link and node.status in ("present", "leaving"):
+            node.status, node.why = "lost", "its connection ended without a notice"
+            self.events.put_nowait(Event("lost", node.name, {}))
+
+
+def _listen(*, is_local: bool) -> socket.socket:
+    """Listen on a port of this machine's own choice: one for both versions of IP."""
+    if not is_local and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # where it was turned off since
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("127.0.0.1" if is_local else "", 0))
+
+
+def _own_address() -> str:
+    """The address of the way out of this machine; no packet is sent."""
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()

@@ -1,0 +1,482 @@
+"""Runs one node's processes: their output into the job's folder, their use sampled.
+
+::
+
+    <LOG_DIR>/<job>/run.json      the settings and who takes part
+    <LOG_DIR>/<job>/<node>.out    what the node's processes print
+    <LOG_DIR>/<job>/<node>.err    their errors and warnings
+    <LOG_DIR>/<job>/<node>.gpu    what they use, sampled
+
+The commands come from the configuration: the trainer's flags, each node's torchrun, the container
+around it. Files, folders and the port are checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from megatron.adaptive.cluster.conf import LaunchConf
+from megatron.adaptive.cluster.host import ResourceSampler
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.model import model_flags
+from megatron.adaptive.config.plan import further_flags
+from megatron.adaptive.config.schedule import parse_partition
+from megatron.adaptive.errors import ConfigError, SetupError
+
+__all__ = [
+    "EXIT_STOPPED_EARLY",
+    "ROOT",
+    "NodePlace",
+    "check_files",
+    "check_port",
+    "check_trainer",
+    "in_container",
+    "make_folder",
+    "node_command",
+    "python_of",
+    "run_node",
+    "run_record",
+    "trainer_flags",
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+_MOCK_VOCABULARY = "50303"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """What a node is told of the job when all have met.
+
+    Attributes:
+        node_rank: of this node.
+        processes: processes of each node, by node rank.
+        master_addr: where the first node listens.
+        master_port: its port.
+    """
+
+    node_rank: int
+    processes: tuple[int, ...]
+    master_addr: str
+    master_port: int
+
+
+def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
+    """Return the flags of ``pretrain_gpt.py``.
+
+    Args:
+        conf: the configuration.
+        run_dir: folder of this job's logs, for traces and profiles.
+
+    Raises:
+        ConfigError: the model is unknown.
+    """
+    flags = model_flags(conf["MODEL"], conf.folder)
+    for name, flag in (
+        ("TENSOR_MP_SIZE", "--tensor-model-parallel-size"),
+        ("PIPELINE_MP_SIZE", "--pipeline-model-parallel-size"),
+        ("MICRO_BATCH_SIZE", "--micro-batch-size"),
+        ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
+        ("SCHEDULE", "--pipeline-schedule"),
+        ("PARTITION", "--partition"),
+        ("STAGE_DP_SIZES", "--stage-data-parallel-sizes"),
+        ("TRAIN_ITERS", "--train-iters"),
+    ):
+        if conf[name] is not None:
+            flags += [flag, str(conf[name])]
+    flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--progress-dir", str(run_dir)]
+    if conf["MODEL_CHUNKS"] > 1:
+        flags += ["--model-chunks", str(conf["MODEL_CHUNKS"])]
+    flags += further_flags(conf.values)
+    flags += _data_flags(conf)
+    if conf["CHECKPOINT_DIR"]:
+        folder = str(conf.path("CHECKPOINT_DIR"))
+        flags += ["--save", folder, "--load", folder, "--save-interval", str(conf["SAVE_INTERVAL"])]
+        if conf["LOCAL_CHECKPOINT_DIR"]:
+            flags += ["--save-local", str(conf.path("LOCAL_CHECKPOINT_DIR"))]
+    if conf["TRACE"]:
+        flags += ["--trace-dir", str(run_dir / "traces")]
+    if conf["PROFILE"] or conf["NSYS"] or conf["NCU"]:
+        flags.append("--profile")
+    if conf["PROFILE"]:
+        flags += ["--use-pytorch-profiler", "--tensorboard-dir", str(run_dir / "profile")]
+    return flags + shlex.split(conf["TRAINER_FLAGS"] or "")
+
+
+def _data_flags(conf: LaunchConf) -> list[str]:
+    if conf["DATA"] == "mock":
+        return f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_MOCK_VOCABULARY}".split()
+    data = conf.path("DATA")
+    files = {"VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
+    paths = {
+        name: str(conf.path(name) if conf[name] else data.parent / default)
+        for name, default in files.items()
+    }
+    flags = ["--data-path", str(data), "--tokenizer-type", "GPT2BPETokenizer"]
+    return [*flags, "--vocab-file", paths["VOCAB_FILE"], "--merge-file", paths["MERGE_FILE"]]
+
+
+def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
+    """Check the trainer's own rules before anything starts.
+
+    Raises:
+        ConfigError: names the variable where the rule is about one, else the trainer's flag.
+    """
+    flags = trainer_flags(conf, run_dir)
+    if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
+        raise ConfigError(
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
+            " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
+        )
+    if conf["PARTITION"] is not None and "--num-layers" in flags:
+        layers = flags[len(flags) - 1 - flags[::-1].index("--num-layers") + 1]
+        total = sum(parse_partition(conf["PARTITION"]))
+        if layers.isdigit() and total != int(layers):
+            raise ConfigError(
+                f"PARTITION={conf['PARTITION']}: it holds {total} layers, but MODEL="
+                f"{conf['MODEL']} has {layers}"
+            )
+    parse(flags, world_size=world_size, last_wins=True)
+
+
+def python_of(conf: LaunchConf) -> str:
+    """Return the Python that nodes run."""
+    return conf["PYTHON"] or sys.executable
+
+
+def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]:
+    """Return the command that starts a node's processes."""
+    command = [*_profiler(conf, place.node_rank, run_dir), python_of(conf)]
+    command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(place.processes))]
+    command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
+    command += ["--nproc-per-node", str(place.processes[place.node_rank])]
+    command += ["--master-addr", place.master_addr, "--master-port", str(place.master_port)]
+    return [*command, str(ROOT / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
+
+
+def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
+    target = str(run_dir / f"profile-node{node_rank}")
+    if conf["NSYS"]:
+        flags = "--trace cuda,nvtx,osrt --capture-range cudaProfilerApi --capture-range-end stop"
+        return ["nsys", "profile", "--force-overwrite", "true", "-o", target, *flags.split()]
+    if conf["NCU"]:
+        flags = "--target-processes all --profile-from-start off"
+        return ["ncu", "--force-overwrite", "-o", target, *flags.split()]
+    return []
+
+
+def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
+    """Return ``command`` as it runs inside the image; pyxis is Slurm's to start."""
+    if conf["CONTAINER"] not in ("apptainer", "enroot"):
+        return list(command)
+    mounts = [f"{ROOT}:{ROOT}", f"{run_dir}:{run_dir}"]
+    mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
+    gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
+    if conf["CONTAINER"] == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return ["apptainer", "exec", *gpu, *binds, str(conf["IMAGE"]), *command]
+    binds = [word for mount in mounts for word in ("--mount", mount)]
+    return ["enroot", "start", "--rw", *binds, str(conf["IMAGE"]), *command]
+
+
+def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
+    """Return what ``run.json`` says: the job's latest start, its settings, every node's part."""
+    told = {
+        "started_unix_s": round(time.time(), 1),
+        "conf": conf.texts(),
+        "processes": place.processes,
+        "world_size": sum(place.processes),
+        "master": f"{place.master_addr}:{place.master_port}",
+        "flags": trainer_flags(conf, run_dir),
+    }
+    return json.dumps(told, indent=2) + "\n"
+
+
+EXIT_STOPPED_EARLY = 75
+"""A run that SIGUSR1 stopped in good order, as its time was nearly over: start it again."""
+
+_STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_S = 1.0
+_ASK_S = 3.0
+_KILL_S = 5.0
+_EXIT_UNREACHED = 2
+
+
+def run_node(
+    conf: LaunchConf,
+    place: NodePlace,
+    run_dir: Path,
+    *,
+    name: str,
+    variables: Mapping[str, str],
+    echo: bool,
+    reach_s: float | None = None,
+) -> int:
+    """Start a node's processes and wait for their end.
+
+    Signals that end a program are passed on to them, SIGUSR1 to the ranks among them.
+
+    Args:
+        conf: the configuration.
+        place: this node's part.
+        run_dir: folder of the job's logs.
+        name: of the node, for its files.
+        variables: environment of the processes besides this one's.
+        echo: whether to print their output here as well.
+        reach_s: end the node if its first connection to the first node does not come about within
+            this time, ``None`` where it is known that it does.
+
+    Returns:
+        Exit status: :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    make_folder(run_dir, "LOG_DIR")
+    if place.node_rank == 0:
+        (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
+    command = in_container(conf, node_command(conf, place, run_dir), run_dir)
+    environment = _environment(conf, variables)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they heed it
+    with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
+        begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+        for file in (out, err):
+            file.write(begin)
+            file.flush()
+        # A session of its own: signals reach it once, from here.
+        job = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        way = None if reach_s is None else _Way(job, place, name, reach_s, err)
+        with _signals_to(job), _sampled(run_dir / f"{name}.gpu"):
+            assert job.stdout is not None
+            assert job.stderr is not None
+            writers = [
+                _Copy(job.stdout, out, sys.stdout if echo else None),
+                _Copy(job.stderr, err, sys.stderr if echo else None),
+            ]
+            status = job.wait()
+            if way is not None:
+                way.close()
+            for writer in writers:
+                writer.join(10.0)
+    if way is not None and way.is_cut:
+        return _EXIT_UNREACHED
+    if status == 0 and writers[0].stopped:
+        # Nodes that end a moment later must not be taken for those left behind.
+        time.sleep(_GRACE_S)
+        return EXIT_STOPPED_EARLY
+    return 128 - status if status < 0 else status
+
+
+def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, str]:
+    environment = {**os.environ, **conf.environment, **variables}
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}:{path}" if path else str(ROOT)
+    if conf["DEVICE"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+@contextlib.contextmanager
+def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass signals on to the processes, and leave none of them behind."""
+    former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
+    former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _tell_ranks(job.pid, n))
+    try:
+        yield
+    finally:
+        if job.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _tell_ranks(pid: int, number: int) -> None:
+    """Send a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                parent = process.parent()
+                if _is_rank(process) and parent is not None and not _is_rank(parent):
+                    process.send_signal(number)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    return "LOCAL_RANK" in process.environ()
+
+
+@contextlib.contextmanager
+def _sampled(path: Path) -> Iterator[None]:
+    sampler = ResourceSampler(os.getpid(), path)
+    try:
+        yield
+    finally:
+        sampler.close()
+
+
+class _Way(threading.Thread):
+    """Sees whether the first node listens; if not, says so and ends the node's processes.
+
+    torchrun itself waits for a quarter of an hour and then does not say what for.
+    """
+
+    def __init__(
+        self,
+        job: subprocess.Popen[bytes],
+        place: NodePlace,
+        name: str,
+        limit_s: float,
+        err: IO[bytes],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._job = job
+        self._target = (place.master_addr, place.master_port)
+        self._name = name
+        self._limit_s = limit_s
+        self._err = err
+        self._over = threading.Event()
+        self.is_cut = False
+        self.start()
+
+    def run(self) -> None:
+        end_s = time.monotonic() + self._limit_s
+        why = ""
+        while time.monotonic() < end_s:
+            try:
+                with socket.create_connection(self._target, timeout=_ASK_S):
+                    return
+            except OSError as error:
+                why = error.strerror or str(error)
+            if self._over.wait(0.5):
+                return
+        self.is_cut = True
+        host, port = self._target
+        line = (
+            f"error: {self._name} did not reach the first node at {host}:{port} within "
+            f"{self._limit_s:g} s ({why}): let this port, and all above 1023 between the nodes, "
+            f"through the firewall; python -m megatron.adaptive doctor --master-addr {host} on "
+            "both nodes checks the way\n"
+        )
+        print(line, end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self._err.write(line.encode())
+            self._err.flush()
+        self._job.terminate()
+        if not self._over.wait(_KILL_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._job.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """The processes have ended; wait for a line that is being written."""
+        self._over.set()
+        self.join(_ASK_S + 1.0)
+
+
+class _Copy(threading.Thread):
+    """Copies lines into a file, and to the terminal if there is one; sees how the run ended."""
+
+    def __init__(self, source: IO[bytes], target: IO[bytes], terminal: IO[str] | None) -> None:
+        super().__init__(daemon=True)
+        self._source = source
+        self._target = target
+        self._terminal = terminal
+        self.stopped = False
+        self.start()
+
+    def run(self) -> None:
+        for line in self._source:
+            if _STOPPED.match(line):
+                self.stopped = True
+            with contextlib.suppress(OSError):  # a full disk must not stop the run
+                self._target.write(line)
+                self._target.flush()
+            if self._terminal is not None:
+                with contextlib.suppress(OSError):
+                    self._terminal.write(line.decode(errors="replace"))
+                    self._terminal.flush()
+
+
+def check_files(conf: LaunchConf) -> None:
+    """Check that data and image are there.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if conf["DATA"] != "mock":
+        for ending in (".bin", ".idx"):
+            path = Path(f"{conf.path('DATA')}{ending}")
+            if not path.is_file():
+                raise ConfigError(
+                    f"DATA={conf['DATA']}: there is no file {path}; make it with python -m "
+                    "megatron.adaptive preprocess-data, or set DATA=mock"
+                )
+    image = conf["IMAGE"] or ""
+    is_file = {
+        "apptainer": "://" not in image,
+        "pyxis": image.startswith(("/", "./")),
+    }.get(conf["CONTAINER"], False)
+    if is_file and not conf.path("IMAGE").exists():
+        raise ConfigError(
+            f"IMAGE={image}: there is no {conf.path('IMAGE')}; CONTAINER={conf['CONTAINER']} "
+            "needs it"
+        )
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Make a folder and check that it can be written.
+
+    Args:
+        folder: absolute.
+        name: the variable that names it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name}={folder}: {error.strerror}; name another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}={folder}: this user may not write there; name another folder")
+
+
+def check_port(port: int) -> None:
+    """Check that a port of this machine is free.
+
+    Raises:
+        SetupError: another program listens on it.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise SetupError(
+                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another program "
+                "listens there: set another MASTER_PORT"
+            ) from error

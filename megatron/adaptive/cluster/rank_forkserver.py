@@ -1,0 +1,216 @@
+"""Forks ranks from one process that has imported what they need, so that a morph need not wait.
+
+Importing torch and megatron-core takes longer than all else in a start. The nursery does it once
+for a node, while nothing depends on it, and forks each rank from there. It has one thread and opens
+no device: on a node with GPUs it imports torch alone, as what looks for a GPU cannot be forked.
+
+It reads a line of JSON for each order from the descriptor named on its command line and answers
+there::
+
+    {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": ""}}
+    {"signal": 10}                    to all ranks
+    <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
+
+At the end of its input it kills what it forked; a rank whose nursery dies is killed by the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["main"]
+
+_SET_DEATH_SIGNAL = 1
+_MODULES = (
+    *("training.pretrain", "training.loop", "training.hooks", "training.logging"),
+    *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
+    *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
+)
+
+
+def main(descriptor: int) -> None:
+    """Serve orders from a connected socket until it ends.
+
+    Args:
+        descriptor: of the socket.
+    """
+    orders = socket.socket(fileno=descriptor)
+    _die_with_parent()  # also while it imports
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the agent decides what they mean
+    _import()
+    gc.freeze()  # so that collecting in a rank does not copy what all share
+    _Nursery(orders).serve()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _import() -> None:
+    """Import what ranks need; what is missing is for them to say."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch")
+        if _has_gpu():
+            return
+        device = importlib.import_module("megatron.adaptive.accelerator")
+        device.install()
+        device.quiet_libraries()
+        for name in _MODULES:
+            importlib.import_module(f"megatron.adaptive.{name}")
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+class _Nursery:
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._ranks: dict[int, str] = {}
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        self._tell(ready=True)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._orders, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            buffer = b""
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._wake in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                    self._reap()
+                if self._orders in ready:
+                    data = self._orders.recv(1 << 16)
+                    if not data:
+                        break
+                    *lines, buffer = (buffer + data).split(b"\n")
+                    for line in lines:
+                        self._obey(json.loads(line))
+        signal.set_wakeup_fd(-1)
+        self._signal(signal.SIGKILL)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "start" in order:
+            self._start(order["start"])
+        else:
+            self._signal(order["signal"])
+
+    def _start(self, rank: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(rank, parent)
+        os.setpgid(pid, pid)
+        self._ranks[pid] = rank["key"]
+        self._tell(started=rank["key"], pid=pid)
+
+    def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
+        """Run a rank's script in the forked process."""
+        status = 1
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            _die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            # Kept back until the training loop heeds it, so that none is lost.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            for end in (self._orders, self._wake, self._woken):
+                end.close()
+            os.environ.update(rank["variables"])
+            os.chdir(rank["folder"])
+            sys.argv = [rank["script"], *rank["arguments"]]
+            sys.path[0] = str(Path(rank["script"]).resolve().parent)
+            runpy.run_path(rank["script"], run_name="__main__")
+            status = 0
+        except SystemExit as end_:
+            status = _status(end_)
+        except BaseException as error:
+            status = _told(error)
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(pid, number)
+                else:
+                    os.kill(pid, number)
+
+    def _reap(self) -> None:
+        for pid, status in _ended():
+            key = self._ranks.pop(pid, None)
+            if key is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # readers of data that it left behind
+            self._tell(ended=key, status=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **values: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._orders.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _told(error: BaseException) -> int:
+    """Print an error that nobody caught; returns the status of the process."""
+    errors = sys.modules.get("megatron.adaptive.errors")
+    if errors is not None and isinstance(error, errors.AdaptiveError):
+        print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    traceback.print_exc()
+    return 1
+
+
+def _status(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,351 @@
+"""Places snapshots on nodes, and restores what is left of them after a loss.
+
+After ranks are lost the manager asks every node what it keeps, takes the newest step of which all
+parts are left on some node, and has the nodes write it into the folder of checkpoints, from where
+the job goes on as from any other. What is missing for that is said in words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint import restore_snapshots
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.cluster.job import IncarnationProgress, say
+from megatron.adaptive.cluster.membership import Event, Membership, Node
+
+__all__ = ["HeldSnapshot", "JobSnapshots", "SnapshotSource", "SnapshotSpec", "buddies", "newest"]
+
+_ANSWER_S = 20.0
+_SETTLE_S = 5.0
+_HERE = ("present", "leaving")
+_NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
+
+Next = Callable[[float | None], Awaitable[Event | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSpec:
+    """Settings of snapshots.
+
+    Attributes:
+        every: steps from one to the next.
+        limit_bytes: that they may take on a node, ``None`` for what is there.
+    """
+
+    every: int = 1
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldSnapshot:
+    """A rank's snapshots on a node.
+
+    Attributes:
+        node: that keeps them.
+        socket: address of its keeper.
+        run, rank, generation: what they are of.
+        kind: ``own`` of the rank's node, ``sent`` of its buddy.
+        steps: that are whole.
+        has_common: whether what all ranks have in common is in it.
+    """
+
+    node: str
+    socket: str
+    run: str
+    rank: int
+    generation: int
+    kind: str
+    steps: tuple[int, ...]
+    has_common: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSource:
+    """Names a step that can be restored, or why none can.
+
+    Attributes:
+        step: the newest whole one, 0 for none.
+        seen: the newest one of which anything is left.
+        why: in words, where there is none.
+        parts: copies to restore it from, with the indices of the needs that each meets.
+    """
+
+    step: int = 0
+    seen: int = 0
+    why: str = ""
+    parts: tuple[tuple[HeldSnapshot, tuple[int, ...]], ...] = ()
+
+
+def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
+    """Return the node that keeps copies for each: the next one on another machine.
+
+    Where all are on one machine, as where a job is tried out, just the next one.
+    """
+    found: dict[str, str | None] = {}
+    alone = len({node.host for node in nodes}) == 1
+    for at, node in enumerate(nodes):
+        others = [*nodes[at + 1 :], *nodes[:at]]
+        far = [one.name for one in others if alone or one.host != node.host]
+        found[node.name] = far[0] if far else None
+    return found
+
+
+def newest(
+    held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+) -> SnapshotSource:
+    """Find the newest step that is whole.
+
+    Args:
+        held: on all nodes that are left.
+        needs: of each run and generation: ``ranks``, any of which is enough, and ``is_sent``,
+            whether a copy that was sent is enough as well.
+    """
+    steps = {(step, one.run, one.generation) for one in held for step in one.steps}
+    seen, why = max((step for step, _, _ in steps), default=0), ""
+    for step, run, generation in sorted(steps, reverse=True):
+        here = [
+            one
+            for one in held
+            if (one.run, one.generation) == (run, generation) and step in one.steps
+        ]
+        met: dict[HeldSnapshot, list[int]] = {}
+        missing: set[int] = set()
+        for index, need in enumerate(needs.get((run, generation), ())):
+            fitting = [
+                one
+                for one in here
+                if one.rank in need["ranks"] and (one.kind == "own" or need["is_sent"])
+            ]
+            if fitting:
+                # What is at hand already, and the rank's own before one that was sent.
+                best = min(fitting, key=lambda one: (one not in met, one.kind != "own"))
+                met.setdefault(best, []).append(index)
+            else:
+                missing |= set(need["ranks"])
+        if not missing and any(one.has_common for one in met):
+            parts = tuple((one, tuple(indices)) for one, indices in met.items())
+            return SnapshotSource(step=step, seen=seen, parts=parts)
+        if not why:
+            ranks = ", ".join(map(str, sorted(missing)))
+            why = f"no copy is left of what rank {ranks} held"
+    return SnapshotSource(seen=seen, why=why or "no node that is left keeps copies")
+
+
+class JobSnapshots:
+    """Places and restores the snapshots of one job, for its manager.
+
+    Args:
+        spec: how they are kept, ``None`` for not at all.
+        members: the nodes.
+        folder: of checkpoints.
+        secret: of the job.
+        kept: this node's name and the keeper of what it kept for the manager before.
+    """
+
+    def __init__(
+        self,
+        spec: SnapshotSpec | None,
+        members: Membership,
+        folder: CheckpointFolder | PipelineFolder,
+        secret: str,
+        kept: tuple[str, SnapshotKeeper] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._members = members
+        self._folder = folder
+        self._secret = secret
+        self._kept = kept
+        self._last = SnapshotSource()
+        self._restored = 0
+        self._written = 0
+
+    def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
+        """Return what the agent of each node gets with the ranks that it starts.
+
+        Args:
+            epoch: its number.
+            names: of the nodes with ranks, in their order.
+        """
+        spec, members = self._spec, self._members
+        if spec is None:
+            return {}
+        for name, node in members.nodes.items():
+            if node.link is not None and node.status in _HERE and name not in names:
+                # What it kept is of steps that the others do not go on from.
+                node.link.send("start", ranks=[], copies=_NONE)
+        nodes = [members.nodes[name] for name in names]
+        alone = len({node.host for node in nodes}) == 1
+        found: dict[str, Any] = {}
+        for name, buddy in buddies(nodes).items():
+            node = members.nodes[name]
+            other = None
+            if buddy is not None:
+                one = members.nodes[buddy]
+                address = members.address_of(one)
+                other = {"name": buddy, "address": address, "port": one.copies_port}
+            found[name] = {
+                "run": f"{self._secret[:8]}-{epoch}",
+                "secret": self._secret,
+                "buddy": other,
+                "settings": {
+                    "node": name,
+                    "domain": name if alone else node.host,
+                    **asdict(spec),
+                },
+            }
+        return found
+
+    def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
+        """Return where an epoch goes on from, and how many steps are done again.
+
+        Args:
+            resumed: the iteration that it goes on from.
+            before: what the ranks of the one before wrote at last, ``None`` for the first.
+        """
+        last, restored = self._last, self._restored
+        self._last, self._restored = SnapshotSource(), 0
+        done = max(last.seen, 0 if before is None else before.iteration or 0)
+        if restored and restored == resumed:
+            source = "copies in memory"
+        else:
+            source = "checkpoint" if resumed else "start"
+            if last.why and done > resumed:
+                source += f": {last.why}"
+        return source, max(0, done - resumed)
+
+    async def recover(self, following: Next, limit_s: float) -> None:
+        """Make a checkpoint of the newest step that is left, if it is newer than the last one.
+
+        Args:
+            following: waits for the next event.
+            limit_s: for the nodes to write it.
+        """
+        if self._spec is None:
+            return
+        try:
+            await self._recover(following, limit_s)
+        finally:
+            if self._kept is not None:
+                self._kept[1].close()
+                self._kept = None
+
+    async def _recover(self, following: Next, limit_s: float) -> None:
+        latest = self._folder.latest() or 0
+        self._last = source = await self._ask(following)
+        if source.step <= latest:
+            if source.why and latest < source.seen:
+                say(f"warning: {source.why}: going on from the checkpoint of {latest}")
+            return
+        begun_s = time.monotonic()
+        try:
+            self._folder.begin(source.step)
+            why = await self._write(source, following, begun_s + limit_s)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+        if why:
+            self._folder.abandon(source.step)
+            why = f"the copies of iteration {source.step} could not be written: {why}"
+            self._last = SnapshotSource(seen=source.seen, why=why)
+            say(f"warning: {why}; going on from the checkpoint of {latest}")
+            return
+        self._restored = source.step
+        say(
+            f"iteration {source.step} was restored from copies in memory in"
+            f" {time.monotonic() - begun_s:.1f} s; the last checkpoint was of {latest}"
+        )
+
+    async def _ask(self, following: Next) -> SnapshotSource:
+        """Ask all nodes what they keep."""
+        nodes = [node for node in self._members.nodes.values() if node.status in _HERE]
+        for node in nodes:
+            assert node.link is not None
+            node.link.send("inventory", within_s=_SETTLE_S)
+        waiting = {node.name for node in nodes}
+        held: list[HeldSnapshot] = []
+        needs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+
+        def note(node: str, kept: Sequence[dict[str, Any]]) -> None:
+            for one in kept:
+                if "needs" in one:
+                    needs[one["run"], one["generation"]] = one.pop("needs")
+                held.append(HeldSnapshot(node=node, **{**one, "steps": tuple(one["steps"])}))
+
+        if self._kept is not None:
+            own, keeper = self._kept
+            note(own, await asyncio.to_thread(keeper.inventory, _SETTLE_S))
+        until_s = time.monotonic() + _ANSWER_S
+        while waiting and time.monotonic() < until_s:
+            event = await following(until_s)
+            if event is not None and event.kind == "inventory" and event.node in waiting:
+                note(event.node, event.told["held"])
+                waiting.discard(event.node)
+            waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
+        return newest(held, needs)
+
+    async def _write(self, source: SnapshotSource, following: Next, until_s: float) -> str:
+        """Let the nodes write a step; returns what went wrong."""
+        by_node: dict[str, list[dict[str, Any]]] = {}
+        common = next(one for one, _ in source.parts if one.has_common)
+        for one, indices in source.parts:
+            part = {**asdict(one), "needs": indices}
+            by_node.setdefault(one.node, []).append(part)
+        common_order = {
+            "checkpoints": str(self._folder.path),
+            "is_pipeline": isinstance(self._folder, PipelineFolder),
+            "step": source.step,
+        }
+        orders = {
+            name: {
+                **common_order,
+                "what": "write",
+                "index": index,
+                "parts": parts,
+                "has_common": name == common.node,
+            }
+            for index, (name, parts) in enumerate(by_node.items())
+        }
+        why = await self._run(orders, following, until_s)
+        if why:
+            return why
+        last = {**common_order, "what": "assemble", "count": len(orders)}
+        return await self._run({common.node: last}, following, until_s)
+
+    async def _run(
+        self, orders: Mapping[str, Mapping[str, Any]], following: Next, until_s: float
+    ) -> str:
+        """Run the program on nodes at once and wait for all; returns what went wrong."""
+        self._written += 1
+        keys = {}
+        for name, order in orders.items():
+            key = f"restore-{self._written}/{name}"
+            link = self._members.nodes[name].link
+            assert link is not None
+            rank = {
+                "key": key,
+                "variables": {},
+                "script": str(Path(restore_snapshots.__file__).resolve()),
+                "arguments": [json.dumps(order)],
+                "folder": str(Path.cwd()),
+            }
+            link.send("start", ranks=[rank])
+            keys[key] = name
+        while keys:
+            if time.monotonic() >= until_s:
+                return f"{', '.join(keys.values())} did not end in time"
+            event = await following(until_s)
+            if event is not None and event.kind == "ended" and event.told["key"] in keys:
+                name = keys.pop(event.told["key"])
+                if event.told["status"]:
+                    return f"{name} ended with status {event.told['status']}"
+            for name in keys.values():
+                if self._members.nodes[name].status not in _HERE:
+                    return f"{name} was lost as well"
+        return ""

@@ -1,0 +1,248 @@
+"""Nodes that stay slow: what is known of them, and whether another shape is better for it.
+
+The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
+slow it is goes into every later shape: its stage gets fewer layers. The job moves for it once for
+each node, three times within an hour, and only where the new shape should be faster. A node that
+joins anew is as good as any; one that only comes to another manager of the job is the same as ever.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.adaptive.cluster.job import SlowRank
+from megatron.adaptive.cluster.layouts import (
+    WORTH_A_MORPH,
+    Chooser,
+    Offer,
+    ParallelLayout,
+    relative_time,
+)
+from megatron.adaptive.cluster.membership import Node
+from megatron.adaptive.cluster.ranks import Policy, RunningRanks, assign
+
+__all__ = ["Stragglers"]
+
+_IN_A_ROW = 2
+_LEAST = 1.1
+"""What is slower by less than this, beside what the planner knew of it, is left alone."""
+_MOST_SLOW = 8.0
+_LEFT_OUT = "left out: slow"
+_MOST_MOVES, _WITHIN_S = 3, 3600.0
+
+
+class Stragglers:
+    """The slow nodes of a job, and the shapes that suit them.
+
+    Args:
+        policy: ``ignore``; ``replan``, to move layers away; ``exclude``, to leave the node out.
+        chooser: of shapes.
+        arguments: of the trainer.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        chooser: Chooser,
+        arguments: Sequence[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._policy = policy
+        self._chooser = chooser
+        self._arguments = arguments
+        self._say = say
+        self._slowness: dict[str, float] = {}
+        self._aside: dict[str, str] = {}
+        self._judged: set[str] = set()
+        self._moves: deque[float] = deque(maxlen=_MOST_MOVES)
+        self._recalled: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def why(self) -> str:
+        """Why the chooser found no shape, empty where it does not say."""
+        return self._chooser.why
+
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        """Whether the job should leave a shape for another one; see ``shapes.Chooser``."""
+        return self._chooser.is_better(layout, running)
+
+    async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
+        """Choose a shape; nodes that were left out take part only where there is none without.
+
+        Args:
+            nodes: that are there, in order.
+        """
+        rest = self.wanted(nodes)
+        layout = await self._choose(rest) if rest else None
+        if layout is None and len(rest) < len(nodes):
+            layout = await self._choose(nodes)
+        return layout
+
+    def wanted(self, nodes: Sequence[Node]) -> list[Node]:
+        """Nodes that were not left out."""
+        return [node for node in nodes if node.name not in self._aside]
+
+    def recall(self, machines: Sequence[Mapping[str, Any]]) -> int:
+        """Take over what the manager before knew.
+
+        Args:
+            machines: what :meth:`told` said of each node under it.
+
+        Returns:
+            How many nodes took part then.
+        """
+        self._recalled = {one["name"]: one for one in machines if one.get("slowness", 1.0) > 1}
+        return sum(one["status"] == "present" for one in machines)
+
+    def joined(self, node: Node, *, pid: int) -> None:
+        """Forget what was known of a node: it may have been mended.
+
+        Args:
+            node: which.
+            pid: of what joined for it; the same as under the manager before where only that is new.
+        """
+        name = node.name
+        self._slowness.pop(name, None)
+        self._aside.pop(name, None)
+        self._judged.discard(name)
+        known = self._recalled.pop(name, None)
+        if known is None or (known["host"], known["pid"]) != (node.host, pid):
+            return
+        self._slowness[name] = known["slowness"]
+        self._judged.add(name)
+        if known.get("is_left_out"):
+            self._aside[name] = _LEFT_OUT
+
+    def told(self, node: Node) -> dict[str, Any]:
+        """What the state of the job holds of a node."""
+        why = self._aside.get(node.name, "") if node.status == "present" else ""
+        return {
+            **node.told(),
+            "slowness": round(self._slowness.get(node.name, 1.0), 3),
+            "is_left_out": node.name in self._aside,
+            **({"why": why} if why else {}),
+        }
+
+    async def heed(
+        self, found: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
+    ) -> str:
+        """Decide whether to move to another shape for a slow rank.
+
+        Args:
+            found: what the diagnosis said in this epoch.
+            running: the epoch; its shape is told anew what it takes.
+            nodes: that are there, in order.
+
+        Returns:
+            Why the job should move, empty where it should not.
+        """
+        if self._policy == "ignore":
+            return ""
+        for one in found:
+            name = running.where.get(f"{running.incarnation.number}/{one.slow_rank}")
+            if name is None or name in self._judged or one.times < _IN_A_ROW:
+                continue
+            excess = min(_MOST_SLOW, self._excess(one, name, running))
+            if excess < _LEAST:
+                continue
+            self._judged.add(name)
+            reason = await self._judge(one, excess, name, running, nodes)
+            if reason:
+                return reason
+        return ""
+
+    def _excess(self, found: SlowRank, name: str, running: RunningRanks) -> float:
+        """How many times as long a node takes as the others do, by what was known of all."""
+        nodes = _nodes(running)
+        if len(found.pace_ns) != len(nodes):
+            return found.factor
+        own: list[float] = []
+        others: list[float] = []
+        for node, takes in zip(nodes, found.pace_ns, strict=True):
+            known = running.layout.pace.get(node, self._slowness.get(node, 1.0))
+            (own if node == name else others).append(takes / known)
+        return max(own) / statistics.median(others) if others else 1.0
+
+    async def _judge(
+        self,
+        found: SlowRank,
+        excess: float,
+        name: str,
+        running: RunningRanks,
+        nodes: Sequence[Node],
+    ) -> str:
+        text = f"{name} is slow, rank {found.slow_rank} takes {excess:.2f} times as long"
+        self._slowness[name] = self._slowness.get(name, 1.0) * excess
+        _slow_down(running, name, excess)
+        now_s = time.monotonic()
+        if len(self._moves) == _MOST_MOVES and now_s - self._moves[0] < _WITHIN_S:
+            self._say(f"warning: {text}; it stays: the job has moved {_MOST_MOVES} times for such")
+            return ""
+        others = [
+            node for node in self.wanted(nodes) if self._policy == "replan" or node.name != name
+        ]
+        layout = await self._choose(others) if others else None
+        if layout is None or not self._is_faster(layout, others, running):
+            other = "without it" if self._policy == "exclude" else "with fewer layers for it"
+            self._say(f"warning: {text}; it stays: no shape {other} is faster")
+            return ""
+        if self._policy == "exclude":
+            self._aside[name] = _LEFT_OUT
+        self._moves.append(now_s)
+        return text
+
+    async def _choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
+        offers = [
+            Offer(
+                name=node.name,
+                slots=node.slots,
+                hosts=tuple(
+                    dict.fromkeys(
+                        host for host in (node.machine and node.machine.host, node.host) if host
+                    )
+                ),
+                slowness=round(self._slowness.get(node.name, 1.0), 2),
+            )
+            for node in nodes
+        ]
+        layout = await self._chooser.choose(self._arguments, offers)
+        if layout is None or layout.places:
+            return layout
+        return replace(layout, places=tuple((node.name, node.slots) for node in nodes))
+
+    def _is_faster(
+        self, layout: ParallelLayout, nodes: Sequence[Node], running: RunningRanks
+    ) -> bool:
+        most = 1 - WORTH_A_MORPH
+        if layout.step_s is not None and running.layout.step_s is not None:
+            return layout.step_s < most * running.layout.step_s
+        new = [self._slowness.get(place.node.name, 1.0) for place in assign(nodes, layout)]
+        old = [self._slowness.get(name, 1.0) for name in _nodes(running)]
+        return relative_time(layout, new) < most * relative_time(running.layout, old)
+
+
+def _slow_down(running: RunningRanks, name: str, times: float) -> None:
+    """Have a planned shape say what it takes with a node that is slower than was known."""
+    layout, nodes = running.layout, _nodes(running)
+    if layout.step_s is None:
+        return
+    pace = {**layout.pace, name: layout.pace[name] * times}
+    before, after = (
+        relative_time(layout, [one[node] for node in nodes]) for one in (layout.pace, pace)
+    )
+    running.layout = replace(layout, pace=pace, step_s=layout.step_s * after / before)
+
+
+def _nodes(running: RunningRanks) -> list[str]:
+    """The node of each rank."""
+    return [running.where[key] for key in sorted(running.where, key=_rank)]
+
+
+def _rank(key: str) -> int:
+    return int(key.partition("/")[2])

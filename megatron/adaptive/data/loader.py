@@ -1,0 +1,274 @@
+"""Microbatches in an order that depends only on how many samples were consumed before.
+
+Samples are taken in dataset order in blocks of ``micro_batch_size * dp_size``; each data-parallel
+rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two ranks::
+
+    sample        0 1 2 3 | 4 5 6 7 | 8 9 ...
+    dp_rank 0     0 1     | 4 5     | 8 9           microbatches 0, 1, 2 of this rank
+    dp_rank 1         2 3 |     6 7 |     ...
+
+A step of any global batch size is a whole number of blocks, so after each step every shape of the
+job (data-parallel size, micro-batch size, global batch size) continues at the same sample.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.adaptive.errors import ConfigError, DataError
+
+__all__ = ["Microbatch", "MicrobatchLoader", "OnRead", "StepMicrobatches"]
+
+Microbatch = dict[str, torch.Tensor]
+Arrays = dict[str, npt.NDArray[Any]]
+OnRead = Callable[[int, int, int], None]
+"""Told which microbatch of its step was read, and from when to when, on the monotonic clock."""
+
+# What a microbatch may hold and the type it travels in from a data worker. Ids fit 32 bits.
+_WIRE_DTYPES: dict[str, Any] = {
+    "tokens": np.int32,
+    "labels": np.int32,
+    "loss_mask": np.float32,
+    "position_ids": np.int32,
+    "attention_mask": np.bool_,
+}
+_INTEGER = ("tokens", "labels", "position_ids")
+
+
+class MicrobatchLoader:
+    """Draws the microbatches of one data-parallel rank, step by step.
+
+    Without workers a microbatch is read when it is asked for; with workers they are read ahead, in
+    order and across steps. Not thread safe.
+
+    Args:
+        dataset: samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
+        consumed_samples: samples that all ranks together took before, over the whole run.
+        micro_batch_size: samples a microbatch.
+        dp_rank: this rank's position among the data-parallel ranks.
+        dp_size: number of data-parallel ranks.
+        num_workers: processes that read ahead; 0 reads in this process.
+        prefetch: microbatches each worker reads ahead.
+        pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
+        on_read: told of every microbatch that was read.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int = 0,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+        on_read: OnRead | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("consumed samples", consumed_samples, 0),
+            ("--micro-batch-size", micro_batch_size, 1),
+            ("data-parallel size", dp_size, 1),
+            ("--num-workers", num_workers, 0),
+            ("prefetched microbatches", prefetch, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}, but must be at least {least}")
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"data-parallel rank {dp_rank} is outside 0..{dp_size - 1}")
+        self._dataset = dataset
+        self._order = _Order(
+            first_sample=consumed_samples,
+            end_sample=len(dataset),
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            block_size=micro_batch_size * dp_size,
+        )
+        self._pin_memory = pin_memory
+        self._on_read = on_read
+        self._next_block = 0
+        self._read_ahead: Iterator[Arrays] | None = None
+        self._read_block = 0
+        if num_workers:
+            # Both need no more than what they have; torch names its base classes as types.
+            samples: Any = dataset
+            order: Any = self._order
+            self._read_ahead = iter(
+                DataLoader(
+                    samples,
+                    batch_sampler=order,
+                    num_workers=num_workers,
+                    prefetch_factor=prefetch,
+                    collate_fn=_collate,
+                    worker_init_fn=_start_worker,
+                    # Mapped files and indices are inherited; a fresh process would read them anew.
+                    multiprocessing_context="fork",
+                )
+            )
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all ranks together took, those before this loader included."""
+        return self._order.first_sample + self._next_block * self._order.block_size
+
+    def step(self, num_microbatches: int) -> StepMicrobatches:
+        """Take the next ``num_microbatches * micro_batch_size * dp_size`` samples.
+
+        Args:
+            num_microbatches: microbatches a rank in this step; may change from step to step.
+
+        Returns:
+            This rank's part, readable until the next call of :meth:`step`.
+
+        Raises:
+            DataError: the dataset ends within the step.
+        """
+        if num_microbatches < 1:
+            raise ConfigError(f"a step of {num_microbatches} microbatches; it needs at least 1")
+        first = self._next_block
+        if first + num_microbatches > self._order.num_blocks:
+            last = self.consumed_samples + num_microbatches * self._order.block_size - 1
+            raise DataError(
+                f"the data ends after {len(self._dataset)} samples, but this step takes samples "
+                f"{self.consumed_samples} to {last}; build the data for more iterations"
+            )
+        self._next_block += num_microbatches
+        return StepMicrobatches(self, first, num_microbatches)
+
+    def close(self) -> None:
+        """End the data workers, if any. The loader then reads in this process."""
+        self._read_ahead = None
+
+    def _read(self, first_block: int, index: int) -> Microbatch:
+        """Read a microbatch of a step, and tell how long that took."""
+        if self._on_read is None:
+            return self._fetch(first_block + index)
+        start_ns = time.monotonic_ns()
+        microbatch = self._fetch(first_block + index)
+        self._on_read(index, start_ns, time.monotonic_ns())
+        return microbatch
+
+    def _fetch(self, block: int) -> Microbatch:
+        if self._read_ahead is None:
+            arrays = _collate([self._dataset[index] for index in self._order.samples(block)])
+        else:
+            arrays = self._draw(self._read_ahead, block)
+        tensors = {}
+        for key, array in arrays.items():
+            tensor = torch.from_numpy(array)
+            if key in _INTEGER:
+                tensor = tensor.to(torch.int64)
+            tensors[key] = tensor.pin_memory() if self._pin_memory else tensor
+        return tensors
+
+    def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
+        """Draw from the workers up to ``block``; what a step left unread is passed over."""
+        try:
+            while self._read_block < block:
+                next(read_ahead)
+                self._read_block += 1
+            arrays = next(read_ahead)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                "a data worker ended unexpectedly (killed, or out of memory); lower --num-workers"
+            ) from error
+        self._read_block += 1
+        return arrays
+
+
+class StepMicrobatches(Sequence[Microbatch]):
+    """The microbatches of one step and rank, in any order and as often as needed.
+
+    Each is read once and kept until this object goes. A microbatch holds ``tokens``, ``labels``,
+    ``position_ids`` ``[b, s] int64``, ``loss_mask [b, s] float32`` and, where the dataset makes
+    one, ``attention_mask [b, 1, s, s] bool`` (true where hidden).
+    """
+
+    def __init__(self, loader: MicrobatchLoader, first_block: int, num_microbatches: int) -> None:
+        self._loader = loader
+        self._first_block = first_block
+        self._num_microbatches = num_microbatches
+        self._ready: dict[int, Microbatch] = {}
+
+    def __len__(self) -> int:
+        return self._num_microbatches
+
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Microbatch]: ...
+    def __getitem__(self, index: int | slice) -> Microbatch | list[Microbatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"microbatch {index} is outside 0..{len(self) - 1}")
+        self._read_up_to(index)
+        return self._ready[index]
+
+    def _read_up_to(self, index: int) -> None:
+        if index in self._ready:
+            return
+        loader = self._loader
+        if loader._next_block != self._first_block + self._num_microbatches:
+            raise RuntimeError("microbatches of an earlier step were asked for after the next one")
+        if loader._read_ahead is None:
+            self._ready[index] = loader._read(self._first_block, index)
+            return
+        # Workers deliver in order, so those before it come along.
+        for earlier in range(len(self._ready), index + 1):
+            self._ready[earlier] = loader._read(self._first_block, earlier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """Which samples each block gives this rank; also tells them to the data workers."""
+
+    first_sample: int
+    end_sample: int
+    micro_batch_size: int
+    dp_rank: int
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return max(0, self.end_sample - self.first_sample) // self.block_size
+
+    def samples(self, block: int) -> range:
+        start = self.first_sample + block * self.block_size + self.dp_rank * self.micro_batch_size
+        return range(start, start + self.micro_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(self.samples(block)) for block in range(self.num_blocks))
+
+
+def _collate(samples: list[dict[str, Any]]) -> Arrays:
+    # Arrays, not tensors: tensors from a worker would need room in /dev/shm, scarce in containers.
+    return {
+        key: np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
+        for key, dtype in _WIRE_DTYPES.items()
+        if key in samples[0]
+    }
+
+
+def _start_worker(_worker_id: int) -> None:
+    # Signals reach the whole process group. The trainer decides what they mean; a worker that dies
+    # of one would keep it from finishing its step. Workers end when the trainer does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,473 @@
+"""JSON lines to megatron-core's ``.bin/.idx`` token files, in parallel and all or nothing.
+
+::
+
+    files ──> batches of lines ──> worker processes ──> in order ──> one builder a key ──> rename
+              (reader, here)       parse, tokenize      (here)       hidden temporary files
+
+The parent reads and writes, workers parse and tokenize; at most a few batches are under way, so
+memory does not grow with the input, and the output does not depend on the number of workers.
+torch and megatron-core are imported only when the first result is written: workers start without
+them, and work while the parent imports.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.errors import ConfigError, DataError
+
+__all__ = ["PreprocessSpec", "PreprocessSummary", "expand_inputs", "preprocess"]
+
+_BATCH_BYTES = 1 << 20
+_BATCH_LINES = 1024
+_BATCHES_PER_WORKER = 3
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSpec:
+    """What to turn into token files.
+
+    Attributes:
+        inputs: JSON lines files, one JSON object a line, in the order they are written.
+        output_prefix: output files are ``<output_prefix>_<key>_document.bin`` and ``.idx``.
+        json_keys: keys whose text becomes a document; one pair of files each.
+        tokenizer_type: see :func:`megatron.adaptive.data.tokenizer.build_tokenizer`.
+        vocab_file: as there.
+        merge_file: as there.
+        vocab_size: as there.
+        append_eod: end each document with the end of document id.
+        workers: processes that tokenize; 1 means in this process.
+    """
+
+    inputs: tuple[Path, ...]
+    output_prefix: str
+    json_keys: tuple[str, ...] = ("text",)
+    tokenizer_type: str = "GPT2BPETokenizer"
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    append_eod: bool = False
+    workers: int = 1
+
+    def build_tokenizer(self) -> Tokenizer:
+        """Build the tokenizer these settings name."""
+        return build_tokenizer(
+            self.tokenizer_type, self.vocab_file, self.merge_file, vocab_size=self.vocab_size
+        )
+
+    def prefix_of(self, key: str) -> str:
+        """Return the output path of ``key`` without its suffix, as ``--data-path`` takes it."""
+        return f"{self.output_prefix}_{key}_document"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSummary:
+    """What :func:`preprocess` did.
+
+    Attributes:
+        prefixes: output paths without suffix, one a key.
+        num_documents: JSON objects read.
+        num_empty: texts without a single token, which are left out (counted per key).
+        num_tokens: tokens written, over all keys.
+        input_bytes: bytes read.
+        elapsed_s: wall time.
+    """
+
+    prefixes: tuple[str, ...]
+    num_documents: int
+    num_empty: int
+    num_tokens: int
+    input_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Raw lines of one file; blank ones keep their place so that line numbers hold."""
+
+    path: str
+    first_line: int
+    lines: list[bytes]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Tokens of one batch: per key one flat array and the length of each document in it."""
+
+    ids: list[npt.NDArray[np.int32]]
+    lengths: list[list[int]]
+    num_documents: int
+    num_empty: int
+    num_bytes: int
+
+
+def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
+    """Turn file names and glob patterns into files, each once, patterns in sorted order.
+
+    Raises:
+        DataError: a name or pattern leads to no readable file.
+    """
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        exists = Path(pattern).exists()
+        names = [pattern] if exists else sorted(glob.glob(pattern, recursive=True))
+        found = [Path(name) for name in names if Path(name).is_file()]
+        if not found:
+            reason = "is not a regular file" if names else "no such file"
+            raise DataError(f"{pattern}: {reason}; --input takes JSON lines files or a pattern")
+        for path in found:
+            if not os.access(path, os.R_OK):
+                raise DataError(f"{path}: cannot be read; check its permissions")
+            files[path] = None
+    return tuple(files)
+
+
+def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> PreprocessSummary:
+    """Tokenize JSON lines into one ``.bin/.idx`` pair a key, or leave nothing behind.
+
+    Existing output is replaced only after everything was tokenized. Blank lines are passed over.
+
+    Args:
+        spec: inputs, keys, tokenizer, output.
+        progress: called in this process after each batch with (documents, input bytes) so far.
+
+    Returns:
+        Counts and output paths.
+
+    Raises:
+        ConfigError: an option breaks a rule.
+        DataError: a line is not JSON or lacks a key (named with file and line), the input holds
+            no document, a vocabulary is broken, or the output cannot be written.
+    """
+    _check(spec)
+    start_s = time.monotonic()
+    tokenizer = spec.build_tokenizer()
+    counts = {"documents": 0, "empty": 0, "tokens": 0, "bytes": 0}
+    with ExitStack() as stack:
+        results = stack.enter_context(_encoded_batches(spec))
+        outputs = [
+            stack.enter_context(_Output(spec.prefix_of(key), tokenizer.vocab_size))
+            for key in spec.json_keys
+        ]
+        for batch in results:
+            for output, ids, lengths in zip(outputs, batch.ids, batch.lengths, strict=True):
+                output.add(ids, lengths)
+            counts["documents"] += batch.num_documents
+            counts["empty"] += batch.num_empty
+            counts["tokens"] += sum(len(ids) for ids in batch.ids)
+            counts["bytes"] += batch.num_bytes
+            if progress is not None:
+                progress(counts["documents"], counts["bytes"])
+        for key, output in zip(spec.json_keys, outputs, strict=True):
+            if not output.num_documents:
+                raise DataError(
+                    f"{_names(spec.inputs)}: holds no text under {key!r}; "
+                    "give a file with at least one filled JSON line"
+                )
+        for output in outputs:
+            output.finish()
+        for output in outputs:
+            output.publish()
+    return PreprocessSummary(
+        prefixes=tuple(output.prefix for output in outputs),
+        num_documents=counts["documents"],
+        num_empty=counts["empty"],
+        num_tokens=counts["tokens"],
+        input_bytes=counts["bytes"],
+        elapsed_s=time.monotonic() - start_s,
+    )
+
+
+def _check(spec: PreprocessSpec) -> None:
+    if spec.workers < 1:
+        raise ConfigError(f"--workers is {spec.workers}, but must be at least 1")
+    if not spec.json_keys or len(set(spec.json_keys)) != len(spec.json_keys):
+        raise ConfigError(f"--json-keys is {' '.join(spec.json_keys)!r}; give each key once")
+    if not spec.inputs:
+        raise ConfigError("no input; give at least one file with --input")
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+# Reading
+
+
+def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
+    for path in inputs:
+        try:
+            with path.open("rb") as stream:
+                yield from _batches_of(str(path), stream)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _batches_of(path: str, stream: Iterable[bytes]) -> Iterator[_Batch]:
+    lines: list[bytes] = []
+    first_line, num_bytes = 1, 0
+    for line in stream:
+        lines.append(line)
+        num_bytes += len(line)
+        if num_bytes >= _BATCH_BYTES or len(lines) >= _BATCH_LINES:
+            yield _Batch(path, first_line, lines, num_bytes)
+            first_line += len(lines)
+            lines, num_bytes = [], 0
+    if lines:
+        yield _Batch(path, first_line, lines, num_bytes)
+
+
+# Tokenizing
+
+
+class _Encoder:
+    """Parses and tokenizes batches; lives in a worker process or in the parent."""
+
+    def __init__(self, spec: PreprocessSpec) -> None:
+        self._tokenizer = spec.build_tokenizer()
+        self._keys = spec.json_keys
+        self._append_eod = spec.append_eod
+
+    def __call__(self, batch: _Batch) -> _Encoded:
+        texts: list[list[str]] = [[] for _ in self._keys]
+        places: list[str] = []
+        for number, line in enumerate(batch.lines, start=batch.first_line):
+            if line.isspace():
+                continue
+            places.append(f"{batch.path}:{number}")
+            for column, value in zip(texts, self._parse(line, places[-1]), strict=True):
+                column.append(value)
+        ids, lengths, num_empty = [], [], 0
+        for column in texts:
+            flat, column_lengths = self._flatten(self._tokenize(column, places))
+            num_empty += len(column) - len(column_lengths)
+            ids.append(flat)
+            lengths.append(column_lengths)
+        return _Encoded(ids, lengths, len(places), num_empty, batch.num_bytes)
+
+    def _parse(self, line: bytes, where: str) -> list[str]:
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: is not JSON ({error}); each line must be one JSON object"
+            ) from None
+        if not isinstance(document, dict):
+            raise DataError(
+                f"{where}: is a JSON {type(document).__name__}; each line must be one JSON object"
+            )
+        values = []
+        for key in self._keys:
+            if key not in document:
+                raise DataError(
+                    f"{where}: has no key {key!r} (it has {', '.join(document) or 'none'}); "
+                    "name the key that holds the text with --json-keys"
+                )
+            if not isinstance(document[key], str):
+                raise DataError(
+                    f"{where}: the value of {key!r} is a {type(document[key]).__name__}, not text"
+                )
+            values.append(document[key])
+        return values
+
+    def _tokenize(self, texts: list[str], places: list[str]) -> list[list[int]]:
+        try:
+            return self._tokenizer.tokenize_batch(texts)
+        except DataError:
+            # Rare, so the line at fault is looked for only now.
+            for text, where in zip(texts, places, strict=True):
+                try:
+                    self._tokenizer.tokenize(text)
+                except DataError as error:
+                    raise DataError(f"{where}: {error}") from None
+            raise
+
+    def _flatten(self, rows: list[list[int]]) -> tuple[npt.NDArray[np.int32], list[int]]:
+        flat: list[int] = []
+        lengths = []
+        for row in rows:
+            if not row:
+                continue
+            flat.extend(row)
+            if self._append_eod:
+                flat.append(self._tokenizer.eod)
+            lengths.append(len(row) + self._append_eod)
+        return np.array(flat, dtype=np.int32), lengths
+
+
+_worker_encoder: list[_Encoder] = []
+
+
+def _start_worker(spec: PreprocessSpec) -> None:
+    # The parent decides when to stop: it takes Ctrl-C, removes the temporary files and ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_encoder.append(_Encoder(spec))
+
+
+def _end_with_parent() -> None:
+    """End this worker when a killed parent can no longer do it; its queue would never close."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode_in_worker(batch: _Batch) -> _Encoded:
+    return _worker_encoder[0](batch)
+
+
+@contextmanager
+def _encoded_batches(spec: PreprocessSpec) -> Iterator[Iterator[_Encoded]]:
+    """Yield an iterator over tokenized batches in input order; stop the workers at the end."""
+    if spec.workers == 1:
+        with _single_threaded_tokenizers():
+            yield map(_Encoder(spec), _batches(spec.inputs))
+        return
+    pool = ProcessPoolExecutor(
+        max_workers=spec.workers,
+        # Not fork: the parent may hold threads (torch, progress bar) that do not survive it.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(spec,),
+    )
+    try:
+        yield _through_pool(pool, _batches(spec.inputs), _BATCHES_PER_WORKER * spec.workers)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _through_pool(
+    pool: ProcessPoolExecutor, batches: Iterable[_Batch], window: int
+) -> Iterator[_Encoded]:
+    pending: deque[Future[_Encoded]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) >= window:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process ended unexpectedly (killed, or out of memory); "
+            "start again with fewer --workers"
+        ) from None
+
+
+@contextmanager
+def _single_threaded_tokenizers() -> Iterator[None]:
+    """Keep ``tokenizers`` from starting a thread a core while ``--workers 1`` asks for one."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# Writing
+
+
+class _Output:
+    """One ``.bin/.idx`` pair, under temporary names until :meth:`publish`."""
+
+    def __init__(self, prefix: str, vocab_size: int) -> None:
+        self.prefix = prefix
+        self.num_documents = 0
+        self._vocab_size = vocab_size
+        path = Path(prefix)
+        self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
+        self._builder: Any = None
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # At once, so that an unwritable place is known before the work is done.
+            Path(f"{self._temporary}.bin").touch()
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close and remove what has no final name."""
+        if self._builder is not None:
+            with suppress(OSError):
+                self._builder.data_file.close()
+        for suffix in (".bin", ".idx"):
+            Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
+
+    def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
+        """Append documents; ``ids`` holds them one after the other."""
+        with self._writing():
+            if self._builder is None:
+                self._builder = _new_builder(f"{self._temporary}.bin", self._vocab_size)
+            end = 0
+            for length in lengths:
+                self._builder.add_document(ids[end : end + length], [length])
+                end += length
+        self.num_documents += len(lengths)
+
+    def finish(self) -> None:
+        """Write the index and flush the tokens, still under temporary names."""
+        with self._writing():
+            self._builder.finalize(f"{self._temporary}.idx")
+
+    def publish(self) -> None:
+        """Give the files their names; the index last, for it says that the data is whole."""
+        with self._writing():
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            for suffix in (".bin", ".idx"):
+                os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix}.bin: cannot be written ({error.strerror}); free space or choose "
+                "another --output-prefix"
+            ) from None
+
+
+def _new_builder(bin_path: str, vocab_size: int) -> Any:
+    with warnings.catch_warnings():
+        # megatron-core warns about optional GPU packages that this has no use for.
+        warnings.simplefilter("ignore")
+        if "megatron.core" not in sys.modules:
+            # Not for the tokens, but for whoever trains in this process afterwards.
+            from megatron.adaptive import accelerator
+
+            accelerator.install()
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(vocab_size))

@@ -1,0 +1,413 @@
+"""One decision per tensor- and context-parallel group.
+
+Ranks of such a group meet in collectives inside every layer: two of them on different actions would
+add up numbers of different microbatches without any error. So the first rank of the group decides
+and publishes, the others read and do the same. Nobody waits for a collective.
+
+The leader decides on what is there for all: its state learns that an input has arrived once it has
+arrived on every member. Followers report theirs, from the thread that received it, whatever their
+executor is doing::
+
+    follower   receives input ─ report ──┐                        ┌── next ─ run
+                                         v                        │
+    leader       receives input ─> completion queue ─ pick ─ publish ─ run
+
+A leader that looked at its own inputs only could pick an action that a follower has no input for,
+and all of them would wait in the action's first collective while others were ready.
+
+An input from another stage on the same rank needs no report: members hand it over within the same
+decision. A static order needs no agreement: all ranks know it, and nothing is reported. Nor does a
+pipeline of one rank: without inputs, all members pick alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from megatron.adaptive.engine.decision_channel import Describe, Links, Reader, Writer
+from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError, ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    Completions,
+    Item,
+    Label,
+    Notice,
+)
+
+_KINDS = tuple(ActionKind)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+# Word of a follower that cannot go on; no label has this number.
+_LOST = (1 << 63) - 1
+_FOR_EVER_S = 1e8
+_CLOSE_S = 30.0
+# Who tells of a loss may be the thread that ends this process.
+_TELL_S = 1.0
+
+
+class Agreement(Protocol):
+    """Says what this rank does next. All methods are for the executor's thread."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether actions of this step are picked here, from this rank's own state."""
+
+    def begin(self, step: int, *, is_static: bool) -> None:
+        """Start a step, the same on all members.
+
+        Args:
+            step: its number, ascending.
+            is_static: the policy follows an order that all members know.
+        """
+
+    def is_everywhere(self, item: Item) -> bool:
+        """Take note of what arrived in this step, here or on another member.
+
+        Returns:
+            Whether the state may be told of that input now.
+
+        Raises:
+            DeadlineError: the leader took no report within the time limit.
+            PeerLostError: a member of the group is gone.
+        """
+
+    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+        """Return the next action of this rank.
+
+        A leader (or a rank alone) gets ``None`` when nothing can start and must wait for an
+        arrival. A follower blocks until the leader has decided; the input of the action it gets is
+        in its completion queue, but the state may not have been told.
+
+        Raises:
+            DeadlineError: the leader did not decide within ``timeout_s``.
+            PeerLostError: a member of the group is gone.
+        """
+
+    def missing(self) -> str:
+        """Inputs that only some members have, with the others' names; empty where there is none."""
+
+    def close(self) -> None:
+        """Free what the group shares; every member must do so."""
+
+
+class Alone:
+    """A group of one rank: the policy decides."""
+
+    decides = True
+
+    def begin(self, step: int, *, is_static: bool) -> None:
+        """See :class:`Agreement`."""
+
+    def is_everywhere(self, item: Item) -> bool:
+        """See :class:`Agreement`."""
+        return True
+
+    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+        """See :class:`Agreement`."""
+        return policy.pick(state)
+
+    def missing(self) -> str:
+        """See :class:`Agreement`."""
+        return ""
+
+    def close(self) -> None:
+        """See :class:`Agreement`."""
+
+
+class Leader:
+    """The first rank of a group, which decides.
+
+    A thread per follower turns its reports into notices in the completion queue.
+
+    Args:
+        decisions: where decisions are published.
+        reports: by follower's global rank, where its reports come from.
+        completions: the queue that the executor waits in.
+        describe: names a rank in errors.
+    """
+
+    decides = True
+
+    def __init__(
+        self,
+        decisions: Writer,
+        reports: Mapping[int, Reader],
+        completions: Completions,
+        describe: Describe,
+    ) -> None:
+        self._decisions = decisions
+        self._reports = reports
+        self._completions = completions
+        self._describe = describe
+        self._is_static = False
+        # Who has an input, as a set of bits: the leader's is 1.
+        self._bits = {rank: 2 << number for number, rank in enumerate(reports)}
+        self._everyone = (2 << len(reports)) - 1
+        self._seen: dict[Action, int] = {}
+        self._threads = {
+            rank: threading.Thread(
+                target=self._collect, args=(rank,), name=f"reports-of-{rank}", daemon=True
+            )
+            for rank in reports
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def begin(self, step: int, *, is_static: bool) -> None:
+        """See :class:`Agreement`."""
+        self._is_static = is_static
+        self._seen.clear()
+
+    def is_everywhere(self, item: Item) -> bool:
+        """See :class:`Agreement`."""
+        if self._is_static:
+            return True
+        action = item.label.action
+        bit = 1 if isinstance(item, Arrival) else self._bits[item.peer]
+        seen = self._seen.get(action, 0) | bit
+        if seen != self._everyone:
+            self._seen[action] = seen
+            return False
+        self._seen.pop(action, None)
+        return True
+
+    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+        """See :class:`Agreement`."""
+        action = policy.pick(state)
+        if action is not None and not self._is_static:
+            self._decisions.publish(encode_action(action), timeout_s)
+        return action
+
+    def missing(self) -> str:
+        """See :class:`Agreement`."""
+        lacking: dict[str, list[str]] = {}
+        for action, seen in self._seen.items():
+            if not seen & 1:
+                lacking.setdefault("here", []).append(str(action))
+            for rank, bit in self._bits.items():
+                if not seen & bit:
+                    lacking.setdefault(f"on {self._describe(rank)}", []).append(str(action))
+        return ", ".join(
+            f"not {place} yet: the input of {' '.join(actions)}"
+            for place, actions in lacking.items()
+        )
+
+    def close(self) -> None:
+        """See :class:`Agreement`. Followers still read what was published before.
+
+        Raises:
+            DeadlineError: a follower did not close within 30 s.
+        """
+        self._decisions.close()
+        end = time.monotonic() + _CLOSE_S
+        for rank, thread in self._threads.items():
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                self._reports[rank].give_up()
+                raise DeadlineError(
+                    f"{self._describe(rank)}, of the same tensor-parallel group, did not close "
+                    f"within {_CLOSE_S:g} s; did it stop elsewhere?"
+                )
+
+    def _collect(self, rank: int) -> None:
+        """Body of a thread: pass on one follower's reports until it closes."""
+        reader = self._reports[rank]
+        try:
+            while (word := reader.next(_FOR_EVER_S)) is not None:
+                if word == _LOST:
+                    raise PeerLostError(
+                        f"{self._describe(rank)}, of the same tensor-parallel group, lost its "
+                        "channel to another stage"
+                    )
+                self._completions.put(Notice(decode_label(word), rank))
+            reader.close()
+        except Exception as error:
+            self._completions.put(error)
+
+
+class Follower:
+    """A rank that does what the leader of its group decides, and reports its inputs.
+
+    Args:
+        decisions: where decisions come from.
+        reports: where its reports go.
+        completions: where its inputs arrive; the follower listens there.
+        timeout_s: limit of a report that waits for room.
+    """
+
+    def __init__(
+        self,
+        decisions: Reader,
+        reports: Writer,
+        completions: Completions,
+        timeout_s: float,
+    ) -> None:
+        self._decisions = decisions
+        self._reports = reports
+        self._completions = completions
+        self._timeout_s = timeout_s
+        # Of receiving threads and the executor's: what is reported, and that it is so only once.
+        self._lock = threading.Lock()
+        self._step = -1
+        self._is_static = True
+        self._reported: set[Action] = set()
+        self._has_ended = False  # nothing is reported any more
+        self._is_closed = False
+        completions.listen(self._hear)
+
+    @property
+    def decides(self) -> bool:
+        """See :class:`Agreement`."""
+        return self._is_static
+
+    def begin(self, step: int, *, is_static: bool) -> None:
+        """See :class:`Agreement`."""
+        with self._lock:
+            self._step = step
+            self._is_static = is_static
+            self._reported.clear()
+
+    def is_everywhere(self, item: Item) -> bool:
+        """See :class:`Agreement`: reports what came before the step began."""
+        if not self._is_static:
+            self._report(item.label)
+        return True
+
+    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+        """See :class:`Agreement`."""
+        if self._is_static:
+            return policy.pick(state)
+        word = self._decisions.next(timeout_s)
+        if word is None:
+            raise PeerLostError(
+                "the first rank of the tensor-parallel group has ended, while this one waits for "
+                "its next decision; the ranks ran different numbers of steps"
+            )
+        return decode_action(word)
+
+    def missing(self) -> str:
+        """See :class:`Agreement`."""
+        return ""
+
+    def close(self) -> None:
+        """See :class:`Agreement`."""
+        with self._lock:
+            self._is_closed = True
+            if not self._has_ended:
+                self._reports.close()
+            self._has_ended = True
+        self._decisions.close()
+
+    def _hear(self, item: Item | Exception) -> None:
+        """Report what was put into the completion queue; runs in the thread that put it."""
+        try:
+            if isinstance(item, Exception):
+                self._tell_loss()
+            else:
+                self._report(item.label)
+                return
+        except AdaptiveError as error:
+            self._completions.put(error)
+        if not self._is_closed:
+            self._decisions.give_up()  # wakes the executor, which finds the error in its queue
+
+    def _report(self, label: Label) -> None:
+        with self._lock:
+            # An arrival of a later step is reported by the executor, once it is there.
+            skip = self._has_ended or self._is_static or label.step != self._step
+            if skip or label.action in self._reported:
+                return
+            self._reported.add(label.action)
+            try:
+                self._reports.publish(encode_label(label), self._timeout_s)
+            except AdaptiveError:
+                self._has_ended = True
+                raise
+
+    def _tell_loss(self) -> None:
+        """Tell the leader that this rank cannot go on, if that is quickly done."""
+        if not self._lock.acquire(timeout=_TELL_S):
+            return
+        try:
+            if not self._has_ended:
+                self._has_ended = True
+                self._reports.publish(_LOST, _TELL_S)
+        finally:
+            self._lock.release()
+
+
+def connect(
+    links: Links,
+    members: Sequence[int],
+    rank: int,
+    completions: Completions,
+    timeout_s: float,
+) -> Leader | Follower:
+    """Make a member's side of the agreement. Collective over ``members``.
+
+    Args:
+        links: makes the channels; closed here.
+        members: global ranks of the group; the first one leads.
+        rank: this one.
+        completions: where this rank's inputs arrive.
+        timeout_s: limit of a report.
+    """
+    leader, *followers = members
+    agreement: Leader | Follower
+    if rank == leader:
+        decisions = links.writer("decisions", followers)
+        reports = {peer: links.reader(f"reports-{peer}", peer, 0) for peer in followers}
+        agreement = Leader(decisions, reports, completions, links.describe)
+    else:
+        source = links.reader("decisions", leader, followers.index(rank))
+        target = links.writer(f"reports-{rank}", [leader])
+        agreement = Follower(source, target, completions, timeout_s)
+    links.close()
+    return agreement
+
+
+def encode_action(action: Action) -> int:
+    """Return an action as a number of 63 bits.
+
+    Raises:
+        ScheduleError: there are more chunks, pieces or microbatches than such a number can say.
+    """
+    chunk, microbatch, piece = action.chunk, action.microbatch, action.piece
+    if chunk >> 13 or microbatch >> 32 or piece >> 16:
+        raise _too_large(action)
+    return _NUMBER[action.kind] << 61 | piece << 45 | chunk << 32 | microbatch
+
+
+def decode_action(word: int) -> Action:
+    """Return the action of :func:`encode_action`."""
+    return Action(_KINDS[word >> 61], word >> 32 & 0x1FFF, word & 0xFFFFFFFF, word >> 45 & 0xFFFF)
+
+
+def encode_label(label: Label) -> int:
+    """Return the label of a forward or backward as a number of 63 bits.
+
+    Raises:
+        ScheduleError: there are more chunks, microbatches or steps than such a number can say.
+    """
+    action = label.action
+    chunk, microbatch = action.chunk, action.microbatch
+    if chunk >> 10 or microbatch >> 20 or label.step >> 32:
+        raise _too_large(action)
+    return label.step << 31 | _NUMBER[action.kind] << 30 | chunk << 20 | microbatch
+
+
+def decode_label(word: int) -> Label:
+    """Return the label of :func:`encode_label`."""
+    return Label(word >> 31, Action(_KINDS[word >> 30 & 1], word >> 20 & 0x3FF, word & 0xFFFFF))
+
+
+def _too_large(action: Action) -> ScheduleError:
+    return ScheduleError(
+        f"{action} cannot be agreed on by a tensor-parallel group: use at most 1024 chunks, 65536 "
+        "pieces and 1048576 microbatches"
+    )

@@ -1,0 +1,254 @@
+"""Puts a rank's executor together from the process groups of megatron-core.
+
+Every rank of the job calls :func:`build_executor` at the same point: channels and process groups
+are made by all ranks together, in one order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive import extension
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.engine.agreement import Agreement, Alone, connect
+from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.unequal import default_cap as unequal_cap
+from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.connect import (
+    Payloads,
+    connect_ranks,
+    network_address,
+    own_endpoint,
+)
+from megatron.adaptive.transport.groups import ProcessGroups, gloo_group
+from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.liveness import here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What connects a rank with the others; closed at the end of the run.
+
+    Attributes:
+        executor: the engine.
+        transport: its channels, ``None`` for a pipeline of one rank.
+        agreement: its tensor-parallel group's decisions.
+    """
+
+    executor: Executor
+    transport: Transport | None
+    agreement: Agreement
+
+    def close(self) -> None:
+        """Close channels and decisions; all ranks of the pipeline must do so."""
+        self.agreement.close()
+        if self.transport is not None:
+            self.transport.close()
+
+
+def build_executor(
+    *,
+    placement: Placement,
+    accelerator: Accelerator,
+    places: list[dict[str, Any]],
+    payload_shape: tuple[int, ...] | None,
+    payload_dtype: torch.dtype,
+    timeout_s: float,
+    recorder: Recorder | None,
+    transport: TransportConfig | None = None,
+    in_flight: int | None = None,
+    widths: Widths | None = None,
+) -> Wiring:
+    """Make this rank's executor with its channels and agreement.
+
+    Collective over all ranks of the job, after megatron-core's parallel state is initialized.
+
+    Args:
+        placement: where stages live.
+        accelerator: this rank's device.
+        places: where every rank runs, see :func:`gather_places`.
+        payload_shape: shape of the tensors between stages when they are all alike.
+        payload_dtype: their element type.
+        timeout_s: limit of every wait of the executor.
+        recorder: where spans go.
+        transport: how to connect the ranks; chosen for each pair where ``None``.
+        in_flight: most inputs that a rank keeps at a time, see :func:`inputs_in_flight`.
+        widths: of the stages where they are unequal.
+    """
+    pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    rank = dist.get_rank()
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+
+    def describe(rank: int) -> str:
+        place = places[rank]
+        return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
+
+    if widths is None:
+        members = pp_ranks
+        peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
+    else:
+        members, peers = list(range(widths.num_ranks)), list(widths.neighbours_of(rank))
+    channels = _connect(
+        members,
+        peers,
+        accelerator,
+        places,
+        describe,
+        Payloads(shape=payload_shape, dtype=payload_dtype, in_flight=in_flight),
+        transport or TransportConfig(),
+        timeout_s,
+    )
+    agreement = _build_agreement(places, describe, channels, timeout_s)
+    executor = Executor(
+        placement=placement,
+        pp_rank=pp_rank,
+        peer_of=pp_ranks.__getitem__,
+        route=None if widths is None else partial(widths.route, rank),
+        transport=channels,
+        agreement=agreement,
+        clock=accelerator.clock(),
+        recorder=recorder,
+        timeout_s=timeout_s,
+    )
+    return Wiring(executor=executor, transport=channels, agreement=agreement)
+
+
+def gather_places() -> list[dict[str, Any]]:
+    """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
+    return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
+
+
+def inputs_in_flight(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    cap: float | None,
+    keeps_all: bool = False,
+    widths: Widths | None = None,
+) -> int:
+    """Most inputs from other stages that a rank keeps at a time, for the size of its channels.
+
+    Args:
+        placement: where stages live.
+        num_microbatches: microbatches of a step; of the whole job where stages are unequal.
+        cap: activations that a rank may hold, in whole-rank microbatches; ``None`` for the default.
+        keeps_all: the schedule runs all forwards before the first backward.
+        widths: of the stages where they are unequal.
+    """
+    if widths is not None:
+        # Channels are alike on both sides: the most that any rank keeps.
+        own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
+        if keeps_all:
+            return max(own)
+        return max(
+            min(n, math.ceil(unequal_cap(widths, s, n) if cap is None else cap))
+            for s, n in enumerate(own)
+        )
+    everything = num_microbatches * placement.num_chunks
+    if keeps_all:
+        return everything
+    limit = default_cap(placement, num_microbatches) if cap is None else cap
+    return min(everything, math.ceil(limit * placement.num_chunks))
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return what every rank passed, by global rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _connect(
+    members: list[int],
+    peers: list[int],
+    accelerator: Accelerator,
+    places: list[dict[str, Any]],
+    describe: Describe,
+    payloads: Payloads,
+    options: TransportConfig,
+    timeout_s: float,
+) -> Transport | None:
+    """Connect this rank with its neighbours. Collective over all ranks.
+
+    Args:
+        members: ranks that exchange messages with each other alone, this one's among them.
+        peers: those that this rank exchanges messages with.
+    """
+    if len(members) == 1:
+        return None
+    rank = dist.get_rank()
+    groups = ProcessGroups(
+        members=members,
+        gather=_gather,
+        accelerator=accelerator,
+        payloads=payloads,
+        describe=describe,
+        timeout_s=timeout_s,
+    )
+    own = own_endpoint(
+        rank,
+        places[rank],
+        device=accelerator.device,
+        own_gpu=accelerator.backend == "nccl",
+        options=options,
+        address=network_address(
+            options.transport_interface or Environment.read().socket_interface,
+            _store_host(),
+            alone=len({place["machine"] for place in places}) == 1,
+        ),
+    )
+    return connect_ranks(
+        own=own,
+        peers=peers,
+        gather=_gather,
+        groups=groups,
+        options=options,
+        payloads=payloads,
+        device=accelerator.device,
+        describe=describe,
+        timeout_s=timeout_s,
+        log=lambda line: print(line, flush=True),
+    )
+
+
+def _store_host() -> str | None:
+    """Return the host that serves the job's store, ``None`` where it is none of the network."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def _build_agreement(
+    places: list[dict[str, Any]],
+    describe: Describe,
+    transport: Transport | None,
+    timeout_s: float,
+) -> Agreement:
+    """Connect this rank with its tensor- and context-parallel group. Collective over all ranks."""
+    if transport is None:
+        return Alone()
+    members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
+    group = gloo_group(members, _gather)
+    if len(members) == 1:
+        return Alone()
+    on_one_host = len({places[rank]["machine"] for rank in members}) == 1
+    module = extension.load()
+    usable: list[Any] = [None] * len(members)
+    dist.all_gather_object(usable, module is not None and on_one_host, group=group)
+    links: Links
+    links = MemoryLinks(module, group, describe) if all(usable) else MessageLinks(group, describe)
+    return connect(links, members, dist.get_rank(), transport.completions, timeout_s)

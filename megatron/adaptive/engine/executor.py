@@ -1,0 +1,592 @@
+"""Runs one step of one pipeline rank in the order that its policy picks.
+
+A static schedule and a run-time rule go through the same loop::
+
+    policy picks ─> run the action on its chunk ─> hand the result to the channel
+         ^                                                    │
+         └── arrivals of other ranks <── completion queue <───┘
+
+A device runs behind the process that launches work on it. A run-time rule is therefore asked late,
+when all but the last few launched actions are done: it then knows what has arrived meanwhile.
+
+The executor owns the state of the step, the tensors between stages and the clock; it knows neither
+megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
+one tensor-parallel group keep together is an ``Agreement``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from megatron.adaptive.accelerator import CpuClock, CudaClock
+from megatron.adaptive.engine.agreement import Agreement
+from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.reasons import reasons_of
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.event import KINDS, REASONS, Row
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
+
+__all__ = ["ActivationMeter", "StepLog"]
+
+
+_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+
+# A tensor, its size and sender (-1: this rank), when it arrived and whether that is exact.
+_Input = tuple[torch.Tensor | None, int, int, int, bool]
+_NO_INPUT: _Input = (None, 0, -1, 0, True)
+
+
+class Stages(Protocol):
+    """The chunks of one rank during one step."""
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Run the forward of a chunk.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            received: output of the stage before, ``None`` on the first stage.
+
+        Returns:
+            The tensor for the next stage (the loss on the last).
+        """
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """The output of that forward is with the transport: its memory may go."""
+
+    def activation_bytes(self, chunk: int) -> int:
+        """Bytes that one microbatch's forward of the chunk keeps for its backward."""
+
+    def retained_bytes(self, chunk: int) -> int:
+        """Bytes of them that a split backward leaves for the weight gradient."""
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run the backward of a chunk: the whole one, or by inputs only if backwards are split.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            gradient: gradient of the chunk's output, ``None`` on the last stage.
+
+        Returns:
+            The gradient for the stage before, ``None`` on the first stage.
+        """
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients that a split backward left.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            piece: which part, ascending from 0.
+            pieces: number of parts.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of one rank in one step.
+
+    Attributes:
+        busy_s: seconds within actions.
+        span_s: seconds from its first action's start to its last one's end.
+        actions: what ran, in order, with its nanoseconds.
+    """
+
+    busy_s: float
+    span_s: float
+    actions: tuple[tuple[Action, int], ...] = ()
+
+
+class Executor:
+    """Runs the steps of one pipeline rank.
+
+    Args:
+        placement: where stages live.
+        pp_rank: this rank's position in the pipeline.
+        peer_of: global rank of a position in the pipeline.
+        route: global rank and microbatch there, of a position and a microbatch here, where a stage
+            has several ranks; ``peer_of`` where ``None``.
+        transport: channels to the other ranks, ``None`` for a pipeline of one rank.
+        agreement: keeps the ranks of a tensor-parallel group on one order.
+        clock: takes the times of the trace.
+        recorder: where spans go, ``None`` for no trace.
+        timeout_s: limit of every wait for an input.
+        launch_ahead: actions that a run-time rule may have unfinished on the device when it is
+            asked for the next one; 0 leaves the device idle while it decides.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        pp_rank: int,
+        peer_of: Callable[[int], int],
+        transport: Transport | None,
+        agreement: Agreement,
+        clock: CpuClock | CudaClock,
+        recorder: Recorder | None,
+        timeout_s: float,
+        launch_ahead: int = 1,
+        route: Callable[[int, int], tuple[int, int]] | None = None,
+    ) -> None:
+        self._pp_rank = pp_rank
+        self._num_chunks = placement.num_chunks
+        chunks = range(placement.num_chunks)
+        self._targets = {
+            ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
+            ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
+        }
+        self._route = route or (lambda rank, microbatch: (peer_of(rank), microbatch))
+        self._transport = transport
+        self._agreement = agreement
+        self._clock = clock
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._launch_ahead = launch_ahead
+        self._step = -1
+        self._is_running = False
+        self._early: list[Item] = []
+        self._codes: list[int] = []
+        self._inputs: dict[Action, _Input] = {}
+        self._held_bytes = 0
+        self._done: list[tuple[Action, object, object, int, int, int]] = []
+        self._log: StepLog | None = None
+
+    def trace_to(self, recorder: Recorder | None) -> None:
+        """Write the spans of further steps elsewhere; only between two steps."""
+        self._recorder = recorder
+
+    @property
+    def last_codes(self) -> tuple[int, ...]:
+        """The actions of the last step in the order they were started, as ``codes_of`` says them.
+
+        Microbatches and pieces ascend within a chunk, so that codes say everything.
+        """
+        return tuple(self._codes)
+
+    def look(self) -> dict[str, Any]:
+        """What this rank does in its step, for another thread; the step notes nothing for it.
+
+        Returns:
+            Fields of ``trace.live_state.Now``, none between two steps.
+        """
+        codes, launched = tuple(self._codes), tuple(self._done)
+        if not self._is_running:
+            return {}
+        finished = len(launched)
+        if launched and not self._clock.is_passed(cast("Any", launched[-1][2])):
+            finished -= 1  # the device is at it
+        kinds, chunks = tuple(ActionKind), self._num_chunks
+        fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
+        if len(codes) > finished:
+            number, chunk = divmod(codes[-1], chunks)
+            fields |= {"doing": kinds[number].value, "chunk": chunk}
+            if kinds[number] is not ActionKind.W:  # that one comes in pieces
+                fields["microbatch"] = codes.count(codes[-1]) - 1
+        elif (log := self._log) is not None:
+            fields["cause"] = log.present_cause()
+        done = [code // chunks for code in codes[:finished]]
+        return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
+
+    def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
+        """Run one step: every action of ``state`` once, in the order ``policy`` picks.
+
+        Args:
+            stages: the rank's chunks.
+            policy: picks the order; ranks of one tensor-parallel group must pass equal ones.
+            state: a fresh state of this rank.
+
+        Raises:
+            DeadlineError: an input did not arrive within the time limit.
+            PeerLostError: a neighbour is gone.
+            ScheduleError: the policy picked an action that is not ready.
+        """
+        self._step += 1
+        self._inputs.clear()
+        self._done.clear()
+        self._codes.clear()
+        self._held_bytes = 0
+        self._is_running = True
+        self._log = self._new_log(policy, state)
+        is_static = isinstance(policy, Follow)
+        self._agreement.begin(self._step, is_static=is_static)
+        early, self._early = self._early, []
+        for item in early:
+            self._accept(item, state)
+        while not state.done:
+            if not is_static:
+                self._let_device_catch_up()
+            self._drain(state)
+            action = self._next_action(policy, state)
+            if action is None:
+                self._await_arrival(state)
+                continue
+            while not state.is_ready(action):
+                if self._agreement.decides or not state.is_possible(action):
+                    raise ScheduleError(
+                        f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
+                        f"pipeline, which cannot start: {state.why_not(action)}; "
+                        f"{state.describe()}"
+                    )
+                self._await_arrival(state)  # the leader knows that it has arrived
+            self._perform(action, stages, state)
+        self._is_running = False
+
+    def finish_step(self) -> StepTimes:
+        """Hand the spans of the last step to the recorder; the device must have finished it.
+
+        Returns:
+            How long the rank worked and how long the step took it.
+        """
+        resolve: Callable[[Any], int] = self._clock.resolve_ns
+        busy_ns = 0
+        start_ns = end_ns = 0
+        actions = []
+        resolved = []
+        for action, start, end, nbytes, held, depth in self._done:
+            begin_ns, end_ns = resolve(start), resolve(end)
+            start_ns = start_ns or begin_ns
+            busy_ns += end_ns - begin_ns
+            actions.append((action, end_ns - begin_ns))
+            resolved.append((action, begin_ns, end_ns, nbytes, held, depth))
+        log, self._log = self._log, None
+        if log is not None and self._recorder is not None:
+            self._recorder.extend(log.rows(resolved, self._codes))
+        self._done.clear()
+        return StepTimes(
+            busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9, actions=tuple(actions)
+        )
+
+    def _let_device_catch_up(self) -> None:
+        """Wait until no more than ``launch_ahead`` of the launched actions are unfinished."""
+        if len(self._done) > self._launch_ahead:
+            wait: Callable[[Any], None] = self._clock.wait
+            wait(self._done[-1 - self._launch_ahead][2])
+
+    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
+        """What notes down this step, ``None`` where it is not traced."""
+        if self._recorder is None or state.forward_only or not self._recorder.is_recording:
+            return None
+        return StepLog(policy, self._num_chunks)
+
+    def _next_action(self, policy: Policy, state: RankState) -> Action | None:
+        log, asked_ns = self._log, 0
+        if log is not None and not self._agreement.decides:
+            asked_ns = time.monotonic_ns()
+        try:
+            action = self._agreement.next_action(policy, state, self._timeout_s)
+        except TransportError as error:
+            self._drain(state)  # a channel that failed says more than the group's silence
+            if isinstance(error, DeadlineError):
+                raise DeadlineError(
+                    f"{error}; rank {self._pp_rank} of the pipeline, in step {self._step}, itself "
+                    f"waits for {state.missing()}"
+                ) from error
+            raise
+        if log is not None and asked_ns:
+            log.decision(asked_ns, time.monotonic_ns(), state)
+        return action
+
+    def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
+        received, nbytes, peer, arrived_ns, is_exact = self._inputs.pop(action, _NO_INPUT)
+        if self._log is not None:
+            self._log.begins(action, time.monotonic_ns(), peer, nbytes, arrived_ns, is_exact)
+        depth = len(self._inputs)
+        start = self._clock.mark()
+        state.start(action)
+        self._codes.append(_NUMBER[action.kind] * self._num_chunks + action.chunk)
+        chunk, microbatch = action.chunk, action.microbatch
+        if action.kind is ActionKind.F:
+            output = stages.forward(chunk, microbatch, received)
+            if not state.forward_only:
+                self._held_bytes += stages.activation_bytes(chunk)
+            held = self._held_bytes
+            state.finish(action)
+            nbytes += self._hand_forward(action, output, state)
+            stages.release(chunk, microbatch)
+        elif action.kind is ActionKind.B:
+            held = self._held_bytes
+            gradient = stages.backward(chunk, microbatch, received)
+            self._held_bytes -= stages.activation_bytes(chunk)
+            if state.weight_pieces:
+                self._held_bytes += stages.retained_bytes(chunk)
+            state.finish(action)
+            nbytes += self._hand_backward(action, gradient, state)
+        else:
+            held = self._held_bytes
+            stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
+            if action.piece == state.weight_pieces - 1:
+                self._held_bytes -= stages.retained_bytes(chunk)
+            state.finish(action)
+        self._done.append((action, start, self._clock.mark(), nbytes, held, depth))
+
+    def _hand_forward(self, action: Action, output: torch.Tensor, state: RankState) -> int:
+        target = self._targets[ActionKind.F][action.chunk]
+        if target is None:
+            return 0  # the loss: its backward starts from here
+        return self._hand(target, action, output, state)
+
+    def _hand_backward(
+        self, action: Action, gradient: torch.Tensor | None, state: RankState
+    ) -> int:
+        target = self._targets[ActionKind.B][action.chunk]
+        if target is None:
+            return 0
+        if gradient is None:
+            raise ScheduleError(
+                f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
+                "before it; does its input require one?"
+            )
+        return self._hand(target, action, gradient, state)
+
+    def _hand(
+        self, target: tuple[int, int], of: Action, tensor: torch.Tensor, state: RankState
+    ) -> int:
+        """Give the result of ``of`` to the stage at ``target``; returns bytes that leave here."""
+        rank, chunk = target
+        action = Action(of.kind, chunk, of.microbatch)
+        if rank == self._pp_rank:
+            self._inputs[action] = (tensor.detach(), 0, -1, 0, True)
+            state.arrive(action.kind, chunk, action.microbatch)
+            return 0
+        assert self._transport is not None
+        peer, microbatch = self._route(rank, of.microbatch)
+        if microbatch != of.microbatch:
+            action = Action(of.kind, chunk, microbatch)
+        log = self._log
+        start_ns = 0 if log is None else time.monotonic_ns()
+        self._transport.send(peer, Label(self._step, action), tensor)
+        if log is not None:
+            log.sent(action, peer, tensor.nbytes, start_ns, time.monotonic_ns())
+        return tensor.nbytes
+
+    def _drain(self, state: RankState) -> None:
+        if self._transport is None:
+            return
+        while (item := self._transport.completions.poll()) is not None:
+            self._accept(item, state)
+
+    def _await_arrival(self, state: RankState) -> None:
+        if self._transport is None:
+            raise ScheduleError(
+                f"no action can start and no other rank could change that: {state.describe()}"
+            )
+        start_ns, log = time.monotonic_ns(), self._log
+        if log is not None:
+            log.wait_begins(start_ns, state)
+        item = self._transport.completions.wait(start_ns / 1e9 + self._timeout_s)
+        if item is None:
+            elsewhere = self._agreement.missing()
+            raise DeadlineError(
+                f"rank {self._pp_rank} of the pipeline waited {self._timeout_s:g} s in step "
+                f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
+                "those ranks, or raise --pipeline-timeout-s"
+            )
+        if log is not None:
+            log.wait_ends(time.monotonic_ns(), item)
+        self._accept(item, state, is_awaited=True)
+
+    def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
+        step, action = item.label.step, item.label.action
+        if step > self._step:
+            # Evaluation has no barrier between steps: the first stage may be steps ahead.
+            self._early.append(item)
+            return
+        if isinstance(item, Arrival):
+            if step != self._step:
+                raise TransportError(
+                    f"rank {item.peer} sent {action} of step {step} to rank {self._pp_rank} of the "
+                    f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
+                    "steps"
+                )
+            arrived_ns = 0
+            if self._log is not None:
+                # Not every transport can tell; what was waited for arrives as it is taken.
+                told = item.arrived_ns
+                arrived_ns = told or time.monotonic_ns()
+                is_awaited = is_awaited or told is not None
+            self._inputs[action] = (item.take(), item.nbytes, item.peer, arrived_ns, is_awaited)
+        elif step != self._step:
+            return  # word about a step that ended: nobody waits for it
+        if self._agreement.is_everywhere(item):
+            state.arrive(action.kind, action.chunk, action.microbatch)
+
+
+_TRACE_NUMBER = {kind: KINDS.index(kind.value) for kind in ActionKind}
+_WAIT, _SEND, _RECEIVE = (KINDS.index(kind) for kind in ("wait", "send", "receive"))
+_REASON = {word: number for number, word in enumerate(REASONS)}
+_INPUT, _MEMORY, _ORDER, _GROUP = (_REASON[word] for word in ("input", "memory", "order", "group"))
+_SEEN, _FOUND = _REASON["seen"], _REASON["found"]
+
+SHORT_NS = 20_000
+"""A follower gets every decision from its leader; from here on that is a wait."""
+
+
+class StepLog:
+    """Gathers the rows of one step of one rank.
+
+    Args:
+        policy: what picks the actions.
+        num_chunks: chunks of the rank.
+    """
+
+    __slots__ = (
+        "_by_group",
+        "_cause",
+        "_num_chunks",
+        "_policy",
+        "_rows",
+        "_since_ns",
+        "_until_ns",
+        "_waker",
+    )
+
+    def __init__(self, policy: Policy, num_chunks: int) -> None:
+        self._policy = policy
+        self._num_chunks = num_chunks
+        self._rows: list[Row] = []
+        self._since_ns = 0  # of the present wait, 0 if there is none
+        self._until_ns = 0
+        self._cause = _INPUT
+        self._waker = -1
+        self._by_group = False  # a member's word ended it
+
+    def wait_begins(self, now_ns: int, state: RankState) -> None:
+        """Nothing can start; a wait that nothing came of goes on."""
+        if self._since_ns:
+            return
+        self._since_ns = now_ns
+        self._cause = _INPUT
+        ready = state.ready()
+        if ready:
+            fits = any(state.fits(action) for action in ready)
+            self._cause = _ORDER if fits else _MEMORY
+
+    def wait_ends(self, now_ns: int, item: Item) -> None:
+        """Something arrived, which may let an action start."""
+        self._until_ns = now_ns
+        self._waker = item.peer
+        self._by_group = isinstance(item, Notice)
+
+    def decision(self, asked_ns: int, now_ns: int, state: RankState) -> None:
+        """The leader's decision came."""
+        if now_ns - asked_ns < SHORT_NS:
+            return
+        self.wait_begins(asked_ns, state)
+        if self._cause == _ORDER:
+            self._cause = _GROUP  # this rank could have gone on
+        self._until_ns = now_ns
+        self._waker = -1
+        self._by_group = True
+
+    def present_cause(self) -> str:
+        """The cause of the wait that goes on, empty if none does."""
+        return REASONS[self._cause] if self._since_ns else ""
+
+    def begins(
+        self, action: Action, now_ns: int, peer: int, nbytes: int, arrived_ns: int, is_exact: bool
+    ) -> None:
+        """An action starts.
+
+        Args:
+            action: the action.
+            now_ns: now.
+            peer: global rank that its input came from, -1 if it came from none.
+            nbytes: size of the input.
+            arrived_ns: when it arrived, or was found to be there.
+            is_exact: which of the two.
+        """
+        kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
+        if self._since_ns:
+            times, cause, waker = (self._since_ns, self._until_ns), self._cause, peer
+            if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
+                cause = _GROUP  # the input had been here, but not on all members
+            if peer < 0 or cause == _GROUP:
+                waker = self._waker
+            self._rows.append(
+                (_WAIT, chunk, microbatch, action.piece, *times, 0, 0, 0, waker, kind, cause)
+            )
+            self._since_ns = 0
+        if peer >= 0:
+            reason = _SEEN if is_exact else _FOUND
+            self._rows.append(
+                (
+                    *(_RECEIVE, chunk, microbatch, 0, arrived_ns, now_ns),
+                    *(nbytes, 0, 0, peer, kind, reason),
+                )
+            )
+
+    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int, end_ns: int) -> None:
+        """The transport took a message, the input of ``of`` on ``peer``."""
+        kind = _TRACE_NUMBER[of.kind]
+        self._rows.append(
+            (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
+        )
+
+    def rows(
+        self,
+        done: Sequence[tuple[Action, int, int, int, int, int]],
+        codes: Sequence[int],
+    ) -> list[Row]:
+        """Everything that was noted and every action.
+
+        Args:
+            done: per action its start and end, bytes moved, memory held and inputs waiting.
+            codes: the actions as ``reasons_of`` takes them.
+        """
+        words = reasons_of(self._policy, codes, self._num_chunks)
+        for (action, start_ns, end_ns, nbytes, held, depth), word in zip(done, words, strict=True):
+            self._rows.append(
+                (
+                    *(_TRACE_NUMBER[action.kind], action.chunk, action.microbatch, action.piece),
+                    *(start_ns, end_ns, nbytes, held, depth, -1, -1, _REASON[word]),
+                )
+            )
+        return self._rows
+
+
+class ActivationMeter:
+    """Measures what one forward of each chunk keeps for its backward.
+
+    Counts the distinct storages that autograd saves during the first forward of a chunk, without
+    those of parameters. Later forwards run unobserved.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def bytes_of(self, chunk: int) -> int:
+        """Bytes of one microbatch of the chunk, 0 before its first forward."""
+        return self._bytes.get(chunk, 0)
+
+    @contextlib.contextmanager
+    def measure(self, chunk: int, model: torch.nn.Module) -> Iterator[None]:
+        """Observe a forward of ``chunk`` unless one was observed before."""
+        if chunk in self._bytes:
+            yield
+            return
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self._bytes[chunk] = sum(seen.values())

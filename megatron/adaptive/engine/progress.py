@@ -1,0 +1,178 @@
+"""How far a run is, for programs that look on: ``progress.jsonl`` in the run's folder.
+
+One rank appends a line of JSON per iteration, two a second at most, and of every iteration that the
+log tells of::
+
+    {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
+    {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
+    {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
+    {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
+    {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
+    {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
+
+A number that is not finite is ``null``. While the disk is full lines are missing, and one may be
+cut short; the next whole one begins a line of its own. A manager that goes on with other processes
+puts ``over`` beside it: those that wrote here save no checkpoint any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.trace.progress import PROGRESS_NAME
+
+__all__ = [
+    "COMPLETE",
+    "ProgressFile",
+    "is_over",
+    "mark_over",
+    "require_current",
+    "saved_line",
+]
+
+COMPLETE = "all iterations are done"
+"""Why a training ends that did all that it was to do."""
+
+PERIOD_S = 0.5
+_OVER = "over"
+
+Value = float | int | str | list[float] | None
+
+
+def mark_over(folder: Path) -> None:
+    """Let the processes that write here save nothing more, as far as the file system lets us."""
+    with contextlib.suppress(OSError):
+        (folder / _OVER).touch()
+
+
+def is_over(folder: str | None) -> bool:
+    """Whether the job goes on without the processes that write to a folder of progress."""
+    return folder is not None and (Path(folder) / _OVER).exists()
+
+
+def require_current(folder: str | None) -> None:
+    """Keep ranks that stood still from writing over what the job did without them.
+
+    Raises:
+        CheckpointError: the job has gone on.
+    """
+    if is_over(folder):
+        raise CheckpointError("the job has gone on without these ranks, which end now")
+
+
+def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
+    """The line of the log about a checkpoint.
+
+    Args:
+        iteration: that it is of.
+        path: where it is.
+        seconds: that training waited for it.
+        is_behind: whether it was written behind training.
+    """
+    waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
+    return f"  successfully saved checkpoint from iteration {iteration:7d} to {path} ({waited})"
+
+
+class ProgressFile:
+    """Appends to the file of a run; a failure is told once and costs lines, not the job.
+
+    Args:
+        folder: of the traces; made if it is missing. ``None`` to write nothing.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._path = Path(folder or "") / PROGRESS_NAME
+        self._due_s = 0.0
+        self._untold: Mapping[str, Value] | None = None
+        self._file: int | None = None
+        self._is_failing = self._is_torn = False
+        if folder is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            self._warn(error)
+
+    def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
+        """Write how many iterations were done before, and how many the whole training has.
+
+        Args:
+            start_iteration: iterations done before.
+            total_iterations: of the whole training.
+            more: parallel sizes; ``moved`` where ranks that train already write here from now on.
+        """
+        self._write(
+            {"total_iterations": total_iterations, "start_iteration": start_iteration, **more}
+        )
+
+    def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
+        """Tell of an iteration, unless another was told of just now.
+
+        Args:
+            iteration: its number.
+            values: what is known of it.
+            is_logged: whether the log has a line about it.
+        """
+        now_s = time.monotonic()
+        self._untold = {"iteration": iteration, **values}
+        if is_logged or now_s >= self._due_s:
+            self._due_s = now_s + PERIOD_S
+            self._tell()
+
+    def tell(self, values: Mapping[str, Value]) -> None:
+        """Tell something besides iterations, such as of a checkpoint."""
+        self._tell()
+        self._write(values)
+
+    def ended(self, reason: str) -> None:
+        """Tell why the training ended."""
+        self._tell()
+        self._write({"ended": reason})
+
+    def close(self) -> None:
+        """Tell of the last iteration and close the file; idempotent."""
+        self._tell()
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._write(untold)
+
+    def _write(self, values: Mapping[str, Value]) -> None:
+        if self._file is None:
+            return
+        sound = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        try:
+            line = json.dumps({**sound, "unix_ns": time.time_ns()}) + "\n"
+            data = ("\n" if self._is_torn else "").encode() + line.encode()
+            written = os.write(self._file, data)
+            self._is_torn = 0 < written < len(data) or (self._is_torn and not written)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                self._warn(error)
+            self._is_failing = True
+
+    def _warn(self, error: OSError) -> None:
+        print(
+            f"warning: cannot write {self._path}: {error.strerror or error}; training goes on, "
+            "who looks on does not see how far it is",
+            file=sys.stderr,
+            flush=True,
+        )

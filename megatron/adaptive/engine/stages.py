@@ -1,0 +1,329 @@
+"""The chunks of a rank as megatron-core sees them: its forward and backward steps, unchanged.
+
+This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
+It keeps, per chunk and microbatch, what megatron-core's own loops keep in lists, and switches the
+gradient synchronization of data parallelism on for the last microbatch of each chunk. Where
+backwards are split, weight gradients go through the chunk's
+:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_model_type
+
+from megatron.adaptive.accelerator import current_device
+from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.schedule.placement import Placement
+
+
+def default_process_groups() -> ProcessGroupCollection:
+    """Return the groups that megatron-core's schedules take from its global state."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+class GradientSync:
+    """Holds data-parallel gradient reduction back until a chunk's last microbatch.
+
+    Of one rank's chunks the last backward comes in descending order under every schedule (a
+    chunk's backward needs that of the next chunk), so replicas enqueue their reductions alike. The
+    last weight gradient of a split backward comes in whatever order the rank picks: a chunk's
+    reduction then waits for those of all later chunks.
+
+    Args:
+        config: megatron-core's configuration of the chunks.
+        chunks: the rank's model chunks.
+    """
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._hold = _as_list(config.no_sync_func, len(chunks))
+        self._start = _as_list(config.grad_sync_func, len(chunks))
+        self._held: list[contextlib.AbstractContextManager[Any] | None] = [None] * len(chunks)
+        self._complete: set[int] = set()
+        self._next_start = len(chunks) - 1
+
+    def hold(self) -> None:
+        """Accumulate gradients locally from here on."""
+        for chunk, hold in enumerate(self._hold):
+            if hold is not None and self._held[chunk] is None:
+                context = hold()
+                context.__enter__()
+                self._held[chunk] = context
+
+    def before_last_backward(self, chunk: int) -> None:
+        """The chunk's next backward completes its gradients."""
+        if self._start[chunk] is None:
+            self._let_go(chunk)
+
+    def after_last_backward(self, chunk: int) -> None:
+        """The chunk's gradients are complete: reduce them where that is explicit."""
+        start = self._start[chunk]
+        if start is not None:
+            self._let_go(chunk)
+            start(self._chunks[chunk].parameters())
+
+    def after_last_weights(self, chunk: int) -> None:
+        """The chunk's gradients are complete, its backwards having been split.
+
+        Starts the reduction of every chunk whose turn has come, in descending order, that of a
+        chunk with ``no_sync`` alone included: no backward is left to start it.
+
+        Raises:
+            ConfigError: gradients were held back that nothing can reduce.
+        """
+        self._complete.add(chunk)
+        while self._next_start in self._complete:
+            self._reduce(self._next_start)
+            self._next_start -= 1
+
+    def release(self) -> None:
+        """Leave nothing held back, whatever happened in the step."""
+        for chunk in range(len(self._held)):
+            self._let_go(chunk)
+
+    def _reduce(self, chunk: int) -> None:
+        held, start = self._held[chunk], self._start[chunk]
+        self._let_go(chunk)
+        if start is not None:
+            start(self._chunks[chunk].parameters())
+        elif held is not None:
+            start = getattr(self._chunks[chunk], "start_grad_sync", None)
+            if start is None:
+                raise ConfigError(
+                    f"chunk {chunk} is a {type(self._chunks[chunk]).__name__} with a no_sync_func, "
+                    "but without start_grad_sync; set grad_sync_func to split its backward"
+                )
+            start()
+
+    def _let_go(self, chunk: int) -> None:
+        context, self._held[chunk] = self._held[chunk], None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def _as_list(value: Any, length: int) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value] * length if length == 1 or value is None else _shared(value, length)
+
+
+def _shared(value: Callable[..., Any], length: int) -> list[Any]:
+    raise ConfigError(
+        f"one function {value!r} was given for the gradient synchronization of {length} chunks; "
+        "give a list with one function per chunk"
+    )
+
+
+class MegatronStages:
+    """One step of a rank's megatron-core chunks.
+
+    Args:
+        forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
+            loss_func)``.
+        data_iterators: one per chunk.
+        chunks: the rank's model chunks, in order.
+        placement: where stages live.
+        pp_rank: position of this rank.
+        num_microbatches: microbatches of the step.
+        groups: process groups of the step.
+        meter: measures activations once.
+        forward_only: evaluation: nothing is kept for a backward.
+        collect_non_loss_data: as in megatron-core.
+        first_val_step: as in megatron-core.
+        split: backwards leave weight gradients to :meth:`weights`. Nothing changes in evaluation.
+        stores: one per chunk, attached to its layers; needed only to split.
+        loss_parts: microbatches that the step's loss is the mean of; those of this rank where
+            ``None``.
+
+    Raises:
+        ConfigError: backwards are to be split and there is not one store per chunk.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterators: Sequence[Any],
+        chunks: Sequence[torch.nn.Module],
+        placement: Placement,
+        pp_rank: int,
+        num_microbatches: int,
+        groups: ProcessGroupCollection,
+        meter: ActivationMeter,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+        first_val_step: bool | None,
+        split: bool = False,
+        stores: Sequence[WeightGradientStore] | None = None,
+        loss_parts: int | None = None,
+    ) -> None:
+        self.reduced_losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
+        self.config = get_model_config(chunks[0])
+        self._model_type = get_model_type(chunks[0])
+        self._forward_step_func = forward_step_func
+        self._data_iterators = data_iterators
+        self._chunks = chunks
+        self._num_microbatches = num_microbatches
+        self._loss_parts = num_microbatches if loss_parts is None else loss_parts
+        self._cp_size = groups.cp.size()
+        self._meter = meter
+        self._forward_only = forward_only
+        self._collect_non_loss_data = collect_non_loss_data
+        self._first_val_step = first_val_step
+        stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
+        self._is_first = [stage == 0 for stage in stages]
+        self._is_last = [stage == placement.num_stages - 1 for stage in stages]
+        self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._stores = _stores(stores, len(chunks)) if split and not forward_only else None
+        self._sync = GradientSync(self.config, chunks)
+        if not forward_only:
+            self._sync.hold()
+        for store in self._stores or ():
+            store.clear()
+            store.active = True
+
+    def activation_bytes(self, chunk: int) -> int:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        return self._meter.bytes_of(chunk)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        if received is not None and not self._forward_only:
+            received.requires_grad_()
+        model = self._chunks[chunk]
+        with self._meter.measure(chunk, model) if not self._forward_only else _NOTHING:
+            output, num_tokens = forward_step(
+                self._forward_step_func,
+                self._data_iterators[chunk],
+                model,
+                self._loss_parts,
+                received,
+                self.reduced_losses,
+                self.config,
+                self._cp_size,
+                collect_non_loss_data=self._collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(
+                    self._first_val_step, self._forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(self._chunks) > 1 else None,
+                is_last_stage=self._is_last[chunk],
+            )
+        self.num_tokens += num_tokens
+        if not self._forward_only:
+            self._inputs[chunk, microbatch] = received
+            self._outputs[chunk, microbatch] = output
+        return output
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`.
+
+        Only the graph of an output is needed from here on. Its storage lives as long as the
+        transport holds it.
+        """
+        output = self._outputs.get((chunk, microbatch))
+        if output is not None and not self._is_last[chunk]:
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        received = self._inputs.pop((chunk, microbatch))
+        output = self._outputs.pop((chunk, microbatch))
+        if self._stores is not None:
+            with self._stores[chunk].collect(microbatch):
+                return self._backward_step(received, output, gradient)
+        last = microbatch == self._num_microbatches - 1
+        if last:
+            self._sync.before_last_backward(chunk)
+        answer = self._backward_step(received, output, gradient)
+        if last:
+            self._sync.after_last_backward(chunk)
+        return answer
+
+    def _backward_step(self, *tensors: Any) -> Any:
+        kind = (self._model_type,) if _TAKES_TYPE else ()
+        return backward_step(*tensors, *kind, self.config)
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients of a backward that was split.
+
+        After the last part of the last microbatch the chunk's gradients are reduced over
+        data-parallel ranks as soon as those of all later chunks are.
+
+        Args:
+            chunk: local chunk.
+            microbatch: microbatch; ascending per chunk.
+            piece: which part, ascending from 0.
+            pieces: number of parts of about equal work, some of which may be empty.
+
+        Raises:
+            ScheduleError: another part is next, or backwards are not split.
+        """
+        if self._stores is None:
+            raise ScheduleError(
+                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
+                "step whose backwards are whole; make its stages with split=True"
+            )
+        self._stores[chunk].run(microbatch, piece, pieces)
+        if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
+            self._sync.after_last_weights(chunk)
+
+    def retained_bytes(self, chunk: int) -> int:
+        """Bytes that one microbatch keeps between backward and weight gradients.
+
+        Measured at the first backward that was split; 0 before it and in steps that do not split.
+        """
+        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+
+    def finish(self) -> None:
+        """End the step, normally or after an error."""
+        self._sync.release()
+        for store in self._stores or ():
+            store.active = False
+            store.clear()
+
+
+def _stores(
+    stores: Sequence[WeightGradientStore] | None, num_chunks: int
+) -> Sequence[WeightGradientStore]:
+    given = 0 if stores is None else len(stores)
+    if stores is None or given != num_chunks:
+        raise ConfigError(
+            f"{given} stores were given to split the backwards of {num_chunks} chunks; give one "
+            "per chunk, see attach_stores"
+        )
+    return stores
+
+
+_NOTHING = contextlib.nullcontext()
+# Since megatron-core 0.17 it does not ask for the model's type.
+_TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

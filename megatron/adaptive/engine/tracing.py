@@ -1,0 +1,290 @@
+"""Traces what happens around the actions of a step: iterations, spans, and a loop that is not ours.
+
+Without a trace, and in iterations that are not traced, every call returns at once.
+
+megatron-core's own loop is timed from outside. It is given another ``forward_step_func``, which
+times the forward of each microbatch and leaves a hook on its output: autograd calls it when the
+backward of that output begins, and once more when it is through. Waits and messages between them
+are not seen::
+
+    loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
+                                    └─ output.register_hook
+
+A loss that the loop computes from the output is part of neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import Variable
+
+from megatron.adaptive.accelerator import CpuClock, CudaClock
+from megatron.adaptive.trace.clock_sync import ClockSync
+from megatron.adaptive.trace.event import KINDS, Row
+from megatron.adaptive.trace.recorder import Recorder
+
+__all__ = ["OutsideTrace", "Tracing"]
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_DATA, _STEP = KINDS.index("data"), KINDS.index("step")
+
+
+class Tracing:
+    """The trace of this process.
+
+    Spans of work on the device are taken by its clock and resolved once it has passed them, which
+    may be in a later iteration: nothing waits for it. All methods but :meth:`data_read` belong to
+    one thread.
+
+    Args:
+        recorder: where spans go, ``None`` for no trace.
+        clock: of the device.
+        sync: compares this rank's clock with others, closed with this.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None = None,
+        clock: CpuClock | CudaClock | None = None,
+        sync: ClockSync | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self._clock: Any = clock or CpuClock()
+        self._sync = sync
+        self._present: tuple[int, int] | None = None  # iteration and microbatches, if traced
+        self._place = (0, 0)  # the same of any iteration
+        self._doing = ""
+        self._begun_ns = 0
+        # Iteration and microbatches; kind, chunk and microbatch; two marks.
+        self._unresolved: list[tuple[tuple[int, int], tuple[int, int, int], Any, Any]] = []
+
+    def watch(self, look: Callable[[], dict[str, Any]]) -> None:
+        """Let who looks at the running job see what this rank does.
+
+        Args:
+            look: what it does within the pipeline's step, in fields of ``trace.live_state.Now``;
+                called from another thread.
+        """
+
+        def now() -> dict[str, Any]:
+            iteration, num_microbatches = self._place
+            known = {"iteration": iteration, "num_microbatches": num_microbatches}
+            return {**known, "doing": self._doing, **look()}
+
+        if self.recorder is not None:
+            self.recorder.watch(now)
+
+    def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
+        """Begin an iteration.
+
+        Raises:
+            TraceError: the trace could not be written.
+        """
+        self._present = None
+        self._place = (iteration, num_microbatches)
+        if self.recorder is None or not is_traced:
+            return
+        self._begun_ns = time.monotonic_ns()
+        self.recorder.begin_iteration(iteration, num_microbatches, start_ns=self._begun_ns)
+        if self.recorder.is_recording:
+            self._present = (iteration, num_microbatches)
+
+    def end_iteration(self) -> None:
+        """End the iteration; what comes before the next one still counts to it.
+
+        Raises:
+            TraceError: the trace could not be written.
+        """
+        if self.recorder is None:
+            return
+        if self.recorder.is_recording:
+            self.recorder.extend([_row(_STEP, self._begun_ns, time.monotonic_ns())])
+            self._resolve()
+        self.recorder.end_iteration()
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """Trace what the block does on the device, as a span of ``kind``."""
+        return _NOTHING if self._present is None else self._device_span(kind)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the present iteration is."""
+        return self._present is not None
+
+    def mark(self) -> Any:
+        """This moment on the device's clock, for :meth:`device_span`."""
+        return self._clock.mark()
+
+    def device_span(self, kind: str, start: Any, end: Any, chunk: int, microbatch: int) -> None:
+        """Trace what the device does between two marks, in an iteration that is traced."""
+        if self._present is not None:
+            self._unresolved.append(
+                (self._present, (KINDS.index(kind), chunk, microbatch), start, end)
+            )
+
+    def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Return ``function`` with every call traced as a span of ``kind``; itself untraced."""
+        if self.recorder is None:
+            return function
+
+        @functools.wraps(function)
+        def traced(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self.span(kind):
+                return function(*args, **kwargs)
+
+        return traced
+
+    @contextlib.contextmanager
+    def host_span(self, kind: str) -> Iterator[None]:
+        """Trace the block by the host's clock, also between two iterations."""
+        start_ns = time.monotonic_ns()
+        self._doing = kind
+        try:
+            yield
+        finally:
+            self._doing = ""
+            self._add(self._present, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
+
+    def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
+        """A microbatch was read, on the host."""
+        if self.recorder is not None:
+            self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
+
+    def close(self) -> None:
+        """Write everything that is left; idempotent.
+
+        Raises:
+            TraceError: the trace could not be written.
+        """
+        if self.recorder is None:
+            return
+        for *_, end in self._unresolved[-1:]:
+            self._clock.wait(end)  # it is the last one on the device
+        self._resolve()
+        if self._sync is not None:
+            self._sync.close()
+        self.recorder.close()
+
+    @contextlib.contextmanager
+    def _device_span(self, kind: str) -> Iterator[None]:
+        place = self._present
+        assert place is not None
+        start = self._clock.mark()
+        self._doing = kind
+        try:
+            yield
+        finally:
+            self._doing = ""
+            self._unresolved.append((place, (KINDS.index(kind), -1, -1), start, self._clock.mark()))
+
+    def _resolve(self) -> None:
+        """Hand over the spans that the device has passed; the others wait for another time."""
+        clock, waiting = self._clock, self._unresolved
+        self._unresolved = []
+        for place, what, start, end in waiting:
+            if clock.is_passed(end):
+                kind, chunk, microbatch = what
+                times = (clock.resolve_ns(start), clock.resolve_ns(end))
+                self._add(place, [_row(kind, *times, microbatch, chunk)])
+            else:
+                self._unresolved.append((place, what, start, end))
+
+    def _add(self, place: tuple[int, int] | None, rows: list[Row]) -> None:
+        if self.recorder is None or place is None:
+            return
+        if self.recorder.is_recording and place == self._present:
+            self.recorder.extend(rows)
+        else:
+            self.recorder.add_late(*place, rows)
+
+
+def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
+    return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
+
+
+class OutsideTrace:
+    """Stands for megatron-core's function that runs a step.
+
+    Args:
+        function: that function.
+        tracing: where spans go.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]], tracing: Tracing) -> None:
+        self._function = function
+        self._tracing = tracing
+        self._doing: dict[str, Any] = {}
+        self._done = [0, 0, 0]
+
+    def __call__(self, **given: Any) -> list[Any]:
+        """Run a step; arguments and result are those of megatron-core's function."""
+        if given.get("forward_only", False) or not self._tracing.is_traced:
+            return self._function(**given)
+        self._done = [0, 0, 0]
+        step = _Step(self, given["forward_step_func"], given["model"])
+        try:
+            return self._function(**{**given, "forward_step_func": step})
+        finally:
+            self._doing = {}
+
+    def look(self) -> dict[str, Any]:
+        """What this rank does in its step, for another thread; see ``Executor.look``."""
+        return {**self._doing, "done": list(self._done)} if self._doing else {}
+
+    def begins(self, kind: str, chunk: int, microbatch: int) -> Any:
+        """An action starts; returns the mark of the moment."""
+        self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
+        return self._tracing.mark()
+
+    def ends(self, kind: str, chunk: int, microbatch: int, start: Any) -> None:
+        """An action ended that started at a mark."""
+        self._tracing.device_span(kind, start, self._tracing.mark(), chunk, microbatch)
+        self._done[0 if kind == "F" else 1] += 1
+        self._doing = {"doing": "wait"}
+
+
+class _Step:
+    """The ``forward_step_func`` of one step."""
+
+    def __init__(self, trace: OutsideTrace, function: Callable[..., Any], model: Any) -> None:
+        self._trace = trace
+        self._function = function
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._chunks = {id(one): chunk for chunk, one in enumerate(models)}
+        self._forwards = [0] * len(models)
+
+    def __call__(self, data_iterator: Any, model: Any, *more: Any) -> Any:
+        trace, chunk = self._trace, self._chunks[id(model)]
+        microbatch = self._forwards[chunk]
+        self._forwards[chunk] += 1
+        start = trace.begins("F", chunk, microbatch)
+        result = self._function(data_iterator, model, *more)
+        trace.ends("F", chunk, microbatch, start)
+        output = result[0]
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(_Backward(trace, chunk, microbatch))
+        return result
+
+
+class _Backward:
+    """Hears of the gradient of an output, which is where its backward begins."""
+
+    def __init__(self, trace: OutsideTrace, chunk: int, microbatch: int) -> None:
+        self._trace = trace
+        self._place = (chunk, microbatch)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        start = self._trace.begins("B", *self._place)
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(lambda: self._trace.ends("B", *self._place, start))

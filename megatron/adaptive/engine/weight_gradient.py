@@ -1,0 +1,406 @@
+"""Weight gradients put off: a backward in two halves, B by inputs and W by weights.
+
+A layer that defers runs its arithmetic as a :class:`LayerCall` through :func:`defer`. Its weight is
+then unknown to autograd: the backward gives the input gradient only, and leaves what the weight
+gradient needs in the chunk's :class:`WeightGradientStore`::
+
+    forward      defer(call, x, store) ──> y
+    B            dy ──> call.input_gradient ──> dx
+                 (call, x, dy) ──> store
+    W            store.run ──> call.weight_gradients ──> main_grad or grad
+
+Weights outside of autograd have no ``AccumulateGrad`` node: hooks on them, those of
+data-parallel wrappers included, do not run. This module knows layers of torch only; those of
+megatron-core are in :mod:`~megatron.adaptive.engine.deferred_layers`.
+
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from megatron.adaptive.errors import ScheduleError
+
+# What moving one element costs, in multiply-adds it could do instead. Only balances pieces.
+_FLOPS_PER_ELEMENT = 32
+
+
+class LayerCall(Protocol):
+    """The arithmetic of one call of a layer."""
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The weight; calls that share one are accumulated as autograd would."""
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for its input."""
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input from that of the output."""
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the gradient of each parameter that is not already added where it belongs."""
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """Return roughly how much work :meth:`weight_gradients` is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """A call of ``torch.nn.Linear``: ``[..., in] -> [..., out]``."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """See :class:`LayerCall`."""
+        return F.linear(given, self.weight, self.bias)
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :class:`LayerCall`."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).mm(self.weight)
+        return rows.view(*gradient.shape[:-1], -1)
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """See :class:`LayerCall`."""
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        yield self.weight, gradient.t().mm(given.reshape(-1, given.shape[-1]))
+        if self.bias is not None and self.bias.requires_grad:
+            yield self.bias, gradient.sum(dim=0)
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """See :class:`LayerCall`."""
+        return 2.0 * gradient.numel() * self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCall:
+    """A call of ``torch.nn.Embedding`` with a dense gradient: ``[...] int -> [..., width]``.
+
+    Attributes:
+        weight: ``[rows, width]``.
+        padding_idx: row without gradient, -1 for none.
+        scale_grad_by_freq: as in torch.
+        by_index: look up by indexing, whose backward is deterministic on a GPU.
+    """
+
+    weight: torch.nn.Parameter
+    padding_idx: int = -1
+    scale_grad_by_freq: bool = False
+    by_index: bool = False
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """See :class:`LayerCall`."""
+        return self.weight[given] if self.by_index else F.embedding(given, self.weight)
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Never asked for: the input is of integers."""
+        raise AssertionError("an embedding has no input gradient")
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """See :class:`LayerCall`."""
+        if self.by_index:
+            total = gradient.new_zeros(self.weight.shape)
+            yield self.weight, total.index_put_((given,), gradient, accumulate=True)
+        else:
+            yield (
+                self.weight,
+                torch.ops.aten.embedding_dense_backward(
+                    gradient,
+                    given,
+                    self.weight.shape[0],
+                    self.padding_idx,
+                    self.scale_grad_by_freq,
+                ),
+            )
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """See :class:`LayerCall`."""
+        return float(_FLOPS_PER_ELEMENT) * (gradient.numel() + self.weight.numel())
+
+
+def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add a microbatch's gradient where autograd and megatron-core's hook would have put it.
+
+    That is ``main_grad`` of a parameter that has one, ``grad`` otherwise; the operations are
+    theirs, so that the sums are equal to the bit.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One call whose weight gradient is due."""
+
+    call: LayerCall
+    given: torch.Tensor
+    gradient: torch.Tensor
+
+
+class _Unit:
+    """The tasks of one weight in one microbatch: mostly one, more where a weight is shared.
+
+    Autograd sums a microbatch's gradients of a parameter before they are added to those of
+    earlier microbatches; so does this.
+    """
+
+    __slots__ = ("size_bytes", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: list[_Task] = []
+        self.size_bytes = 0
+
+    def flops(self) -> float:
+        return sum(task.call.flops(task.gradient) for task in self.tasks)
+
+    def run(self) -> None:
+        totals: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for task in self.tasks:
+            for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
+                total = totals.get(parameter)
+                totals[parameter] = gradient if total is None else total.add_(gradient)
+        for parameter, total in totals.items():
+            accumulate(parameter, total)
+
+
+class _Backlog:
+    """What one microbatch has left to do, in the order of its backward."""
+
+    __slots__ = ("counts", "microbatch", "next_piece", "units")
+
+    def __init__(self, microbatch: int, tasks: Sequence[_Task]) -> None:
+        self.microbatch = microbatch
+        self.next_piece = 0
+        self.counts: list[int] = []
+        units: dict[torch.nn.Parameter, _Unit] = {}
+        for task in tasks:
+            units.setdefault(task.call.weight, _Unit()).tasks.append(task)
+        self.units = deque(units.values())
+        seen: set[int] = set()
+        for unit in reversed(self.units):  # a tensor lives until its last use
+            for task in unit.tasks:
+                for tensor in (task.given, task.gradient):
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in seen:
+                        seen.add(storage.data_ptr())
+                        unit.size_bytes += storage.nbytes()
+
+    def cut(self, pieces: int) -> None:
+        self.counts = piece_sizes([unit.flops() for unit in self.units], pieces)
+
+
+def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
+    """Cut a row of costs into contiguous groups of about equal sums.
+
+    Args:
+        costs: what each element costs, at least 0.
+        pieces: number of groups.
+
+    Returns:
+        How many elements each group has; 0 for a group that is empty.
+    """
+    sizes = [0] * pieces
+    whole, before = sum(costs), 0.0
+    for cost in costs:
+        middle = (before + cost / 2) / whole if whole > 0 else 0.0
+        sizes[min(pieces - 1, int(middle * pieces))] += 1
+        before += cost
+    return sizes
+
+
+class WeightGradientStore:
+    """The weight gradients that one model chunk still owes.
+
+    Layers look at :attr:`active` in their forward and defer only while it is set. One thread at a
+    time uses a store; autograd's device threads count as part of the backward that started them.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._collected: list[_Task] | None = None
+        self._last_collected = -1
+        self._backlog: deque[_Backlog] = deque()
+        self._held_bytes = 0
+        self._microbatch_bytes = 0
+        self._anchors: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients are not all computed."""
+        return len(self._backlog)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the inputs and gradients that are kept now."""
+        return self._held_bytes
+
+    @property
+    def microbatch_bytes(self) -> int:
+        """Bytes kept between B and W of the first microbatch that was collected, 0 before it."""
+        return self._microbatch_bytes
+
+    def anchor(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor that requires a gradient and never gets one.
+
+        It keeps a call in the graph whose input requires no gradient.
+        """
+        if device not in self._anchors:
+            self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
+        return self._anchors[device]
+
+    @contextlib.contextmanager
+    def collect(self, microbatch: int) -> Iterator[None]:
+        """Take the weight gradients of the backward that runs within as those of ``microbatch``.
+
+        Raises:
+            ScheduleError: microbatches do not ascend, or another is being collected.
+        """
+        if self._collected is not None or microbatch <= self._last_collected:
+            raise ScheduleError(
+                f"a split backward of microbatch {microbatch} was started after or within that of "
+                f"microbatch {self._last_collected}; run the backwards of a chunk one after the "
+                "other in ascending order"
+            )
+        self._collected, self._last_collected = [], microbatch
+        try:
+            yield
+            tasks = self._collected
+        finally:
+            self._collected = None
+        backlog = _Backlog(microbatch, tasks)
+        size_bytes = sum(unit.size_bytes for unit in backlog.units)
+        self._backlog.append(backlog)
+        self._held_bytes += size_bytes
+        self._microbatch_bytes = self._microbatch_bytes or size_bytes
+
+    def add(self, call: LayerCall, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep what a call's weight gradient needs; within :meth:`collect` only.
+
+        Raises:
+            ScheduleError: a backward of a graph with deferring layers runs outside of it.
+        """
+        if self._collected is None:
+            raise ScheduleError(
+                "a backward ran through a layer that defers its weight gradient, but not as a "
+                "split backward; run it within WeightGradientStore.collect, or set active to "
+                "False before the forward"
+            )
+        self._collected.append(_Task(call, given, gradient))
+
+    @torch.no_grad()
+    def run(self, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute one of ``pieces`` about equal parts of a microbatch's weight gradients.
+
+        What a part needed is freed as soon as it is done. Collective over the tensor-parallel
+        group where layers are sequence-parallel.
+
+        Args:
+            microbatch: ascending, after its backward.
+            piece: ascending from 0 within the microbatch.
+            pieces: the same for all pieces of a microbatch.
+
+        Raises:
+            ScheduleError: another piece is next.
+        """
+        self._check_turn(microbatch, piece, pieces)
+        backlog = self._backlog[0]
+        if piece == 0:
+            backlog.cut(pieces)
+        backlog.next_piece += 1
+        for _ in range(backlog.counts[piece]):
+            unit = backlog.units.popleft()
+            unit.run()
+            self._held_bytes -= unit.size_bytes
+        if backlog.next_piece == pieces:
+            self._backlog.popleft()
+
+    def clear(self) -> None:
+        """Forget everything that is pending; the next step may start."""
+        self._collected = None
+        self._last_collected = -1
+        self._backlog.clear()
+        self._held_bytes = 0
+
+    def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
+        asked = f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces}"
+        if not 0 <= piece < pieces:
+            raise ScheduleError(f"{asked} were asked for; a piece is at least 0 and below {pieces}")
+        if not self._backlog:
+            raise ScheduleError(
+                f"{asked} were asked for, but none are pending after the backward of microbatch "
+                f"{self._last_collected}; run each once, after its backward"
+            )
+        first = self._backlog[0]
+        expected = len(first.counts) or pieces
+        if (microbatch, piece, pieces) != (first.microbatch, first.next_piece, expected):
+            raise ScheduleError(
+                f"{asked} were asked for, but microbatch {first.microbatch}, piece "
+                f"{first.next_piece} of {expected} is next; ask for microbatches and pieces in "
+                "ascending order, and for one number of pieces throughout a microbatch"
+            )
+
+
+class _Defer(torch.autograd.Function):
+    """Runs a call without telling autograd of its parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        anchor: torch.Tensor | None,
+        call: LayerCall,
+        store: WeightGradientStore,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(given)
+        ctx.call = call
+        ctx.store = store
+        return call.output(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (given,), (gradient,) = ctx.saved_tensors, gradients
+        # Detached, or it would keep the graph before it until the weight gradient is computed.
+        ctx.store.add(ctx.call, given.detach(), gradient)
+        wanted = ctx.needs_input_grad[0]
+        return ctx.call.input_gradient(gradient) if wanted else None, None, None, None
+
+
+def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
+    """Return whether a layer with this store defers the gradient of ``weight`` now.
+
+    Not without gradients, and not of a weight that is computed from others.
+    """
+    return store.active and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+
+
+def defer(call: LayerCall, given: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
+    """Return the output of a call whose weight gradient goes to ``store``.
+
+    Args:
+        call: the arithmetic, with its parameters.
+        given: the layer's input; kept until the weight gradient is computed.
+        store: the chunk's store.
+    """
+    anchor = None if given.requires_grad else store.anchor(call.weight.device)
+    output: torch.Tensor = _Defer.apply(given, anchor, call, store)
+    return output

@@ -1,0 +1,160 @@
+"""Brings a process into the job: device, process groups, random seeds."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.engine.build import gather_places
+from megatron.adaptive.gpt.placement import (
+    embedding_ranks,
+    placement_of,
+    set_up_unequal_mesh,
+    widths_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process within the job.
+
+    Attributes:
+        config: the run's settings.
+        environment: what the launcher said.
+        accelerator: this process's device.
+        control_group: gloo group of all ranks for small host-side messages.
+        stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
+        places: where every rank runs, by global rank.
+    """
+
+    config: TrainerConfig
+    environment: Environment
+    accelerator: Accelerator
+    control_group: dist.ProcessGroup
+    stop_group: dist.ProcessGroup
+    places: list[dict[str, Any]]
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.environment.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.environment.rank == 0
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every rank gave, by rank. Collective over all ranks."""
+        told: list[Any] = [None] * self.environment.world_size
+        dist.all_gather_object(told, mine, group=self.control_group)
+        return told
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the log: the last of those that hold the loss.
+
+        In a loop that is the last rank of all, as in Megatron-LM.
+        """
+        if widths_of(self.config) is not None:
+            return self.environment.rank == self.environment.world_size - 1
+        placement = placement_of(self.config)
+        pp_rank, _ = placement.locate(placement.num_stages - 1)
+        # Pipeline positions are the outermost axis of the mesh.
+        per_position = self.environment.world_size // placement.num_ranks
+        return self.environment.rank == (pp_rank + 1) * per_position - 1
+
+
+def start_job(config: TrainerConfig, environment: Environment, accelerator: Accelerator) -> Job:
+    """Connect this process with the others and set up megatron-core's parallel state.
+
+    Collective over all ranks. The caller ends it with :func:`end_job`.
+    """
+    parallel = config.parallel
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    if environment.world_size == 1 and not environment.is_launched:
+        store = dist.HashStore()
+        dist.init_process_group(
+            accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(accelerator.backend, timeout=timeout)
+    set_up_mesh(config)
+    seed_everything(config.run.seed)
+    # megatron-core asks this machine about NaN handling; faults here are our own errors.
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    return Job(
+        config=config,
+        environment=environment,
+        accelerator=accelerator,
+        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        stop_group=dist.new_group(backend="gloo", timeout=timeout),
+        places=gather_places(),
+    )
+
+
+def set_up_mesh(config: TrainerConfig) -> None:
+    """Make megatron-core's process groups as the run's settings say. Collective over all ranks."""
+    parallel = config.parallel
+    widths = widths_of(config)
+    if widths is not None:
+        set_up_unequal_mesh(widths, parallel.distributed_timeout_minutes)
+        return
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size
+        if parallel.pipeline_model_parallel_size > 1
+        else None,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        get_embedding_ranks=embedding_ranks(placement_of(config)),
+    )
+
+
+def remake_mesh(job: Job) -> None:
+    """Make megatron-core's process groups anew for the settings of ``job``, and seed as at a start.
+
+    Collective over all ranks, between two steps; nothing may use the former groups any more. Only
+    the groups that belong to the job itself stay.
+    """
+    dist.barrier(group=job.control_group)
+    parallel_state.destroy_model_parallel()
+    kept = (dist.group.WORLD, job.control_group, job.stop_group)
+    # In the order they were made in, which is that of all members of each.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in kept:
+            dist.destroy_process_group(group)
+    set_up_mesh(job.config)
+    seed_everything(job.config.run.seed)
+
+
+def end_job() -> None:
+    """Leave the job; every rank calls it after its last collective."""
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Set the random generators before the model is built, as Megatron-LM does.
+
+    Ranks of a pipeline get different seeds; ranks of one tensor-parallel group share the seed of
+    what is replicated between them.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

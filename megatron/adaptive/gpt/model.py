@@ -1,0 +1,569 @@
+"""Builds a rank's chunks of megatron-core's GPT and their optimizer; counts their operations."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import (
+    Float16Module,
+    float16_to_fp32,
+    fp32_to_float16,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.tokenizer import build_tokenizer
+from megatron.adaptive.engine.deferred_layers import (
+    defer_outer_layers,
+    deferring_spec,
+    why_not_split,
+)
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.placement import (
+    PlacedLayout,
+    placement_of,
+    start_equal,
+    start_unequal,
+    sum_gradients,
+    widths_of,
+)
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["flops_per_token", "stage_work"]
+
+
+class KeyedInit:
+    """Draws initial weights from the seed and the weight's place in the model, and nothing else.
+
+    A model then starts from the same weights however it is cut over ranks. Used where
+    megatron-core builds whole matrices on the CPU and hands each rank its part; weights are told
+    apart by their layer (or "outside" of all layers) and by their order in it.
+
+    Args:
+        seed: the run's seed.
+        first_outside: number of weights outside of layers that come before those of this chunk.
+    """
+
+    def __init__(self, seed: int, first_outside: int) -> None:
+        self._seed = seed
+        self._outside = first_outside
+        self._layer: int | None = None
+        self._count = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
+        return self  # copies of a configuration must go on counting together
+
+    def enter_layer(self, layer: int) -> None:
+        """Weights drawn from here on belong to transformer layer ``layer``."""
+        self._layer = layer
+        self._count = 0
+
+    def leave_layer(self) -> None:
+        """Weights drawn from here on belong to no layer."""
+        self._layer = None
+
+    def normal(self, std: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that fills a tensor with draws of ``N(0, std)``."""
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator(tensor.device).manual_seed(self._next_seed())
+            return torch.nn.init.normal_(tensor, 0.0, std, generator=generator)
+
+        return fill
+
+    def _next_seed(self) -> int:
+        if self._layer is None:
+            place = f"outside {self._outside}"
+            self._outside += 1
+        else:
+            place = f"layer {self._layer} {self._count}"
+            self._count += 1
+        digest = hashlib.sha256(f"{self._seed} {place}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
+    """A transformer layer that tells :class:`KeyedInit` which layer it is while it is built."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int = 1,
+        vp_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        init: KeyedInit = config.keyed_init
+        init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
+        super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
+        init.leave_layer()
+
+
+class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
+    """megatron-core's 16-bit wrapper for a chunk that may lie anywhere.
+
+    The original takes the first chunk of the first rank for the first stage and the last chunk of
+    the last rank for the last stage; here the chunk itself says which it is.
+    """
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Run the chunk in 16 bits; what enters and leaves the pipeline is converted."""
+        if self.module.pre_process:
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        output = self.module(*inputs, **kwargs)
+        return float16_to_fp32(output) if self.module.post_process and fp32_output else output
+
+
+def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
+    """Translate the run's settings into megatron-core's configuration."""
+    model, parallel, precision = config.model, config.parallel, config.precision
+    fused = model.transformer_impl == "transformer_engine" and accelerator.can_fuse
+    dtype = getattr(torch, precision.dtype_name)
+    settings: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.kv_channels,
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
+        "apply_residual_connection_post_layernorm": model.apply_residual_connection_post_layernorm,
+        "qk_layernorm": model.qk_layernorm,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": model.init_method_std,
+        "use_cpu_initialization": model.use_cpu_initialization or not accelerator.draws_weights,
+        "perform_initialization": model.perform_initialization,
+        "rotary_interleaved": model.rotary_interleaved,
+        "attention_backend": AttnBackend[model.attention_backend],
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "fp16": precision.fp16,
+        "bf16": precision.bf16,
+        "fp32_residual_connection": precision.fp32_residual_connection,
+        "apply_query_key_layer_scaling": precision.apply_query_key_layer_scaling,
+        "attention_softmax_in_fp32": precision.attention_softmax_in_fp32,
+        "recompute_granularity": config.recompute.recompute_granularity,
+        "recompute_method": config.recompute.recompute_method,
+        "recompute_num_layers": config.recompute.recompute_num_layers,
+        "distribute_saved_activations": config.recompute.distribute_saved_activations,
+        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
+        # fused softmax and gradient accumulation are CUDA kernels of apex.
+        "masked_softmax_fusion": model.masked_softmax_fusion and fused,
+        "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.can_fuse,
+        "gradient_accumulation_fusion": model.gradient_accumulation_fusion and fused,
+        "apply_rope_fusion": model.apply_rope_fusion and fused,
+        "persist_layer_norm": fused and not model.no_persist_layer_norm,
+        "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.can_fuse,
+        "cross_entropy_fusion_impl": model.cross_entropy_fusion_impl,
+        "deallocate_pipeline_outputs": True,
+    }
+    settings.update(_activation(config, accelerator), **_communication(config))
+    if config.recompute.recompute_modules is not None:
+        settings["recompute_modules"] = list(config.recompute.recompute_modules)
+    if parallel.context_parallel_size > 1:
+        settings["cp_comm_type"] = parallel.cp_comm_type
+    if parallel.pipeline_model_parallel_size > 1:
+        settings["pipeline_model_parallel_layout"] = PlacedLayout(
+            placement_of(config), config.layers_per_stage
+        )
+    return TransformerConfig(**settings)
+
+
+def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
+    model = config.model
+    if model.swiglu:
+        return {
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.can_fuse,
+        }
+    if model.squared_relu:
+        return {"activation_func": _squared_relu, "bias_activation_fusion": False}
+    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.can_fuse}
+
+
+def _squared_relu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.square(F.relu(tensor))
+
+
+def _communication(config: TrainerConfig) -> dict[str, Any]:
+    """Return how megatron-core's own schedule exchanges tensors; ours does not read these.
+
+    With several chunks it must not batch: on gloo two messages of one pair in a batch are mixed
+    up. And it must keep outputs until they are sent, which freeing them early does not.
+    """
+    parallel = config.parallel
+    own = config.schedule.pipeline_schedule == "megatron"
+    if parallel.num_chunks == 1:
+        return {"deallocate_pipeline_outputs": not own}
+    return {
+        "overlap_p2p_comm": parallel.overlap_p2p_comm,
+        "batch_p2p_comm": not parallel.overlap_p2p_comm,
+        "deallocate_pipeline_outputs": not own,
+        "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_vp_stage
+        or parallel.pipeline_model_parallel_size,
+    }
+
+
+def build_chunks(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    accelerator: Accelerator,
+    placement: Placement,
+    padded_vocab_size: int,
+) -> list[torch.nn.Module]:
+    """Build this rank's chunks with megatron-core's data-parallel wrapper around each.
+
+    Args:
+        config: the run's settings.
+        core: their translation, see :func:`transformer_config`.
+        accelerator: where parameters live.
+        placement: where stages live.
+        padded_vocab_size: rows of the embedding.
+
+    Returns:
+        The chunks in order.
+    """
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = []
+    for chunk in range(placement.num_chunks):
+        stage = placement.stage_of(pp_rank, chunk)
+        model = _build_chunk(
+            config,
+            core,
+            padded_vocab_size,
+            vp_stage=chunk if placement.num_chunks > 1 else None,
+            first=stage == 0,
+            last=stage == placement.num_stages - 1,
+        )
+        chunks.append(model.to(accelerator.device))
+    start_equal(chunks)
+    if (widths := widths_of(config)) is not None:
+        start_unequal(chunks, widths)
+    if core.fp16 or core.bf16:
+        chunks = [HalfPrecisionChunk(core, model) for model in chunks]
+    return wrap(config, core, chunks)
+
+
+def wrap(
+    config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
+    settings = _data_parallel_config(config)
+    wrapped = [
+        DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(chunks)
+    ]
+    if config.parallel.unequal_sizes is not None:
+        sum_gradients(wrapped)
+    return wrapped
+
+
+def build_layer(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    accelerator: Accelerator,
+    block: Any,
+    index: int,
+) -> torch.nn.Module:
+    """Build one transformer layer of a chunk; what its matrices hold is left to chance.
+
+    Args:
+        config: the run's settings.
+        core: their translation, with the layout in which the layer lies in this chunk.
+        accelerator: where parameters live.
+        block: megatron-core's block of layers that it is for.
+        index: its place in the block.
+    """
+    spec = _layer_spec(config)
+    if config.splits_backward:
+        spec = deferring_spec(spec)
+    if core.use_cpu_initialization:
+        spec = _keyed(spec)
+    drawing = core.init_method, core.output_layer_init_method
+    core.init_method = core.output_layer_init_method = _as_it_is
+    try:
+        layer: torch.nn.Module = build_module(
+            spec,
+            config=core,
+            layer_number=index + 1,
+            pg_collection=block.pg_collection,
+            vp_stage=block.vp_stage,
+        )
+    finally:
+        core.init_method, core.output_layer_init_method = drawing
+    if core.fp16:
+        layer = layer.half()
+    elif core.bf16:
+        layer = layer.bfloat16()
+    return layer.to(accelerator.device)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _keyed(spec: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
+
+
+def _build_chunk(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    padded_vocab_size: int,
+    *,
+    vp_stage: int | None,
+    first: bool,
+    last: bool,
+) -> torch.nn.Module:
+    model = config.model
+    spec = _layer_spec(config)
+    if config.splits_backward:
+        reason = why_not_split(core, spec)
+        if reason is not None:
+            raise ConfigError(
+                f"backwards cannot be split: {reason}; pass --split-backward False, or choose a "
+                "schedule with whole backwards"
+            )
+        spec = deferring_spec(spec)
+    if core.use_cpu_initialization:
+        learned = model.position_embedding_type == "learned_absolute"
+        init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
+        core.keyed_init = init
+        core.init_method = init.normal(model.init_method_std)
+        core.embedding_init_method = core.init_method
+        core.output_layer_init_method = init.normal(
+            model.init_method_std / math.sqrt(2.0 * model.num_layers)
+        )
+        spec = _keyed(spec)
+    chunk = GPTModel(
+        config=core,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        fp16_lm_cross_entropy=config.precision.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+    if config.splits_backward:
+        defer_outer_layers(chunk)
+    return chunk
+
+
+def _layer_spec(config: TrainerConfig) -> ModuleSpec:
+    model = config.model
+    if model.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+    return get_gpt_layer_local_spec(
+        qk_layernorm=model.qk_layernorm, normalization=model.normalization
+    )
+
+
+def _data_parallel_config(config: TrainerConfig) -> DistributedDataParallelConfig:
+    parallel, precision = config.parallel, config.precision
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        check_for_nan_in_grad=precision.check_for_nan_in_loss_and_grad,
+        bucket_size=parallel.ddp_bucket_size,
+        average_in_collective=parallel.ddp_average_in_collective,
+    )
+
+
+def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
+    """Return megatron-core's optimizer over the parameters of ``chunks``."""
+    settings, precision = config.optimizer, config.precision
+    core = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        decoupled_lr=settings.decoupled_lr,
+        decoupled_min_lr=settings.decoupled_min_lr,
+        weight_decay=settings.weight_decay,
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        params_dtype=getattr(torch, precision.dtype_name),
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        clip_grad=settings.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    # No weight decay on biases and norms, and a learning rate of its own for the embedding.
+    return get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
+
+
+def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
+    """Return megatron-core's schedule of learning rate and weight decay, counted in samples.
+
+    Args:
+        config: the run's settings.
+        optimizer: what it steers.
+        train_samples: samples of the whole run.
+    """
+    settings = config.optimizer
+    batch = config.batch.global_batch_size
+
+    def samples(iterations: int | None, given: int | None, default: int) -> int:
+        if given is not None:
+            return given
+        return default if iterations is None else iterations * batch
+
+    decay = samples(settings.lr_decay_iters, settings.lr_decay_samples, train_samples)
+    if settings.lr_warmup_fraction is not None:
+        warmup = int(settings.lr_warmup_fraction * decay)
+    else:
+        warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * batch
+    start_decay = settings.start_weight_decay
+    end_decay = settings.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay if start_decay is None else start_decay,
+        end_wd=settings.weight_decay if end_decay is None else end_decay,
+        wd_incr_steps=train_samples,
+        wd_incr_style=settings.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
+        wsd_decay_steps=samples(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples, 0),
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )
+
+
+_MULTIPLY_ADD = 2  # operations of each element of a matrix product
+_PASSES = 3  # forward, backward by inputs, backward by weights: each as much as the forward
+
+
+def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
+    """Return the model FLOPs of one token's forward and backward through the whole model.
+
+    With h hidden size, s sequence length, q = heads x head width, k = key-value heads x head
+    width, f feed-forward width and V padded vocabulary, in multiply-adds of one forward::
+
+        layer:   h(q + 2k)   queries, keys, values
+               + 2qs/2       scores and weighted values; a causal token sees half the others
+               + qh          output projection
+               + 2hf         feed-forward, 3hf with --swiglu
+        model:   layers x layer + hV
+
+    times 2 for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
+    products only; what is computed again for lack of memory is not counted, nor are the optimizer
+    and the lookup of embeddings.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
+    in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
+    scores; Megatron-LM's ``num_floating_point_operations`` counts the causal half, and so do we.
+
+    Args:
+        cfg: the run's settings.
+        padded_vocab_size: rows of the embedding; by default the tokenizer is loaded to ask it.
+
+    Raises:
+        DataError: the tokenizer's files cannot be read.
+    """
+    model = cfg.model
+    if padded_vocab_size is None:
+        padded_vocab_size = _padded_vocab_size(cfg)
+    layers = model.num_layers * _layer(cfg)
+    logits = model.hidden_size * padded_vocab_size
+    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+
+
+def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
+    """Return how much each stage should have to do, in layers.
+
+    By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
+    the loss move through memory comes on top.
+
+    Args:
+        cfg: the run's settings.
+        padded_vocab_size: rows of the embedding.
+    """
+    work = [float(layers) for layers in cfg.layers_per_stage]
+    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    return tuple(work)
+
+
+def _layer(cfg: TrainerConfig) -> float:
+    """Multiply-adds of one token's forward through a layer."""
+    model = cfg.model
+    query_width = model.num_attention_heads * model.kv_channels
+    key_value_width = 2 * model.query_groups * model.kv_channels
+    attention = (
+        model.hidden_size * (query_width + key_value_width)
+        + 2 * query_width * model.seq_length / 2
+        + query_width * model.hidden_size
+    )
+    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    return attention + feed_forward
+
+
+def _padded_vocab_size(cfg: TrainerConfig) -> int:
+    tokenizer = build_tokenizer(
+        cfg.data.tokenizer_type,
+        cfg.data.vocab_file,
+        cfg.data.merge_file,
+        vocab_size=cfg.data.vocab_size,
+        make_divisible_by=cfg.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=cfg.parallel.tensor_model_parallel_size,
+    )
+    return tokenizer.padded_vocab_size

@@ -1,0 +1,418 @@
+"""Builds everything that a training run needs, in the one order that works on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.adaptive.config.schedule import KEEPING_ALL
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.batch_sizes import BatchSizes
+from megatron.adaptive.data.datasets import DataSpec, build_datasets
+from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
+from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.engine.build import Wiring, build_executor, inputs_in_flight
+from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.record import Recording, RecordShape, Replay, load_on_all
+from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.model import (
+    build_chunks,
+    build_optimizer,
+    build_scheduler,
+    stage_work,
+    transformer_config,
+)
+from megatron.adaptive.gpt.placement import (
+    UnequalGradients,
+    finalize_gradients,
+    placement_of,
+    widths_of,
+)
+from megatron.adaptive.schedule.file import load as load_schedule
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.trace.clock_sync import start_clock_sync
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.files import set_aside
+from megatron.adaptive.trace.recorder import Recorder
+
+
+def _forward_backward(
+    config: TrainerConfig,
+    placement: Placement,
+    wiring: Wiring,
+    chunks: Sequence[torch.nn.Module],
+    replay: Replay | None,
+) -> ForwardBackward:
+    settings = config.schedule
+    pieces = _weight_pieces(config)
+    given = None
+    if settings.schedule_file is not None:
+        given = _given_schedule(config, placement)
+        pieces = given.weight_pieces
+    return ForwardBackward(
+        executor=wiring.executor,
+        placement=placement,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        schedule=settings.pipeline_schedule,
+        activation_cap=settings.activation_cap,
+        group_size=config.parallel.microbatch_group_size_per_vp_stage,
+        weight_pieces=pieces,
+        stores=attach_stores(chunks) if config.splits_backward else None,
+        given=given,
+        replay=replay,
+        widths=widths_of(config),
+    )
+
+
+def _weight_pieces(config: TrainerConfig) -> int:
+    """Parts of each weight gradient, 0 for whole backwards.
+
+    A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
+    """
+    if not config.splits_backward:
+        return 0
+    return config.schedule.weight_pieces if config.schedule.is_rule else 1
+
+
+def _replay(job: Job, placement: Placement) -> Replay | None:
+    """Read the orders of ``--replay-schedule``. Collective over all ranks."""
+    path = job.config.schedule.replay_schedule
+    if path is None:
+        return None
+    shape = RecordShape.of(placement, _weight_pieces(job.config))
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return Replay(load_on_all(path, job.control_group), shape, pp_rank)
+
+
+def make_recording(run: Run, after_step: int) -> Recording | None:
+    """Make what writes the orders to ``--record-schedule``, ``None`` without that flag.
+
+    Args:
+        run: the built run.
+        after_step: last step of an earlier start of the job, 0 at its first.
+    """
+    job = run.job
+    path = job.config.schedule.record_schedule
+    if path is None:
+        return None
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    recorded = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    return Recording(
+        path,
+        RecordShape.of(run.placement, _weight_pieces(job.config)),
+        pp_rank=pp_rank if recorded else None,
+        is_writer=job.is_first,
+        after_step=after_step,
+    )
+
+
+def _given_schedule(config: TrainerConfig, placement: Placement) -> Schedule:
+    """Read the order of ``--schedule-file`` and hold it against the run."""
+    path = config.schedule.schedule_file
+    assert path is not None
+    given = load_schedule(Path(path))
+    its = given.placement
+    if its != placement:
+        raise ConfigError(
+            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
+            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
+            "--model-chunks and --pipeline-placement to match"
+        )
+    if given.weight_pieces and not config.splits_backward:
+        raise ConfigError(
+            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
+            "layers do within the backward: drop --split-backward False, or use "
+            "--transformer-impl local"
+        )
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples of the whole run and the datasets that hold them (``None`` where not needed here).
+
+    Attributes:
+        iterations: of the whole training.
+        train_samples: training samples from the first to the last iteration.
+        valid_samples: of all validations together.
+        train, valid, test: the datasets.
+    """
+
+    iterations: int
+    train_samples: int
+    valid_samples: int
+    train: Any
+    valid: Any
+    test: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, built and ready to take its first step.
+
+    Attributes:
+        job: this process within the job.
+        placement: where stages live.
+        chunks: this rank's model chunks, wrapped for data parallelism.
+        core: megatron-core's configuration, shared by the chunks.
+        optimizer, scheduler: megatron-core's.
+        samples: the data.
+        forward_backward: runs one step; ours or megatron-core's own.
+        wiring: the executor and its channels, ``None`` under megatron-core's own schedule.
+        tracing: the trace.
+        replay: takes recorded orders, ``None`` unless asked for.
+        padded_vocab_size: rows of the embedding.
+    """
+
+    job: Job
+    placement: Placement
+    chunks: list[torch.nn.Module]
+    core: TransformerConfig
+    optimizer: Any
+    scheduler: Any
+    samples: Samples
+    forward_backward: Callable[..., list[Any]]
+    wiring: Wiring | None
+    tracing: Tracing
+    replay: Replay | None
+    padded_vocab_size: int
+
+
+def build_run(job: Job) -> Run:
+    """Build model, optimizer, data, executor and trace. Collective over all ranks."""
+    config = job.config
+    placement = placement_of(config)
+    tokenizer = _tokenizer(config)
+    core = transformer_config(config, job.accelerator)
+    chunks = build_chunks(config, core, job.accelerator, placement, tokenizer.padded_vocab_size)
+    optimizer = build_optimizer(config, chunks)
+    samples = _build_samples(job, placement, tokenizer)
+    scheduler = build_scheduler(config, optimizer, samples.train_samples)
+    connect_chunks(config, core, chunks, optimizer)
+    tracing = open_trace(job, placement, tokenizer.padded_vocab_size)
+    widths = widths_of(config)
+    finalize = finalize_gradients
+    if widths is not None:
+        finalize = UnequalGradients(widths)
+    core.finalize_model_grads_func = tracing.around("reduce", finalize)
+    replay = None
+    wiring = None
+    forward_backward: Callable[..., list[Any]]
+    if config.schedule.pipeline_schedule == "megatron":
+        outside = OutsideTrace(get_forward_backward_func(), tracing)
+        tracing.watch(outside.look)
+        forward_backward = outside
+    else:
+        wiring = build_executor(
+            placement=placement,
+            accelerator=job.accelerator,
+            places=job.places,
+            payload_shape=payload_shape(config),
+            payload_dtype=core.pipeline_dtype,
+            timeout_s=config.schedule.pipeline_timeout_s,
+            recorder=tracing.recorder,
+            transport=config.transport,
+            in_flight=_inputs_in_flight(config, placement),
+            widths=widths,
+        )
+        tracing.watch(wiring.executor.look)
+        replay = _replay(job, placement)
+        forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
+    return Run(
+        job=job,
+        placement=placement,
+        chunks=chunks,
+        core=core,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        samples=samples,
+        forward_backward=forward_backward,
+        wiring=wiring,
+        tracing=tracing,
+        replay=replay,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+    )
+
+
+def _inputs_in_flight(config: TrainerConfig, placement: Placement) -> int:
+    widths = widths_of(config)
+    return inputs_in_flight(
+        placement,
+        # Of the whole job where stages are unequal.
+        config.num_microbatches * (1 if widths is None else widths.round_size),
+        cap=config.schedule.activation_cap,
+        keeps_all=config.schedule.pipeline_schedule in KEEPING_ALL,
+        widths=widths,
+    )
+
+
+def make_loader(
+    run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
+) -> MicrobatchLoader | None:
+    """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
+    if dataset is None:
+        return None
+    config = run.job.config
+    return MicrobatchLoader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.batch.micro_batch_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        # With no spare processor a reader process only takes time from the ranks.
+        num_workers=config.data.num_workers if run.job.accelerator.reads_ahead else 0,
+        pin_memory=run.job.accelerator.reads_ahead,
+        on_read=on_read,
+    )
+
+
+def _tokenizer(config: TrainerConfig) -> Tokenizer:
+    data = config.data
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.vocab_file,
+        data.merge_file,
+        vocab_size=data.vocab_size,
+        make_divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+    )
+
+
+def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
+    """Return ``[s, b, h]`` of the tensors between stages, all alike in GPT training."""
+    length = config.model.seq_length // config.parallel.context_parallel_size
+    if config.parallel.sequence_parallel:
+        length //= config.parallel.tensor_model_parallel_size
+    return (length, config.batch.micro_batch_size, config.model.hidden_size)
+
+
+def _needs_data(placement: Placement) -> bool:
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
+    return 0 in stages or placement.num_stages - 1 in stages
+
+
+def _build_samples(job: Job, placement: Placement, tokenizer: Tokenizer) -> Samples:
+    config = job.config
+    run, data = config.run, config.data
+    sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
+    if run.train_iters is not None:
+        iterations = run.train_iters
+        train_samples = iterations * config.batch.global_batch_size
+    else:
+        assert run.train_samples is not None  # checked with the settings
+        train_samples = run.train_samples
+        iterations = sizes.iterations_for(train_samples)
+    per_validation = run.eval_iters * config.batch.global_batch_size
+    valid_samples = (iterations // run.eval_interval + 1) * per_validation
+    train, valid, test = build_datasets(
+        DataSpec(
+            seq_length=config.model.seq_length,
+            seed=run.seed,
+            data_path=data.data_path,
+            split=data.split,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+            mock_data=data.mock_data,
+            data_cache_path=data.data_cache_path,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            mmap_bin_files=data.mmap_bin_files,
+            num_dataset_builder_threads=data.num_dataset_builder_threads,
+        ),
+        tokenizer,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        test_samples=per_validation,
+        is_built_on_rank=lambda: _needs_data(placement) or dist.get_rank() == 0,
+    )
+    if not _needs_data(placement):
+        train = valid = test = None
+    return Samples(
+        iterations=iterations,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        train=train,
+        valid=valid,
+        test=test,
+    )
+
+
+def connect_chunks(
+    config: TrainerConfig,
+    core: TransformerConfig,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+) -> None:
+    """Tell megatron-core's configuration how gradients are scaled, held back and reduced."""
+    parallel, timing = config.parallel, config.logging
+    if timing.timing_log_level:
+        core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
+        core.barrier_with_L1_time = timing.barrier_with_L1_time
+    core.grad_scale_func = optimizer.scale_loss
+    single = len(chunks) == 1
+    if parallel.overlap_grad_reduce:
+        holds = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = holds[0] if single else holds
+        if parallel.align_grad_reduce:
+            starts = [chunk.start_grad_sync for chunk in chunks]
+            core.grad_sync_func = starts[0] if single else starts
+    if parallel.overlap_param_gather and parallel.align_param_gather:
+        gathers = [chunk.start_param_sync for chunk in chunks]
+        core.param_sync_func = gathers[0] if single else gathers
+
+
+def open_trace(job: Job, placement: Placement, padded_vocab_size: int) -> Tracing:
+    """Open this rank's trace. Collective over all ranks."""
+    config = job.config
+    if config.schedule.trace_dir is None:
+        return Tracing()
+    if job.environment.local_rank == 0:
+        set_aside(config.schedule.trace_dir)
+    dist.barrier(group=job.control_group)
+    run_id: list[Any] = [f"{job.environment.run_id}-{os.getpid()}"]
+    dist.broadcast_object_list(run_id, src=0, group=job.control_group)
+    header = TraceHeader.create(
+        run=run_id[0],
+        rank=job.rank,
+        world_size=config.world_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_chunks,
+        num_microbatches=config.num_microbatches,
+        schedule=config.schedule.pipeline_schedule,
+        placement=placement.kind,
+        layers=config.layers_per_stage,
+        work=stage_work(config, padded_vocab_size),
+    )
+    recorder = Recorder(config.schedule.trace_dir, header)
+    sync = start_clock_sync(
+        rank=job.rank,
+        clock_id=header.clock,
+        address=job.environment.master_addr,
+        gather=job.gather,
+        deliver=recorder.add_clock_samples,
+    )
+    return Tracing(recorder, job.accelerator.clock(), sync)

@@ -1,0 +1,248 @@
+"""One training or evaluation step of a built run: forward, backward, optimizer, reported losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
+from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
+from megatron.adaptive.gpt.setup import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a training step tells.
+
+    Attributes:
+        losses: mean losses by name, on ranks of the last stage; empty elsewhere.
+        updated: whether the parameters changed (not after an overflow in fp16).
+        grad_norm: norm of all gradients before clipping, ``None`` where it is not computed.
+        num_zeros: zeros in the gradients, ``None`` where they are not counted.
+        bubble_fraction: idle part of the pipeline's step, ``None`` at iterations without a log.
+    """
+
+    losses: dict[str, float]
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    bubble_fraction: float | None
+
+
+class Step:
+    """Takes the steps of a run.
+
+    Args:
+        run: the built run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config = run.job.config
+        self._run = run
+        self._config = config
+        dropout = DropoutKeys(
+            config.run.seed,
+            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+        )
+        dropout.attach(run.chunks)
+        self._forward = GptForward(run.job.accelerator, dropout)
+        self._eval_steps = 0
+        self.times: StepTimes | None = None  # of the last training step, on our executor
+
+    def train(
+        self,
+        microbatches: Any,
+        num_microbatches: int,
+        iteration: int,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """Run forward and backward passes and update the parameters.
+
+        Args:
+            microbatches: this rank's microbatches, ``None`` on a rank that needs no data.
+            num_microbatches: their number.
+            iteration: number of the step, part of the key of its random numbers.
+            before_update: called when the state is about to change.
+
+        Raises:
+            AdaptiveError: a gradient is not a finite number.
+            DeviceMemoryError: the device ran out of memory.
+        """
+        run = self._run
+        try:
+            for chunk in run.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+            run.optimizer.zero_grad()
+            if run.replay is not None:
+                run.replay.begin(iteration)
+            reduced = self._forward_backward(
+                microbatches, num_microbatches, step=iteration, forward_only=False
+            )
+            before_update()
+            with run.tracing.span("optimizer"):
+                updated, grad_norm, num_zeros = run.optimizer.step()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise out_of_memory(run, error) from error
+        except RuntimeError as error:
+            if _CPU_MEMORY in str(error):
+                raise out_of_memory(run, error) from error
+            if "NaN" in str(error) or "Inf" in str(error):
+                raise _diverged(run, iteration, error) from error
+            raise
+        return StepResult(
+            losses=self._mean_losses([reduced]),
+            updated=bool(updated),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            bubble_fraction=self._finish_step(iteration),
+        )
+
+    def evaluate(
+        self,
+        loader: Any,
+        iterations: int,
+        num_microbatches: int,
+        *,
+        until: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Run the forward over batches of ``loader``.
+
+        Args:
+            loader: gives the batches, ``None`` on a rank that needs no data.
+            iterations: batches at most.
+            num_microbatches: of each batch.
+            until: asked after each batch, on all ranks alike, whether to end early.
+
+        Returns:
+            The mean losses, on ranks of the last stage.
+        """
+        run = self._run
+        for chunk in run.chunks:
+            chunk.eval()
+        steps = []
+        with torch.no_grad():
+            for _ in range(iterations):
+                self._eval_steps += 1
+                microbatches = None if loader is None else loader.step(num_microbatches)
+                steps.append(
+                    self._forward_backward(
+                        microbatches, num_microbatches, step=-self._eval_steps, forward_only=True
+                    )
+                )
+                if run.wiring is not None:
+                    run.wiring.executor.finish_step()
+                if until():
+                    break
+        return self._mean_losses(steps)
+
+    def _forward_backward(
+        self, microbatches: Any, num_microbatches: int, *, step: int, forward_only: bool
+    ) -> list[Any]:
+        run, model = self._run, self._config.model
+        feeds = [ChunkFeed(microbatches, count=num_microbatches, step=step) for _ in run.chunks]
+        single = len(run.chunks) == 1
+        return run.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=feeds[0] if single else feeds,
+            model=run.chunks[0] if single else run.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=model.seq_length,
+            micro_batch_size=self._config.batch.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _finish_step(self, iteration: int) -> float | None:
+        """Close the step's trace; returns the bubble fraction over all ranks.
+
+        The average is taken at logged iterations only: it is a message between all stages.
+        """
+        run = self._run
+        if run.wiring is None:
+            run.tracing.end_iteration()
+            return None
+        self.times = times = run.wiring.executor.finish_step()
+        run.tracing.end_iteration()
+        if iteration % self._config.logging.log_interval:
+            return None
+        sums = torch.tensor([times.busy_s], dtype=torch.float64)
+        longest = torch.tensor([times.span_s], dtype=torch.float64)
+        dist.all_reduce(sums, group=run.job.control_group)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=run.job.control_group)
+        available = float(longest) * run.job.config.world_size
+        return max(0.0, 1.0 - float(sums) / available) if available else None
+
+    def _mean_losses(self, steps: Sequence[list[Any]]) -> dict[str, float]:
+        """Average the reported losses over microbatches, steps and data-parallel ranks.
+
+        Returns:
+            Names and values on ranks of the last stage, nothing elsewhere.
+        """
+        reported = [losses for step in steps for losses in step]
+        if not reported:
+            return {}
+        mean = torch.stack([losses[LOSS_NAME].reshape(()) for losses in reported]).mean()
+        if parallel_state.get_data_parallel_world_size() > 1:
+            group = parallel_state.get_data_parallel_group()
+            dist.all_reduce(mean, group=group)
+            mean /= parallel_state.get_data_parallel_world_size()
+        return {LOSS_NAME: float(mean)}
+
+
+def gather_parameters(run: Run) -> None:
+    """Complete the parameters that the next forward would gather. Collective over all ranks."""
+    if run.job.config.parallel.overlap_param_gather:
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def params_norm(run: Run) -> float:
+    """Return the L2 norm of all parameters of the model. Collective over all ranks."""
+    gather_parameters(run)
+    replicas = parallel_state.get_data_parallel_world_size()
+    if run.job.config.parallel.unequal_sizes is not None:
+        replicas = 1  # further replicas of a stage have no parameter that is not shared
+    total = torch.zeros(1, dtype=torch.float64)
+    for chunk in run.chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared", False):
+                continue
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if split or parallel_state.get_tensor_model_parallel_rank() == 0:
+                total += float(parameter.detach().double().pow(2).sum())
+    dist.all_reduce(total, group=run.job.control_group)
+    return float(total / replicas) ** 0.5
+
+
+_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says on a CPU, in an error of no class of its own."""
+
+
+def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
+    """Return the one-line error of a device that ran out of memory."""
+    accelerator = run.job.accelerator
+    gib = 1024**3
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    asked = str(error).splitlines()[0].rstrip(".") if str(error) else "out of memory"
+    return DeviceMemoryError(
+        f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
+        f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size or "
+        "--activation-cap, or use --recompute-granularity selective (or full with "
+        "--recompute-method uniform --recompute-num-layers 1), a larger "
+        "--pipeline-model-parallel-size, or --use-distributed-optimizer"
+    )
+
+
+def _diverged(run: Run, iteration: int, error: Exception) -> AdaptiveError:
+    return AdaptiveError(
+        f"iteration {iteration}: rank {run.job.rank} found a gradient that is not a finite number: "
+        f"{str(error).splitlines()[0]}; lower --lr, or pass "
+        "--no-check-for-nan-in-loss-and-grad to go on"
+    )

@@ -1,0 +1,214 @@
+"""From a model to the programs that one rank runs: cut it, keep this rank's part, prepare that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.adaptive.errors import AdaptiveError, ConfigError
+from megatron.adaptive.modules.batch import BatchShape
+from megatron.adaptive.modules.cutting import (
+    StagePlan,
+    balanced,
+    check_shared,
+    check_stages,
+    given_partition,
+    keep_only,
+    shared_weights,
+    slice_tape,
+    unused_parameters,
+)
+from megatron.adaptive.modules.measure import check_replay, segment_seconds
+from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.modules.program import Held, Layout, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape
+from megatron.adaptive.modules.update import Update
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["Assembly", "Cut", "assemble", "check_weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a user wants the model cut.
+
+    Attributes:
+        groups: names of shared weights.
+        partition: segments of each stage; ``None`` for a balanced one.
+        weights: what each segment costs; ``None`` to measure it.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
+    """
+
+    groups: Sequence[Sequence[str]] = ()
+    partition: str | Sequence[int] | None = None
+    weights: Sequence[float] | None = None
+    slicing: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What a rank needs of the model.
+
+    Attributes:
+        cut_points: names of all cut points.
+        partition: segments of each stage.
+        weights: what each segment costs, empty where nobody asked.
+        programs, eval_programs: of this rank's stages, in training and in evaluation.
+        held: parameters and buffers of this rank, by name.
+        largest_message: bytes of the largest between two stages of the pipeline.
+        update: the end of a step.
+    """
+
+    cut_points: tuple[str, ...]
+    partition: tuple[int, ...]
+    weights: tuple[float, ...]
+    programs: list[StageProgram]
+    eval_programs: list[StageProgram]
+    held: dict[str, torch.Tensor]
+    largest_message: int
+    update: Update
+
+    @property
+    def for_meter(self) -> Held:
+        """What the meter of activations leaves out."""
+        return Held(self.held)
+
+
+def assemble(
+    forward: Forward,
+    sample: Mapping[str, torch.Tensor],
+    cut: Cut,
+    *,
+    shape: BatchShape,
+    mesh: Mesh,
+    placement: Placement,
+) -> Assembly:
+    """Cut the model, keep this rank's part of it and prepare to run that. Collective.
+
+    Args:
+        forward: the model, wholly there.
+        sample: a batch.
+        cut: the user's wishes.
+        shape: of batches.
+        mesh: the job.
+        placement: where stages live.
+
+    Raises:
+        ConfigError: the model cannot be cut so.
+    """
+    first = shape.microbatch(sample, 0, forward.device)
+    forwards = Forwards.of(forward, first, cut.slicing)
+    tape = forwards.training
+    check_stages(tape.num_segments, placement.num_stages)
+    check_shared(tape, cut.groups)
+    # Times differ from rank to rank: one tells all.
+    answer = None
+    if mesh.rank == 0:
+        needs = not (cut.partition or cut.weights)
+        answer = _measure(forward, forwards, sample, shape, needs=needs)
+    answer = mesh.from_first(answer)
+    if isinstance(answer, AdaptiveError):
+        raise answer
+    if cut.partition is not None:
+        partition = given_partition(cut.partition, tape.num_segments, placement.num_stages)
+    else:
+        weights = check_weights(cut.weights, tape.num_segments) or answer
+        partition = balanced(weights, placement.num_stages)
+    return _hold(forward, forwards, partition, tuple(cut.weights or answer or ()), mesh, placement)
+
+
+def check_weights(weights: Sequence[float] | None, num_segments: int) -> Sequence[float] | None:
+    """Refuse weights that are not one for each segment.
+
+    Raises:
+        ConfigError: there are more, or fewer.
+    """
+    if weights is not None and len(weights) != num_segments:
+        raise ConfigError(
+            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
+            "piece between cut points"
+        )
+    return weights
+
+
+def _measure(
+    forward: Forward,
+    forwards: Forwards,
+    sample: Mapping[str, torch.Tensor],
+    shape: BatchShape,
+    *,
+    needs: bool,
+) -> Any:
+    """On one rank: check the replay, and time the segments if that is needed."""
+    try:
+        if len(next(iter(sample.values()))) >= 2 * shape.micro_batch_size:
+            check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
+        if needs:
+            first = shape.microbatch(sample, 0, forward.device)
+            return segment_seconds(forward, forwards.training, first)
+    except AdaptiveError as error:
+        return error
+    return None
+
+
+def _hold(
+    forward: Forward,
+    forwards: Forwards,
+    partition: tuple[int, ...],
+    weights: tuple[float, ...],
+    mesh: Mesh,
+    placement: Placement,
+) -> Assembly:
+    model, device = forward.model, mesh.accelerator.device
+    plans = slice_tape(forwards.training, partition)
+    eval_plans = slice_tape(forwards.evaluation, partition)
+    stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
+    uses: dict[str, set[int]] = {}
+    for stage, both in enumerate(zip(plans, eval_plans, strict=True)):
+        for plan in both:
+            for name in plan.parameters:
+                uses.setdefault(name, set()).add(placement.locate(stage)[0])
+    mine = {n for s in stages for p in (plans[s], eval_plans[s]) for n in p.buffers}
+    mine |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
+    if 0 in stages:  # somebody must keep them for a checkpoint
+        mine.update(unused_parameters(model, (forwards.training, forwards.evaluation)))
+    order = [name for name, _ in model.named_parameters()]
+    held = keep_only(model, mine, device)
+
+    def programs(tape: Tape, of: Sequence[StagePlan]) -> list[StageProgram]:
+        return [
+            StageProgram(
+                tape, of[stage], held, device,
+                is_last=stage == placement.num_stages - 1, autocast=forward.autocast,
+            )
+            for stage in stages
+        ]  # fmt: skip
+
+    shared = shared_weights(uses, order)
+    return Assembly(
+        cut_points=tuple(forwards.training.cuts),
+        partition=partition,
+        weights=weights,
+        programs=programs(forwards.training, plans),
+        eval_programs=programs(forwards.evaluation, eval_plans),
+        held=held,
+        largest_message=max(
+            layout.nbytes
+            for tape, of in ((forwards.training, plans), (forwards.evaluation, eval_plans))
+            for layout in _layouts(tape, of)
+        ),
+        update=Update(
+            mesh=mesh,
+            parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
+            shared=shared,
+            groups=mesh.groups_of(dict.fromkeys(one.positions for one in shared)),
+        ),
+    )
+
+
+def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[Layout]:
+    for plan in plans:
+        yield Layout.of([tape.values[number] for number in plan.sent])

@@ -1,0 +1,363 @@
+"""The steps of a training that may end early and go on later, in another shape.
+
+::
+
+    for step in pipeline.loop(1000, save_interval=100):      # 300, 301, ... after a checkpoint
+        loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
+    ── asked to stop: checkpoint, and the program ends with status 0; what follows runs at the end
+
+It owns the signals and the progress file while the pipeline is open. When to stop, how
+checkpoints appear and what is told of them is as with the trainer: ``engine.stop``,
+``checkpoint.folder``, ``engine.progress``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.adaptive.checkpoint.folder import PipelineFolder
+from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
+from megatron.adaptive.config.environment import JobOrder
+from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.progress import (
+    COMPLETE,
+    ProgressFile,
+    saved_line,
+)
+from megatron.adaptive.engine.stop import StopRequest
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.modules.sizes import JobEnded
+
+__all__ = ["NO_LOOP", "Loop", "LoopSettings"]
+
+NO_LOOP = (
+    "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
+    " Pipeline.loop: train within `for step in pipeline.loop(...)`, which saves and goes on; see"
+    " docs/elastic.md"
+)
+
+_LEFT = "the script left the loop"
+_BATCH = "loop_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """What a user gave; see :meth:`Pipeline.loop`.
+
+    Attributes:
+        total_steps: of the whole training.
+        folder: of checkpoints, ``None`` for none.
+        save_interval: steps from one checkpoint to the next, ``None`` for one at the end.
+        keep: complete ones that stay, ``None`` for all.
+        state: objects that are saved as well, by name.
+        async_save: write them while training goes on.
+        local_folder: on each node's own disk, where they go first; ``None`` for none.
+        diagnose_interval: steps from one diagnosis of the traces to the next, 0 for none.
+        batch_size: samples of a step over all replicas.
+
+    Raises:
+        ConfigError: a number is none.
+    """
+
+    total_steps: int
+    folder: str | Path | None
+    save_interval: int | None
+    keep: int | None
+    state: Mapping[str, Any]
+    async_save: bool
+    local_folder: str | Path | None
+    diagnose_interval: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("total_steps", 0),
+            ("save_interval", 1),
+            ("keep", 1),
+            ("diagnose_interval", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("save_interval", "keep"):
+                continue
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")
+        for name, one in self.state.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise ConfigError(
+                    f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
+                    " and load_state_dict()"
+                )
+
+
+class Loop:
+    """Iterates over the steps that are left, as ``range(total_steps)`` from a checkpoint on.
+
+    Collective over all processes of the job, as each of its steps is.
+
+    Args:
+        pipeline: whose steps are counted.
+        settings: the user's.
+        mesh: the job.
+        order: of the job, ``None`` without one; its folder counts.
+
+    Raises:
+        CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
+    """
+
+    def __init__(
+        self, pipeline: Any, settings: LoopSettings, mesh: Mesh, order: JobOrder | None
+    ) -> None:
+        self._pipeline, self._settings, self._mesh = pipeline, settings, mesh
+        self._folder = settings.folder if order is None else order.checkpoints
+        self._progress_folder = None if order is None else order.progress
+        self._is_first = mesh.rank == 0
+        self._given: int | None = None
+        self._is_over = False
+        self._begun_s = 0.0
+        self._loaded_s = self._resume()
+        self._saved_at = pipeline.steps if pipeline.steps else -1
+        self._waited_s = 0.0  # for the last checkpoint
+        self._saves_behind = self._folder is not None and (
+            settings.async_save or settings.local_folder is not None
+        )
+        self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
+        self._progress = ProgressFile(self._progress_folder if self._is_first else None)
+        self._stop = StopRequest()
+        self._progress.begins(pipeline.steps, settings.total_steps)
+        if self._loaded_s is not None:
+            self._progress.tell({"loaded_s": self._loaded_s})
+            self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
+        self._snapshots = self._make_snapshots()
+        self._diagnosis = self._make_diagnosis()
+
+    def __iter__(self) -> Loop:
+        return self
+
+    def __next__(self) -> int:
+        """End the step that was given last, and give the next one.
+
+        Raises:
+            StopIteration: all steps are done.
+            JobEnded: the job was asked to stop; all is saved.
+            CheckpointError: a checkpoint could not be written.
+            ConfigError: the step was not trained, or twice.
+        """
+        if self._is_over:
+            raise StopIteration
+        if self._given is not None:
+            self._end_step()
+            if self._pipeline.steps >= self._settings.total_steps:
+                self._finish(COMPLETE)
+                raise StopIteration
+            if self._stop.agreed(self._group):
+                assert self._stop.reason is not None
+                self._finish(self._stop.reason)
+                self._pipeline.close()
+                raise JobEnded(0)
+        elif self._pipeline.steps >= self._settings.total_steps:
+            self._finish(COMPLETE)
+            raise StopIteration
+        self._given = self._pipeline.steps
+        self._begun_s = time.perf_counter()
+        return self._given
+
+    def require(self, samples: int) -> None:
+        """Refuse a batch that would not be the whole batch of the step over all replicas.
+
+        Args:
+            samples: of this replica's batch.
+
+        Raises:
+            ConfigError: it is another one, or no step was given.
+        """
+        whole, replicas = self._settings.batch_size, self._pipeline.replicas
+        if self._given is None or self._is_over:
+            raise ConfigError(
+                "Pipeline.step was called outside of the steps of Pipeline.loop: call it once in"
+                " each turn of the loop; eval() trains nothing"
+            )
+        if self._pipeline.steps != self._given:
+            raise ConfigError(
+                f"Pipeline.step was called twice in step {self._given} of Pipeline.loop: call it"
+                " once in each turn, or what was trained would be lost or done again after a"
+                " checkpoint"
+            )
+        if samples * replicas != whole:
+            raise ConfigError(
+                f"step {self._given} of Pipeline.loop was given {samples} samples on each of"
+                f" {replicas} replicas, and its batch has {whole}: give Pipeline.step"
+                " pipeline.share(batch) of a whole batch, or say batch_size to Pipeline"
+            )
+
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        self._snapshots.before_update()
+
+    def close(self) -> None:
+        """Give the signals back and end the progress file. Collective; idempotent."""
+        self._snapshots.close()
+        self._end_diagnosis()
+        if self._saves_behind:
+            self._pipeline._checkpointer.saver.close()
+        if not self._is_over:
+            self._is_over = True
+            self._stop.finish()
+            self._progress.ended(_LEFT)
+        self._stop.close()
+        self._progress.close()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.barrier(group=group)  # nobody waits in it any more
+            dist.destroy_process_group(group)
+
+    def _make_snapshots(self) -> NoSnapshots:
+        """Return what takes snapshots of the state, if the node's agent keeps them."""
+        settings = self._mesh.environment.copies
+        if settings is None:
+            return NoSnapshots()
+        # It imports much that most runs do without.
+        from megatron.adaptive.modules.checkpoint import PipelineState
+
+        state = PipelineState(
+            self._pipeline._checkpointer,
+            lambda: self._pipeline._head(self._extra()),
+            self._settings.state,
+        )
+        return Snapshots(
+            state,
+            self._mesh,
+            SnapshotSettings.read(settings),
+            lambda text: self._progress.tell({"copies": text}),
+            self._say,
+        )
+
+    def _make_diagnosis(self) -> RunningDiagnosis | None:
+        """What diagnoses the steps from their traces, on the first rank."""
+        folder, interval = self._pipeline._trace_dir, self._settings.diagnose_interval
+        done = self._pipeline.steps
+        if folder is None or not self._is_first or not interval:
+            return None
+        if self._settings.total_steps - done <= interval:
+            return None
+        return RunningDiagnosis(
+            folder, interval, done, self._say, lambda **told: self._progress.tell(told)
+        )
+
+    def _end_diagnosis(self) -> None:
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.close()
+
+    def _extra(self) -> dict[str, Any]:
+        return {_BATCH: self._settings.batch_size}
+
+    def _resume(self) -> float | None:
+        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
+        settings, begin_s = self._settings, time.perf_counter()
+        if self._folder is None:
+            if settings.local_folder is not None:
+                raise ConfigError(
+                    f"local_folder {settings.local_folder} is where checkpoints are on their way to"
+                    " folder, and there is none: give Pipeline.loop folder, on storage that all"
+                    " nodes share"
+                )
+            return None
+        local = None
+        if settings.local_folder is not None:
+            local = self._pipeline._checkpointer.use_local_disks(
+                settings.local_folder, self._folder, settings.keep, self._progress_folder
+            )
+        newest = PipelineFolder(self._folder).latest() if self._is_first else None
+        newest = self._mesh.from_first(newest)
+        if local is not None:
+            local.resumed = newest or 0
+        if newest is None:
+            return None
+        extra = self._pipeline.load(self._folder, step=newest, state=settings.state)
+        before = extra.get(_BATCH, settings.batch_size)
+        if before != settings.batch_size:
+            raise CheckpointError(
+                f"{self._folder}: its steps are of {before} samples, those of the script of"
+                f" {settings.batch_size}: samples would be lost or repeated; give"
+                f" batch_size={before}, or another folder"
+            )
+        return time.perf_counter() - begin_s
+
+    def _end_step(self) -> None:
+        pipeline, settings = self._pipeline, self._settings
+        assert self._given is not None
+        if pipeline.steps != self._given + 1:
+            raise ConfigError(
+                f"step {self._given} of Pipeline.loop was not trained: call Pipeline.step once in"
+                " each turn"
+            )
+        done = pipeline.steps
+        self._snapshots.settle(done)
+        told = {
+            "loss": pipeline.loss,
+            "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
+            "consumed_samples": done * settings.batch_size,
+            "grad_norm": pipeline.grad_norm,
+        }
+        self._progress.iteration(done, told, is_logged=False)
+        if self._diagnosis is not None:
+            self._diagnosis.after_iteration(done)
+        self._snapshots.take(done)
+        if self._saves_behind:
+            self._tell_completed()
+        interval = settings.save_interval
+        if self._folder is not None and interval is not None and done % interval == 0:
+            self._save(is_behind=self._saves_behind and done < settings.total_steps)
+
+    def _finish(self, reason: str) -> None:
+        """End the steps: save if that is left to do, and tell why. Collective."""
+        self._is_over = True
+        self._stop.finish()
+        self._snapshots.close()
+        self._end_diagnosis()
+        if self._saves_behind:
+            try:
+                self._pipeline._checkpointer.saver.drain()
+                self._tell_completed()
+            except CheckpointError as error:
+                self._say(f"warning: {error}")
+                self._saved_at = -1
+        if self._folder is not None and self._saved_at != self._pipeline.steps:
+            self._save()
+        self._say(f"training ends: {reason}")
+        self._progress.ended(reason)
+
+    def _save(self, *, is_behind: bool = False) -> None:
+        settings, begin_s = self._settings, time.perf_counter()
+        assert self._folder is not None
+        path = self._pipeline._save(
+            self._folder,
+            extra=self._extra(),
+            keep=settings.keep,
+            state=settings.state,
+            progress_dir=self._progress_folder,
+            is_behind=is_behind,
+        )
+        self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s
+        if path is not None:
+            self._tell_saved(self._saved_at, path, is_behind=False)
+
+    def _tell_completed(self) -> None:
+        """Tell of a checkpoint that was completed behind training since."""
+        if (found := self._pipeline._checkpointer.saver.completed()) is not None:
+            self._tell_saved(*found, is_behind=True)
+
+    def _tell_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
+        self._progress.tell({"saved": step, "seconds": self._waited_s})
+        self._say(saved_line(step, path, self._waited_s, is_behind=is_behind))
+
+    def _say(self, text: str) -> None:
+        if self._is_first:
+            print(text, flush=True)

@@ -1,0 +1,500 @@
+"""The pipeline of a model with cut points: what a user's training loop calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.adaptive import accelerator as _accelerator
+
+# Before the modules below import megatron-core.
+_accelerator.install()
+_accelerator.quiet_libraries()
+
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
+from megatron.adaptive.engine.executor import StepTimes  # noqa: E402
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
+from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
+from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
+from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
+from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
+from megatron.adaptive.modules.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
+from megatron.adaptive.modules.orders import Orders, choose_placement  # noqa: E402
+from megatron.adaptive.modules.passes import Passes  # noqa: E402
+from megatron.adaptive.modules.program import RandomKey  # noqa: E402
+from megatron.adaptive.modules.recording import PRECISIONS, Forward, Slicing  # noqa: E402
+from megatron.adaptive.modules.sizes import (  # noqa: E402
+    Wanted,
+    place,
+)
+from megatron.adaptive.modules.traces import start_trace  # noqa: E402
+from megatron.adaptive.modules.wiring import connect  # noqa: E402
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """Trains a module whose stages lie on several processes.
+
+    Collective over all processes of the job, as :meth:`step`, :meth:`eval` and :meth:`close` are.
+    All of them build the same model with the same weights; afterwards each holds the parameters of
+    its own stages, and those of others are on the ``meta`` device.
+
+    Args:
+        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
+            keyword arguments; where ``loss`` is given, with those that it takes.
+        sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples. Its
+            first microbatch is run to find the stages; a second one checks them.
+        micro_batch_size: samples of a microbatch; the planner's best where ``None``.
+        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
+            entry ``loss`` or begins with it.
+        arguments: further keyword arguments of forward, always the same.
+        pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
+            is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
+        batch_size: samples of a step over all replicas, for the planner; those of the sample where
+            ``None``.
+        memory_limit_bytes: that a process may use, for the planner; what the device has free where
+            ``None``.
+        schedule: order of work, see ``docs/schedules.md``.
+        chunks: stages per process; chosen by the schedule where ``None``.
+        activation_cap: most activations a process keeps, in microbatches over its chunks.
+        split_backward: compute weight gradients apart; chosen by the schedule where ``None``.
+        partition: segments between cut points that each stage gets, as ``"3-4-5"`` or numbers.
+        weights: what each segment costs, in any unit; measured with the sample where ``None``.
+        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
+            dynamic loss scale.
+        seed: of dropout and all else that is random within the model.
+        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
+        transport: how neighbouring processes are connected.
+        trace_dir: folder for traces, ``None`` for none.
+        timeout_s: limit of every wait for another process.
+
+    Attributes:
+        model: as given.
+        plan: what the planner chose and why, ``None`` where it was not asked here.
+        micro_batch_size: samples of a microbatch.
+        partition: segments of each stage.
+        weights: what each segment costs; empty where nobody asked.
+        cut_points: names of all cut points in the order of the forward.
+        loss: of the last step.
+        grad_norm: norm of the whole model's gradient in the last step, before clipping.
+        times: of this process in the last step.
+
+    Raises:
+        ConfigError: a setting, the batch or the model breaks a rule; named.
+        ScheduleError: the schedule is unknown or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample_batch: Mapping[str, torch.Tensor],
+        *,
+        micro_batch_size: int | None = None,
+        loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        pipeline_size: int | Literal["auto"] | None = None,
+        batch_size: int | None = None,
+        memory_limit_bytes: float | None = None,
+        schedule: str = "adaptive",
+        chunks: int | None = None,
+        activation_cap: float | None = None,
+        split_backward: bool | None = None,
+        partition: str | Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+        shared_weights: Sequence[Sequence[str]] = (),
+        mixed_precision: Literal["bf16", "fp16"] | None = None,
+        seed: int = 1234,
+        slicing: Slicing = "auto",
+        transport: TransportConfig | None = None,
+        trace_dir: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if mixed_precision not in (None, *PRECISIONS):
+            raise ConfigError(
+                f"mixed_precision {mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or None"
+            )
+        samples = samples_in(sample_batch, "sample_batch")
+        if micro_batch_size is not None:
+            BatchShape(sample_batch, micro_batch_size)
+        check_groups(model, shared_weights)
+        self.model = model
+        self.grad_norm = self.loss = 0.0
+        self.times: StepTimes | None = None
+        self._loop: Loop | None = None
+        self._is_closed = False
+        self._step = 0
+        forward = Forward(
+            model=model,
+            loss=loss,
+            arguments=dict(arguments or {}),
+            autocast=None if mixed_precision is None else PRECISIONS[mixed_precision],
+        )
+        cut = Cut(groups=shared_weights, partition=partition, weights=weights, slicing=slicing)
+        wanted = Wanted(
+            pipeline_size=pipeline_size,
+            micro_batch_size=micro_batch_size,
+            batch_size=samples if batch_size is None else batch_size,
+            schedule=schedule,
+            chunks=chunks,
+            cap=activation_cap,
+            split=split_backward,
+        )
+        placed = place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
+        self.plan, self._mesh, self._order_of_job = placed.plan, placed.mesh, placed.order
+        self._cut, self._wanted = placed.cut, placed.wanted
+        assert placed.wanted.micro_batch_size is not None
+        self.micro_batch_size = placed.wanted.micro_batch_size
+        made = self._order(forward, stretched(sample_batch, self.micro_batch_size))
+        order = self._order_of_job
+        if order is not None and trace_dir is not None:
+            trace_dir = f"{trace_dir}/epoch-{order.epoch}"
+        self._trace_dir = trace_dir
+        self._tracing = start_trace(
+            trace_dir,
+            self._mesh,
+            self._orders.placement,
+            schedule=schedule,
+            num_microbatches=max(1, samples // self.micro_batch_size),
+            partition=self.partition,
+            weights=self.weights,
+        )
+        self._wiring = connect(
+            self._orders,
+            self._mesh,
+            transport or TransportConfig(),
+            largest_message=made.largest_message,
+            recorder=self._tracing.recorder,
+            timeout_s=timeout_s,
+        )
+        self._tracing.watch(self._wiring.executor.look)
+        self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
+        split = self._orders.weight_pieces > 0
+        self._passes = Passes(
+            programs=made.programs,
+            eval_programs=made.eval_programs,
+            shape=self._shape,
+            orders=self._orders,
+            executor=self._wiring.executor,
+            random=self._random,
+            held=made.for_meter,
+            device=self.device,
+            stores=[WeightGradientStore() for _ in made.programs] if split else None,
+        )
+        self._update.start(is_fp16=mixed_precision == "fp16")
+        self._mesh.settle()
+
+    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> Assembly:
+        """Find the order of work, and what this process has of the model."""
+        wanted, mesh = self._wanted, self._mesh
+        self._shape = BatchShape(sample, self.micro_batch_size)
+        try:
+            self._orders = Orders(
+                schedule=wanted.schedule,
+                placement=choose_placement(wanted.schedule, mesh.pipeline_size, wanted.chunks),
+                pp_rank=mesh.pp_rank,
+                cap=wanted.cap,
+                split=wanted.split,
+            )
+            _ = self._orders.weight_pieces  # says what is wrong with them
+            made = assemble(
+                forward, sample, self._cut,
+                shape=self._shape, mesh=mesh, placement=self._orders.placement,
+            )  # fmt: skip
+        except AdaptiveError:
+            mesh.close()
+            raise
+        self.cut_points, self.partition = made.cut_points, made.partition
+        self.weights = made.weights
+        self._held, self._update = made.held, made.update
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._mesh.accelerator.device
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far, those before a checkpoint that was loaded included."""
+        return self._step
+
+    @property
+    def pipeline_size(self) -> int:
+        """Processes of a pipeline."""
+        return self._mesh.pipeline_size
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines."""
+        return self._mesh.dp_size
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process belongs to, from 0 on."""
+        return self._mesh.dp_rank
+
+    def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this replica's part of a batch of all of them, for :meth:`step`.
+
+        Raises:
+            ConfigError: the samples do not divide.
+        """
+        count = samples_in(batch, "batch")
+        if count % self.replicas:
+            raise ConfigError(
+                f"a batch of {count} samples does not divide among {self.replicas} replicas: give "
+                f"a multiple of {self.replicas * self.micro_batch_size}"
+            )
+        part = count // self.replicas
+        return {name: one.narrow(0, self.replica * part, part) for name, one in batch.items()}
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before the backward; 1 except in fp16."""
+        return self._update.scale
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of this process's stages, by their names in the model."""
+        yield from self._update.parameters.items()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of this process's stages."""
+        yield from self._update.parameters.values()
+
+    def set_optimizer(
+        self,
+        optimizer: Any,
+        *,
+        clip_norm: float | None = None,
+        initial_loss_scale: float = 65536.0,
+        loss_scale_interval: int = 2000,
+    ) -> None:
+        """Say what updates the parameters after each step.
+
+        Args:
+            optimizer: a ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
+                one of a list of parameters; ``None`` on a process that holds none.
+            clip_norm: largest norm of the whole model's gradient; ``None`` for no limit.
+            initial_loss_scale: of fp16.
+            loss_scale_interval: steps without an overflow after which it doubles.
+
+        Raises:
+            ConfigError: the optimizer holds parameters of other stages.
+        """
+        self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
+        """Train on a batch: forward, backward, sums over replicas, optimizer.
+
+        Without an optimizer the gradients stay in ``grad`` until the next step.
+
+        Args:
+            batch: of this replica, the same on all processes of its pipeline; its samples divide
+                into microbatches. Processes use the entries that their stages need.
+
+        Returns:
+            The mean loss over microbatches and replicas, and whether the gradient was not finite,
+            so that nothing was updated; the same on all processes.
+
+        Raises:
+            ConfigError: the batch does not divide or does not look like the sample.
+            TransportError: another process is gone or silent.
+        """
+        count = self._shape.num_microbatches(batch)
+        if self._loop is not None:
+            self._loop.require(count * self.micro_batch_size)
+        elif self._order_of_job is not None:
+            raise ConfigError(NO_LOOP)
+        self._step += 1
+        self._tracing.begin_iteration(self._step, count, is_traced=True)
+        for parameter in self._update.parameters.values():
+            parameter.grad = None
+        losses = self._passes.run(batch, count, step=self._step, scale=self._update.scale)
+        with self._tracing.span("reduce"):
+            self._update.reduce()
+            self.loss, self.grad_norm = self._update.totals(losses, count)
+        with self._tracing.span("optimizer"):
+            if self._loop is not None:
+                self._loop.before_update()
+            overflow = self._update.apply(self.grad_norm)
+        self._mesh.accelerator.synchronize()
+        self.times = self._wiring.executor.finish_step()
+        self._tracing.end_iteration()
+        return self.loss, overflow
+
+    def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Return the mean loss of a batch in evaluation mode; the same on all processes.
+
+        Args:
+            batch: as in :meth:`step`.
+
+        Raises:
+            ConfigError: the batch does not divide or does not look like the sample.
+            TransportError: another process is gone or silent.
+        """
+        count = self._shape.num_microbatches(batch)
+        with self._tracing.host_span("evaluate"):
+            losses = self._passes.run(batch, count, step=-1, scale=None)
+            self._wiring.executor.finish_step()
+            loss, _ = self._update.totals(losses, count, with_norm=False)
+        return loss
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save parameters, buffers, optimizer, loss scale, step and seed. Collective.
+
+        Pipelines of the same model with other sizes, partitions and numbers of replicas can load
+        it. It appears under its name when it is complete.
+
+        Args:
+            folder: of checkpoints, seen by all nodes; this one becomes ``step_XXXXXXXX`` there.
+            extra: plain values to keep with it, such as the state of a learning-rate scheduler.
+            keep: complete checkpoints that stay, the newest; all where ``None``.
+            state: objects with ``state_dict`` and ``load_state_dict`` to keep with it, by name, the
+                same on all processes: those of the first are kept.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or is not shared.
+            ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
+        """
+        path = self._save(folder, extra=extra, keep=keep, state=state or {})
+        assert path is not None
+        return path
+
+    def _save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None,
+        is_behind: bool = False,
+        **options: Any,
+    ) -> Path | None:
+        saver = self._checkpointer.saver
+        request = self._checkpointer.request(folder, self._head(extra), **options)
+        path: Path | None = (saver.save_behind if is_behind else saver.save)(request)
+        return path
+
+    def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint of now says besides what it holds."""
+        return dict(self._checkpointer.head(self._step, self._random.seed, extra))
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        optimizer: bool = True,
+        state: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint of :meth:`save`. Collective; after :meth:`set_optimizer`.
+
+        Args:
+            folder: as given to ``save``.
+            step: which one; the newest where ``None``.
+            optimizer: load its state as well.
+            state: objects that were saved with it, by name; each is told its state.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            CheckpointError: there is none, it is broken, or of another model or optimizer.
+            ConfigError: it has the state of an optimizer, and none is set.
+        """
+        told = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
+        self._step, self._random.seed = told["step"], told["seed"]
+        extra: dict[str, Any] = told["extra"]
+        return extra
+
+    def loop(
+        self,
+        total_steps: int,
+        *,
+        folder: str | Path | None = None,
+        save_interval: int | None = None,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        local_folder: str | Path | None = None,
+        diagnose_interval: int = 100,
+    ) -> Loop:
+        """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
+
+        Collective; after :meth:`set_optimizer`. Each turn of a loop over them calls :meth:`step`
+        once. On SIGTERM, SIGINT or SIGUSR1 to any process all save after the same step and the
+        program ends there, with status 0. See ``docs/elastic.md``.
+
+        Args:
+            total_steps: of the whole training, those before a checkpoint included.
+            folder: of checkpoints; that of the job in one that changes its shape; none where
+                ``None``.
+            save_interval: steps from one checkpoint to the next; only when the steps end where
+                ``None``.
+            keep: complete checkpoints that stay, the newest; all where ``None``.
+            state: as of :meth:`save`; loaded from the checkpoint.
+            async_save: write while training goes on, which waits only for a copy in memory.
+            local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
+            diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
+
+        Raises:
+            CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
+            ConfigError: a setting is wrong, or there is a loop already.
+        """
+        if self._loop is not None:
+            raise ConfigError("Pipeline.loop was called already: one loop has all steps")
+        settings = LoopSettings(
+            total_steps=total_steps,
+            folder=folder,
+            save_interval=save_interval,
+            keep=keep,
+            state=state or {},
+            async_save=async_save,
+            local_folder=local_folder,
+            diagnose_interval=diagnose_interval,
+            batch_size=self._wanted.batch_size,
+        )
+        self._loop = Loop(self, settings, self._mesh, self._order_of_job)
+        return self._loop
+
+    @functools.cached_property
+    def _checkpointer(self) -> Any:
+        # It imports much that most runs do without.
+        from megatron.adaptive.modules.checkpoint import Checkpointer
+
+        return Checkpointer(self._mesh, self.model, self._held, self._update)
+
+    def close(self) -> None:
+        """End the pipeline: channels, traces and the process groups that it made. Collective.
+
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop is not None:
+            self._loop.close()
+        self._wiring.close()
+        self._tracing.close()
+        self._mesh.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:  # else others may not come to it
+            self.close()

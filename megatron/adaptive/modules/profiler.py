@@ -1,0 +1,355 @@
+"""Profiles of models with cut points: pieces, links and all-reduces, for the planner.
+
+Owns what is measured when and by whom; how pieces are measured is in ``segments``, links and
+all-reduces in ``profiling.links``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive import accelerator as _accelerator
+
+# Before the modules below import megatron-core.
+_accelerator.install()
+_accelerator.quiet_libraries()
+
+from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
+from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
+from megatron.adaptive.modules.cutting import (  # noqa: E402
+    check_groups,
+    check_shared,
+)
+from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
+from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
+from megatron.adaptive.modules.module_profile import ModuleProfile, Part  # noqa: E402
+from megatron.adaptive.modules.recording import (  # noqa: E402
+    PRECISIONS,
+    Forward,
+    Forwards,
+    Slicing,
+    Tape,
+)
+from megatron.adaptive.modules.segments import (  # noqa: E402
+    MakeOptimizer,
+    SegmentSample,
+    measure_segments,
+    optimizer_seconds,
+    tied_parameters,
+)
+from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
+from megatron.adaptive.profiling.memory import KEPT_FREE, available_host_bytes, free_memory_bytes  # noqa: E402
+from megatron.adaptive.profiling.nodes import (  # noqa: E402
+    gpu_name,
+    node_facts,
+    workers,
+)
+
+__all__ = ["ProfileRequest", "Profiler", "measure_profile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What is measured; the same on all processes.
+
+    Attributes:
+        forward: the model, wholly there.
+        sample: a batch; microbatches larger than it repeat its samples.
+        groups: names of shared weights.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
+        sizes: samples of microbatches; empty to double them from 1 on.
+        most: samples of the largest, where they double.
+        split: measure backwards in halves as well.
+        optimizer: makes the optimizer of which a step is timed; AdamW where ``None``.
+        repeats: runs that count.
+        time_limit_s: no larger microbatch is begun later.
+        memory_limit_bytes: of a process; what is free where ``None``.
+        links: measure links and all-reduces.
+        name: of the model.
+    """
+
+    forward: Forward
+    sample: Mapping[str, torch.Tensor]
+    groups: Sequence[Sequence[str]] = ()
+    slicing: str = "auto"
+    sizes: tuple[int, ...] = ()
+    most: int = 1
+    split: bool = True
+    optimizer: MakeOptimizer | None = None
+    repeats: int = 3
+    time_limit_s: float = 60.0
+    memory_limit_bytes: float | None = None
+    links: bool = True
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if type(size) is not int or size < 1:
+                raise ConfigError(
+                    f"micro_batch_sizes {list(self.sizes)}: give whole numbers of samples from 1 on"
+                )
+        if type(self.repeats) is not int or self.repeats < 1:
+            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
+        for name in ("time_limit_s", "memory_limit_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} {value!r}: give a number above 0")
+
+
+class Profiler:
+    """Measures a model's pieces between cut points, links and all-reduces.
+
+    ::
+
+        profile = Profiler(Net(), sample_batch).run()
+        profile.write("profile.json")       # for python -m megatron.adaptive plan
+
+    Args:
+        model: with :class:`CutPoint` modules in its forward; stays as it is.
+        sample_batch: see :class:`Pipeline`.
+        loss, arguments, shared_weights, mixed_precision, slicing: see :class:`Pipeline`.
+        micro_batch_sizes: samples of microbatches; where ``None``, 1, 2, 4 and so on up to the
+            sample's, as far as memory and ``time_limit_s`` allow.
+        split_backward: measure backwards also by inputs and by weights.
+        optimizer: a function that makes one of a list of parameters, whose step is timed; AdamW
+            where ``None``.
+        repeats: runs that count; the median is taken.
+        links: measure links between the processes and all-reduces.
+        memory_limit_bytes: of a process, in place of what the device has free.
+        time_limit_s: seconds after which no larger microbatch is begun.
+        name: of the model, in the profile.
+        timeout_s: limit of every wait for another process.
+
+    Raises:
+        ConfigError: a setting, the batch or the model breaks a rule; named.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample_batch: Mapping[str, torch.Tensor],
+        *,
+        loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        shared_weights: Sequence[Sequence[str]] = (),
+        mixed_precision: Literal["bf16", "fp16"] | None = None,
+        slicing: Slicing = "auto",
+        micro_batch_sizes: Sequence[int] | None = None,
+        split_backward: bool = True,
+        optimizer: MakeOptimizer | None = None,
+        repeats: int = 3,
+        links: bool = True,
+        memory_limit_bytes: float | None = None,
+        time_limit_s: float = 60.0,
+        name: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if mixed_precision not in (None, *PRECISIONS):
+            raise ConfigError(
+                f"mixed_precision {mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or None"
+            )
+        BatchShape(sample_batch, 1)
+        check_groups(model, shared_weights)
+        gone = next((name for name, one in model.named_parameters() if one.is_meta), None)
+        if gone is not None:
+            raise ConfigError(
+                f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
+                "stages: profile the model before, or build another"
+            )
+        autocast = None if mixed_precision is None else PRECISIONS[mixed_precision]
+        self._timeout_s = timeout_s
+        self._request = ProfileRequest(
+            forward=Forward(
+                model=model, loss=loss, arguments=dict(arguments or {}), autocast=autocast
+            ),
+            sample=sample_batch,
+            groups=shared_weights,
+            slicing=slicing,
+            sizes=tuple(sorted(set(micro_batch_sizes or ()))),
+            most=len(next(iter(sample_batch.values()))),
+            split=split_backward,
+            optimizer=optimizer,
+            repeats=repeats,
+            time_limit_s=time_limit_s,
+            memory_limit_bytes=memory_limit_bytes,
+            links=links,
+            name=type(model).__name__ if name is None else name,
+        )
+
+    def run(self) -> ModuleProfile:
+        """Measure. Collective over all processes of the job; returns the same on all of them.
+
+        One process of each kind of device measures the pieces while the others wait.
+
+        Raises:
+            ConfigError: the model breaks a rule.
+            DeviceMemoryError: no microbatch fits.
+        """
+        job = join_job(self._timeout_s)
+        try:
+            return measure_profile(job, self._request)
+        finally:
+            job.close()
+
+
+def measure_profile(job: Job, request: ProfileRequest) -> ModuleProfile:
+    """Measure. Collective over all ranks; see :meth:`Profiler.run`."""
+    begin_s = time.monotonic()
+    nodes = job.gather(_about(job, request))
+    kinds = [one["facts"]["gpu"] for one in nodes]
+    mine: Any = None
+    if kinds.index(kinds[job.rank]) == job.rank:
+        mine = _part(job, request, nodes[job.rank]["limit"])
+    told = job.gather(mine)
+    for one in (mine, *told):
+        if isinstance(one, AdaptiveError):
+            raise one  # its own with where it came from, before what others sent
+    parts = [one for one in told if one is not None]
+    names = _node_names(nodes)
+    links: list[Any] = []
+    reductions: list[Any] = []
+    if request.links and dist.get_world_size() > 1:
+        rows = [row for part in parts for row in part.samples]
+        links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
+        numbers = sum(row.parameters for row in rows if row.micro_batch == rows[0].micro_batch)
+        reductions = measure_reductions(job, names, _widths(nodes), most_bytes=4 * numbers)
+    profile = ModuleProfile(
+        name=request.name,
+        parts=tuple(parts),
+        nodes=tuple(nodes),
+        names=tuple(names),
+        links=tuple(links),
+        reductions=tuple(reductions),
+        seconds=time.monotonic() - begin_s,
+    )
+    if job.rank == 0:
+        print(f"profile: {profile.summary}", flush=True)
+    return profile
+
+
+def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
+    """Return what this process knows of itself and its node."""
+    machine = job.places[job.rank]["machine"]
+    processes = sum(place["machine"] == machine for place in job.places)
+    limit = request.memory_limit_bytes
+    if limit is None:
+        limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
+        if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
+            limit += torch.cuda.memory_allocated(job.accelerator.device)
+    return {
+        "machine": machine,
+        "processes": processes,
+        "facts": {**node_facts(job.accelerator, job.environment), "processes": processes},
+        "workers": workers(job.accelerator, processes),
+        "limit": limit,
+    }
+
+
+def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the type of each rank's node: nodes of one GPU with unequal numbers of it differ."""
+    kinds = dict.fromkeys((one["facts"]["gpu"], one["processes"]) for one in nodes)
+    gpus = [gpu for gpu, _ in kinds]
+    return [
+        one["facts"]["gpu"]
+        + (f"-x{one['processes']}" if gpus.count(one["facts"]["gpu"]) > 1 else "")
+        for one in nodes
+    ]
+
+
+def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of replicas that may lie on one node."""
+    counts = {one["processes"] for one in nodes}
+    least = math.gcd(*counts, len(nodes))
+    return [width for width in range(2, least + 1) if least % width == 0]
+
+
+def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> Part | AdaptiveError:
+    """On one rank of a kind of device: measure the pieces; errors go to all ranks."""
+    device = job.accelerator.device
+    samples: list[SegmentSample] = []
+    tapes: list[Tape] = []
+    tensors = tensors_of(request.forward.model)
+    try:
+        for tape, rows in _by_size(request, device, limit_bytes):
+            tapes = [tape]
+            samples += rows
+        if not tapes:
+            return DeviceMemoryError(
+                f"profile: no microbatch of {request.sizes[0] if request.sizes else 1} samples fits"
+                f" into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces get"
+                " smaller"
+            )
+        tied = tied_parameters(tapes[0], tensors)
+        return Part(
+            gpu=gpu_name(job.accelerator),
+            cut_points=tuple(tapes[0].cuts),
+            samples=tuple(samples),
+            tied_parameters=tied[0],
+            tied_segments=tied[1],
+            element_bytes=_element_bytes(request.forward.model),
+            optimizer_s=optimizer_seconds(request.forward.model, device, request.optimizer),
+            is_random=tapes[0].is_random,
+        )
+    except AdaptiveError as error:
+        return error
+    except Exception as error:
+        # Others wait for an answer; here it keeps its traceback.
+        failed = ConfigError(
+            f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0]}"
+        )
+        failed.__cause__ = error
+        return failed
+
+
+def _by_size(
+    request: ProfileRequest, device: torch.device, limit_bytes: float
+) -> Iterator[tuple[Tape, list[SegmentSample]]]:
+    """Yield the tape and the pieces of one size of microbatch after the other."""
+    forward, begin_s = request.forward, time.monotonic()
+    host = forward.device.type == "cpu"
+    needed = recorded = 0.0  # bytes for each sample
+    for size in request.sizes or _doubling(request.most):
+        if not request.sizes and time.monotonic() - begin_s > request.time_limit_s:
+            return
+        room = available_host_bytes() if host else limit_bytes
+        if needed * size > limit_bytes or recorded * size > room:
+            return
+        batch = {
+            name: one[:size].to(forward.device, copy=True)  # what is kept of it has its size
+            for name, one in stretched(request.sample, size).items()
+        }
+        try:
+            tape = Forwards.of(forward, batch, request.slicing).training
+            check_shared(tape, request.groups)
+            rows = measure_segments(
+                forward, tape, batch, device, split=request.split, repeats=request.repeats
+            )
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return
+        yield tape, rows
+        needed = max(one.kept_bytes + one.workspace_bytes + one.output_bytes for one in rows) / size
+        recorded = sum(math.prod(v.shape) * v.dtype.itemsize for v in tape.values) / size
+
+
+def _doubling(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _element_bytes(model: torch.nn.Module) -> int:
+    """Bytes of most of the model's numbers."""
+    sizes: dict[int, int] = {}
+    for one in model.parameters():
+        sizes[one.element_size()] = sizes.get(one.element_size(), 0) + one.numel()
+    return max(sizes, key=lambda size: sizes[size], default=4)

@@ -1,0 +1,248 @@
+"""Ends a step: makes gradients whole, updates the parameters, gives all ranks the totals.
+
+::
+
+    sums of shared weights over stages -> mean over replicas -> norm of all -> clipped, unscaled
+
+The norm and the loss of the whole model are one message between all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.cutting import SharedWeight
+from megatron.adaptive.modules.mesh import Mesh
+
+__all__ = ["LossScale", "Update", "all_reduce_flat", "clip_factor", "fill_missing", "squared_norm"]
+
+
+_BUCKET_BYTES = 32 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """The factor of the loss in fp16: halved after an overflow, doubled after long peace.
+
+    Attributes:
+        scale: the present factor.
+        growth_interval: steps without an overflow before it doubles.
+        least: it never falls below.
+        good_steps: steps since the last change.
+    """
+
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    least: float = 1.0
+    good_steps: int = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of a step."""
+        if overflow:
+            self.scale = max(self.least, self.scale / 2)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0
+
+
+def fill_missing(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give zeros to parameters without a gradient: ranks that sum them must agree in shape."""
+    for parameter in parameters:
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
+    """Sum tensors over a group in few messages, each of one element type. Collective.
+
+    Args:
+        tensors: of the same shapes, in the same order, on all ranks of the group.
+        group: the ranks.
+        divide_by: divides the sums.
+    """
+    for bucket in _buckets(tensors):
+        flat = torch.cat([one.reshape(-1) for one in bucket])
+        dist.all_reduce(flat, group=group)
+        if divide_by != 1:
+            flat /= divide_by
+        offset = 0
+        for one in bucket:
+            one.copy_(flat[offset : offset + one.numel()].view_as(one))
+            offset += one.numel()
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one in tensors:
+        kinds.setdefault(one.dtype, []).append(one)
+    for members in kinds.values():
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for one in members:
+            if bucket and size + one.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(one)
+            size += one.nbytes
+        yield bucket
+
+
+def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares as ``[] float64``; not finite where an element is not."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(
+        [one.float() if one.dtype.itemsize < 4 else one for one in gradients]
+    )
+    return torch.stack([one.double() for one in norms]).square().sum()
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Return what gradients of that norm are multiplied with, at most 1."""
+    if limit is None or norm <= limit or not math.isfinite(norm):
+        return 1.0
+    return limit / (norm + 1e-6)
+
+
+class Update:
+    """Turns the gradients of a rank's stages into those of the whole model, and applies them.
+
+    Args:
+        mesh: the job.
+        parameters: of this rank's stages, by name.
+        shared: parameters that several ranks of the pipeline hold.
+        groups: process groups of their positions, those that this rank is in.
+
+    Attributes:
+        parameters: as given.
+        optimizer: of this rank's parameters, ``None`` without one.
+        scaler: the loss scale, ``None`` except in fp16.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shared: Sequence[SharedWeight],
+        groups: Mapping[tuple[int, ...], Any],
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._mesh = mesh
+        self._groups = groups
+        self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        # A shared parameter counts on the first rank that has it.
+        counted = dict(self.parameters)
+        for one in shared:
+            if one.name in self.parameters:
+                parameter = self.parameters[one.name]
+                self._shared.setdefault(one.positions, []).append(parameter)
+                if one.positions[0] != mesh.pp_rank:
+                    del counted[one.name]
+        self._counted = list(counted.values())
+        self.optimizer: Any = None
+        self._clip_norm: float | None = None
+        self.scaler: LossScale | None = None
+
+    def start(self, *, is_fp16: bool) -> None:
+        """Take the precision of the run."""
+        self.scaler = LossScale() if is_fp16 else None
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied with."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def set_optimizer(
+        self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
+    ) -> None:
+        """See :meth:`~megatron.adaptive.modules.pipeline.Pipeline.set_optimizer`."""
+        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
+            raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
+        if self.scaler is not None:
+            if not (math.isfinite(initial_scale) and initial_scale >= 1 and interval >= 1):
+                raise ConfigError(
+                    f"initial_loss_scale {initial_scale} with loss_scale_interval {interval}: both "
+                    "must be finite and at least 1"
+                )
+            self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            wanted = list(self.parameters.values())
+            optimizer = optimizer(wanted) if wanted else None
+        if optimizer is not None:
+            self._check(optimizer)
+        self.optimizer = optimizer
+        self._clip_norm = clip_norm
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(one) for one in self.parameters.values()}
+        given = [one for group in optimizer.param_groups for one in group["params"]]
+        foreign = [one for one in given if id(one) not in mine]
+        if foreign:
+            raise ConfigError(
+                f"the optimizer holds {len(foreign)} of {len(given)} parameters that are not of "
+                f"this process's stages (the first of shape {list(foreign[0].shape)}): make it "
+                "after the Pipeline, with pipeline.parameters()"
+            )
+
+    def reduce(self) -> None:
+        """Sum shared weights over stages and average over replicas. Collective."""
+        fill_missing(self.parameters.values())
+        for positions, parameters in self._shared.items():
+            all_reduce_flat(_gradients(parameters), self._groups[positions])
+        if self._mesh.dp_size > 1:
+            all_reduce_flat(
+                _gradients(self.parameters.values()),
+                self._mesh.dp_group,
+                divide_by=self._mesh.dp_size,
+            )
+
+    def totals(
+        self, losses: Sequence[torch.Tensor], count: int, *, with_norm: bool = True
+    ) -> tuple[float, float]:
+        """Return loss and gradient norm of the whole model. Collective over all ranks.
+
+        Args:
+            losses: of the microbatches, on the rank of the last stage.
+            count: microbatches of the step.
+            with_norm: compute the norm; 0 without.
+        """
+        device = self._mesh.accelerator.device
+        told = torch.zeros(2, dtype=torch.float64, device=device)
+        if losses:
+            told[0] = torch.stack([one.double() for one in losses]).sum() / count
+        if with_norm:
+            told[1] = squared_norm(_gradients(self._counted), device)
+        dist.all_reduce(told)
+        loss, square = (told / self._mesh.dp_size).tolist()
+        return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
+
+    def apply(self, norm: float) -> bool:
+        """Unscale, clip and update; returns whether the gradient is not finite."""
+        overflow = not math.isfinite(norm)
+        if not overflow:
+            factor = 1 / self.scale
+            if self.optimizer is not None or self._clip_norm is not None:
+                factor *= clip_factor(norm, self._clip_norm)
+            gradients = _gradients(self.parameters.values())
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
+            if self.optimizer is not None:
+                self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update(overflow=overflow)
+        return overflow
+
+
+def _gradients(parameters: Any) -> list[torch.Tensor]:
+    return [one.grad for one in parameters if one.grad is not None]

@@ -1,0 +1,328 @@
+"""Parameters and their optimizer state by their names in the whole model, and their way elsewhere.
+
+A parameter is named by the number of its layer in the model, or by the stage whose it is where it
+belongs to no layer; neither changes when a layer goes to another stage. Of its optimizer state a
+rank holds a share: all of it, or with the distributed optimizer a run of elements that follows from
+the layout of the gradient buffers, which changes on every rank that gains or loses a layer::
+
+    weight    all elements, on every replica
+    state     main weight (of 16-bit parameters), moments: elements start..end
+
+Everything goes from memory to memory, one message for each pair of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.adaptive.checkpoint.state import unwrapped
+from megatron.adaptive.errors import TransportError
+
+__all__ = ["Passage", "Share", "Table", "exchange", "passages", "shares_of", "steps_of"]
+
+MAIN = "main weight"
+_LAYERS = "decoder.layers."
+_ALIGNMENT = 16
+_TAG = 71
+_MESSAGE_BYTES = 1 << 28
+
+
+@dataclass(slots=True)
+class Share:
+    """A parameter on this rank and this rank's share of its optimizer state.
+
+    Attributes:
+        weight: the parameter.
+        held: what the optimizer updates, ``None`` where no part of it is this rank's.
+        start: first element of the share.
+        end: one past the last.
+        state: flat tensors of ``end - start`` elements, by name.
+    """
+
+    weight: torch.nn.Parameter
+    held: torch.Tensor | None = None
+    start: int = 0
+    end: int = 0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Lists the state that a rank had and wants, for the others.
+
+    Attributes:
+        tp_rank: its position among tensor-parallel ranks; state passes only between equal ones.
+        replica: its position among data- and context-parallel ranks.
+        had: shares that it held, by parameter.
+        wants: shares that it shall hold, by parameter.
+        parts: names and element types of an optimizer's state.
+        steps: updates that the optimizer has done.
+    """
+
+    tp_rank: int
+    replica: int
+    had: Mapping[str, tuple[int, int]]
+    wants: Mapping[str, tuple[int, int]]
+    parts: Mapping[str, torch.dtype]
+    steps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Elements of one parameter that go from one rank to another, or stay on it.
+
+    Attributes:
+        source: global rank that has them.
+        target: global rank that wants them.
+        name: of the parameter.
+        is_weight: whether it is the weight that goes, or its state.
+        start: first element.
+        end: one past the last.
+    """
+
+    source: int
+    target: int
+    name: str
+    is_weight: bool
+    start: int
+    end: int
+
+
+def shares_of(
+    optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
+) -> dict[str, Share]:
+    """Returns this rank's shares by name; tensors are those in use, not copies.
+
+    Args:
+        optimizer: megatron-core's optimizer over the parameters of ``chunks``.
+        chunks: this rank's model chunks, wrapped or not.
+        stages: the stage of each.
+    """
+    (leaf,) = optimizer.chained_optimizers
+    found = {}
+    for name, weight in _named(chunks, stages):
+        found[name] = share = Share(weight)
+        share.held, share.start, share.end = _held(leaf, weight)
+        if share.held is None:
+            continue
+        state = leaf.optimizer.state.get(share.held, {})
+        for part, tensor in state.items():
+            if part != "step" and isinstance(tensor, torch.Tensor):
+                share.state[part] = tensor.detach().view(-1)
+        if _storage(share.held) != _storage(weight):
+            share.state[MAIN] = share.held.detach().view(-1)
+    return found
+
+
+def _named(
+    chunks: Sequence[torch.nn.Module], stages: Sequence[int]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for chunk, stage in zip(chunks, stages, strict=True):
+        model = unwrapped(chunk)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name.startswith(_LAYERS):
+                place, rest = name.removeprefix(_LAYERS).split(".", 1)
+                number = model.decoder.layers[int(place)].layer_number
+                yield f"layer {number} {rest}", parameter
+            else:
+                yield f"stage {stage} {name}", parameter
+
+
+def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
+    """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
+    if not isinstance(leaf, DistributedOptimizer):
+        main = getattr(weight, "main_param", None)
+        return (weight if main is None else main), 0, weight.numel()
+    place = leaf.model_param_group_index_map.get(weight)
+    if place is None:
+        return None, 0, 0
+    group, index = place
+    elements = leaf._get_model_param_range_map(weight)["param"]
+    return leaf.optimizer.param_groups[group]["params"][index], elements.start, elements.end
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def steps_of(optimizer: Any) -> float:
+    """Returns the updates that an optimizer has done, 0 where it does not count them."""
+    (leaf,) = optimizer.chained_optimizers
+    inner = leaf.optimizer
+    counted = [float(state["step"]) for state in inner.state.values() if "step" in state]
+    counted += [float(group["step"]) for group in inner.param_groups if group.get("step")]
+    return max(counted, default=0.0)
+
+
+def passages(tables: Mapping[int, Table]) -> list[Passage]:
+    """Lists the passages; the same on every rank that has the same tables.
+
+    Weights come from the same replica, state from the replica that has it, both from this rank
+    itself where it can be. A share that stays as it is needs no passage.
+
+    Args:
+        tables: by global rank.
+    """
+    holders: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank in sorted(tables):
+        for name in tables[rank].had:
+            holders[tables[rank].tp_rank, name].append(rank)
+    found = []
+    for target in sorted(tables):
+        wishes = tables[target]
+
+        def nearness(
+            rank: int, target: int = target, wishes: Table = wishes
+        ) -> tuple[bool, bool, int]:
+            return rank != target, tables[rank].replica != wishes.replica, rank
+
+        for name in sorted(wishes.wants):
+            sources = sorted(holders[wishes.tp_rank, name], key=nearness)
+            assert sources, f"nobody holds {name}"
+            start, end = wishes.wants[name]
+            if name not in wishes.had:
+                found.append(Passage(sources[0], target, name, True, 0, 0))
+            if wishes.had.get(name) != (start, end):
+                had = [(rank, *tables[rank].had[name]) for rank in sources]
+                found += _cover(target, name, start, end, had)
+    return found
+
+
+def _cover(
+    target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
+) -> Iterator[Passage]:
+    """Puts elements together from the shares of several ranks, the first ones preferred."""
+    missing = [(start, end)] if start < end else []
+    for rank, low, high in had:
+        rest = []
+        for first, last in missing:
+            begin, stop = max(first, low), min(last, high)
+            if begin >= stop:
+                rest.append((first, last))
+                continue
+            yield Passage(rank, target, name, False, begin, stop)
+            rest += [(first, begin)] if first < begin else []
+            rest += [(stop, last)] if stop < last else []
+        missing = rest
+    assert not missing, f"nobody holds all of the state of {name}"
+
+
+def exchange(
+    ways: Sequence[Passage],
+    rank: int,
+    old: Mapping[str, Share],
+    new: Mapping[str, Share],
+    group: dist.ProcessGroup | None,
+) -> int:
+    """Sends and receives the state of every passage; sources and targets call it.
+
+    Blocks until everything that comes here has come and everything that leaves has left.
+
+    Args:
+        ways: what :func:`passages` returned.
+        rank: this global rank.
+        old: what it had.
+        new: what it shall have, with room for it.
+        group: gloo group for messages of the host; ``None`` to send from device to device over the
+            job's own group.
+
+    Returns:
+        Bytes that came from other ranks.
+
+    Raises:
+        TransportError: a message did not come or go within the group's time limit.
+    """
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for way in ways:
+        if way.source == rank == way.target:
+            for here, there in zip(_parts(old, way), _parts(new, way), strict=True):
+                there.copy_(here)
+        elif way.source == rank:
+            outgoing[way.target] += _parts(old, way)
+        elif way.target == rank:
+            incoming[way.source] += _parts(new, way)
+    arrived = {peer: _empty(tensors, group) for peer, tensors in incoming.items()}
+    leaving = {peer: _packed(tensors, group) for peer, tensors in outgoing.items()}
+    try:
+        _pass(arrived, leaving, group)
+    except RuntimeError as error:
+        peers = ", ".join(map(str, sorted({*arrived, *leaving})))
+        reason = str(error).splitlines()[0]
+        raise TransportError(
+            f"rank {rank} could not pass layers from or to rank {peers}: {reason}; the job's state "
+            "is lost: resume it from its last checkpoint"
+        ) from error
+    for peer, tensors in incoming.items():
+        for tensor, place in zip(tensors, _places(tensors), strict=True):
+            size = tensor.numel() * tensor.element_size()
+            tensor.copy_(arrived[peer][place : place + size].view(tensor.dtype))
+    return sum(buffer.numel() for buffer in arrived.values())
+
+
+def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
+    """Returns the tensors of a passage on one of its ends, in an order that both ends know."""
+    share = shares[way.name]
+    if way.is_weight:
+        return [share.weight.detach().view(-1)]
+    low, high = way.start - share.start, way.end - share.start
+    return [share.state[part][low:high] for part in sorted(share.state)]
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the byte at which each tensor begins in the message."""
+    places = [0]
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return places[:-1]
+
+
+def _empty(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    device = tensors[0].device if group is None else torch.device("cpu")
+    last = tensors[-1].numel() * tensors[-1].element_size()
+    size = _places(tensors)[-1] + -(-last // _ALIGNMENT) * _ALIGNMENT
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _packed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    buffer = _empty(tensors, group)
+    for tensor, place in zip(tensors, _places(tensors), strict=True):
+        size = tensor.numel() * tensor.element_size()
+        buffer[place : place + size].view(tensor.dtype).copy_(tensor)
+    return buffer
+
+
+def _pass(
+    arrived: Mapping[int, torch.Tensor],
+    leaving: Mapping[int, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Receives into ``arrived`` and sends ``leaving``, both by peer."""
+    receives = [
+        (dist.irecv, peer, part) for peer in sorted(arrived) for part in _cut(arrived[peer])
+    ]
+    sends = [(dist.isend, peer, part) for peer in sorted(leaving) for part in _cut(leaving[peer])]
+    if not receives and not sends:
+        return
+    works: list[Any]
+    if group is None:
+        operations = [dist.P2POp(call, part, peer) for call, peer, part in (*receives, *sends)]
+        works = dist.batch_isend_irecv(operations)
+    else:
+        works = [call(part, peer, group, _TAG) for call, peer, part in (*receives, *sends)]
+    for work in works:
+        work.wait()
+
+
+def _cut(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    return message.split(_MESSAGE_BYTES)

@@ -1,0 +1,425 @@
+"""``--repartition auto``: gives layers of a slow rank to others, where measured times say it pays.
+
+Every ``--repartition-interval`` iterations all ranks report their measurements, the first rank
+finds the partition that would be fastest, and all ranks move to it together if it promises enough::
+
+    steps since the last look ──> loads of ranks and stages ──> quickest partition, simulated
+    half of them, other half  ──> must promise it too            (planner/repartition.py)
+
+A move that does not keep half of its promise doubles what the next one must promise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.errors import CheckpointError, ScheduleError
+from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.planner.repartition import (
+    Loads,
+    PartitionMove,
+    Times,
+    propose,
+    simulated_step,
+    travelling,
+)
+from megatron.adaptive.profiling.layer_share import LayerShare
+from megatron.adaptive.profiling.memory import KEPT_FREE
+from megatron.adaptive.profiling.running_pipeline import Sample
+from megatron.adaptive.rebalance.auto import LAST, decide_on_first, memory_of
+from megatron.adaptive.rebalance.move_layers import with_partition
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.compare import Candidate
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+
+__all__ = [
+    "Move",
+    "Repartitioner",
+    "StepMeasurements",
+    "loads_of",
+    "resume_partition",
+]
+
+KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
+_WARM_UP = 1
+_MOST_STEPS = 32
+_LEAST_STEPS = 3
+_SLOW = 1.05
+
+Lanes = dict[tuple[ActionKind, int], float]
+"""Median nanoseconds of an action of a kind, by chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurements:
+    """Holds what a rank measured in the steps since the last decision.
+
+    Attributes:
+        pp_rank: its position in the pipeline.
+        steps: what its actions took, by step.
+        spans_s: how long each step took it.
+        shares: which part of a forward its layers take, by chunk.
+        free_bytes, kept_bytes, held_bytes: see ``auto.memory_of``.
+    """
+
+    pp_rank: int
+    steps: tuple[Lanes, ...]
+    spans_s: tuple[float, ...]
+    shares: tuple[float, ...]
+    free_bytes: int = 0
+    kept_bytes: tuple[int, ...] = ()
+    held_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Holds the partition that all ranks take after this step.
+
+    Attributes:
+        partition: layers of each stage from here on.
+        why: for the log.
+        gain: share of a step that it saves, simulated.
+        before_s: the step as it was measured before.
+        layers: how many change their rank.
+    """
+
+    partition: tuple[int, ...]
+    why: str
+    gain: float
+    before_s: float
+    layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """Holds the first rank's decision, and the step that it is based on."""
+
+    move: Move | None
+    step_s: float
+
+
+def resume_partition(job: Job) -> Job:
+    """Takes the partition that the job had when the checkpoint to load was written. Collective.
+
+    Only under ``--repartition auto``, and where the checkpoint is of a pipeline of this shape. One
+    that cannot be read is reported where it is loaded.
+    """
+    config = job.config
+    if config.schedule.repartition == "off" or config.checkpoint.load is None:
+        return job
+    box: list[Any] = [None]
+    if job.is_first:
+        box = [_saved_partition(config)]
+    dist.broadcast_object_list(box, src=0, group=job.control_group)
+    return job if box[0] is None else with_partition(job, box[0])
+
+
+def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
+    folder = CheckpointFolder(str(config.checkpoint.load))
+    iteration = config.checkpoint.ckpt_step
+    try:
+        iteration = folder.latest() if iteration is None else iteration
+        if iteration is None:
+            return None
+        _, manifest = folder.open(iteration)
+    except CheckpointError:
+        return None
+    now, then = mesh_shape(config), manifest.shape
+    saved = manifest.config.get("schedule", {}).get("partition")
+    alike = all(now[axis] == then.get(axis) for axis in ("pipeline", "chunks"))
+    if saved is None or not alike or sum(saved) != config.model.num_layers:
+        return None
+    return tuple(saved)
+
+
+class Repartitioner:
+    """Measures the steps of a run and decides when layers move; every rank has one.
+
+    Args:
+        run: the built run.
+        message: writes a line of the log.
+    """
+
+    def __init__(self, run: Run, message: Callable[[str], None]) -> None:
+        settings = run.job.config.schedule
+        self._message = message
+        self._interval = settings.repartition_interval
+        self._gain = settings.repartition_gain
+        self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
+        # The choice of ``auto`` comes first.
+        self._skip = LAST + 1 if settings.pipeline_schedule == "auto" else _WARM_UP
+        self._since = 0
+        self._promise: Move | None = None
+        self._share: LayerShare | None = None
+        self.adopt(run)
+
+    def adopt(self, run: Run) -> None:
+        """Measures a run that was built anew or cut anew from here on."""
+        self._run = run
+        if self._share is not None:
+            self._share.close()
+        self._share = LayerShare(_outer_models(run), run.job.accelerator.clock())
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._since = 0
+        assert self._share is not None
+        self._share.begin()
+
+    def after_step(self, times: StepTimes, num_microbatches: int) -> Move | None:
+        """Adds a training step; every interval, decides. Collective then.
+
+        Args:
+            times: of the step.
+            num_microbatches: of the step.
+
+        Returns:
+            The move to make before the next step, on all ranks alike.
+        """
+        if self._skip:
+            self._skip -= 1
+            self._forget()
+            return None
+        self._since += 1
+        self._steps.append((_medians(times), times.span_s))
+        if self._since < self._interval:
+            return None
+        answer = decide_on_first(
+            self._run.job,
+            self._measurements(),
+            lambda measured: self._decide(measured, num_microbatches),
+        )
+        self._compare(answer.step_s)
+        self._forget()
+        if answer.move is None or answer.move.gain < self._gain:
+            return None
+        return answer.move
+
+    def moved(self, move: Move, run: Run, seconds: float) -> None:
+        """Reports a move and goes on after it.
+
+        Args:
+            move: what was done.
+            run: the run as it is now.
+            seconds: how long it took.
+        """
+        before = format_partition(self._run.job.config.layers_per_stage)
+        self._message(
+            f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
+            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {move.layers} layer"
+            f"{'s' * (move.layers != 1)} moved in {seconds:.3f} s"
+        )
+        self._promise = move
+        self._skip = _WARM_UP
+        self.adopt(run)
+
+    def _compare(self, step_s: float) -> None:
+        """Reports what the first steps after a move gained, against what it promised."""
+        promise, self._promise = self._promise, None
+        if promise is None:
+            return
+        gained = 1 - step_s / promise.before_s
+        self._message(
+            f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
+            f"({promise.gain:.1%} was simulated)"
+        )
+        settings = self._run.job.config.schedule
+        kept = gained >= promise.gain / 2
+        self._gain = settings.repartition_gain if kept else 2 * self._gain
+
+    def _measurements(self) -> StepMeasurements:
+        assert self._share is not None
+        free, kept, held = memory_of(self._run)
+        chunks = range(self._run.placement.num_chunks)
+        return StepMeasurements(
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            steps=tuple(lanes for lanes, _ in self._steps),
+            spans_s=tuple(span for _, span in self._steps),
+            shares=tuple(self._share.share(chunk) for chunk in chunks),
+            free_bytes=free,
+            kept_bytes=kept,
+            held_bytes=held,
+        )
+
+    def _decide(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> _Answer:
+        run = self._run
+        assert isinstance(run.forward_backward, ForwardBackward)
+        candidate = run.forward_backward.candidate(num_microbatches)
+        count = min(len(one.steps) for one in measured)
+        span_s = statistics.median(
+            max(one.spans_s[step] for one in measured) for step in range(count)
+        )
+        if count < _LEAST_STEPS:
+            return _Answer(move=None, step_s=span_s)
+
+        def loads(steps: slice) -> Loads:
+            return loads_of(
+                measured,
+                run.placement,
+                run.job.config.layers_per_stage,
+                units=candidate.cap or default_cap(run.placement, num_microbatches),
+                steps=steps,
+            )
+
+        whole = loads(slice(0, count))
+        halves = [loads(slice(0, count // 2)), loads(slice(count // 2, count))]
+        try:
+            found = _propose(whole, halves, candidate, num_microbatches, self._gain)
+        except ScheduleError:
+            found = None  # the order cannot be simulated for this many microbatches
+        if found is None:
+            return _Answer(move=None, step_s=span_s)
+        move = Move(
+            partition=found.partition,
+            why=_reason(whole),
+            gain=found.gain,
+            before_s=span_s,
+            layers=travelling(whole.partition, found.partition, run.placement),
+        )
+        return _Answer(move=move, step_s=span_s)
+
+
+def _propose(
+    whole: Loads,
+    halves: Iterable[Loads],
+    candidate: Candidate,
+    num_microbatches: int,
+    gain: float,
+) -> PartitionMove | None:
+    """Returns the partition that pays in all steps, if it pays in each half of them."""
+    found = propose(whole, simulated_step(whole, candidate, num_microbatches), gain)
+    if found is None:
+        return None
+    for half in halves:
+        step_s = simulated_step(half, candidate, num_microbatches)
+        if step_s(found.partition) > step_s(half.partition) * (1 - gain):
+            return None
+    return found
+
+
+def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
+    """Returns the chunks that hold more than layers, with their blocks of layers."""
+    models = [(chunk, unwrapped(model)) for chunk, model in enumerate(run.chunks)]
+    return {
+        chunk: (model, model.decoder)
+        for chunk, model in models
+        if model.pre_process or model.post_process
+    }
+
+
+def _medians(times: StepTimes) -> Lanes:
+    sample = Sample(pp_rank=0)
+    sample.add(times.actions)
+    return {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
+
+
+def loads_of(
+    measured: Sequence[StepMeasurements],
+    placement: Placement,
+    partition: Sequence[int],
+    *,
+    units: float,
+    steps: slice = slice(None),
+) -> Loads:
+    """Works out what a layer takes on each rank, and what stages take beside their layers.
+
+    Of several replicas the slowest counts, for the others wait for it. A rank without layers is
+    taken for one like the middle one of the others.
+
+    Args:
+        measured: by every rank of the job.
+        placement: where stages live.
+        partition: layers of each stage.
+        units: microbatches that a rank keeps at a time.
+        steps: those that count.
+    """
+    stages, ranks = placement.num_stages, placement.num_ranks
+    takes: list[Times] = [(0.0, 0.0, 0.0)] * stages
+    shares = [1.0] * stages
+    most = [math.inf] * ranks
+    for own in measured:
+        most[own.pp_rank] = min(most[own.pp_rank], _most_layers(own, placement, partition, units))
+        for chunk in range(placement.num_chunks):
+            stage = placement.stage_of(own.pp_rank, chunk)
+            typical = _typical(own.steps[steps], chunk)
+            if sum(typical) > sum(takes[stage]):
+                takes[stage], shares[stage] = typical, own.shares[chunk]
+    layer_s: list[Times | None] = []
+    for rank in range(ranks):
+        mine = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        held = sum(partition[stage] for stage in mine)
+        sums = [
+            sum(takes[stage][kind] * shares[stage] for stage in mine if partition[stage])
+            for kind in range(3)
+        ]
+        layer_s.append((sums[0] / held, sums[1] / held, sums[2] / held) if held else None)
+    known = sorted((times for times in layer_s if times is not None), key=sum)
+    usual = known[(len(known) - 1) // 2]
+    each = tuple(usual if times is None else times for times in layer_s)
+    beside = []
+    for stage in range(stages):
+        rest = 1.0 - shares[stage] if partition[stage] else 1.0
+        forward, backward, weight = takes[stage]
+        beside.append((forward * rest, backward * rest, weight * rest))
+    return Loads(
+        placement=placement,
+        partition=tuple(partition),
+        layer_s=each,
+        beside_s=tuple(beside),
+        most_layers=tuple(most),
+    )
+
+
+def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
+    """Returns a chunk's median seconds of forward, backward and weight gradients."""
+    found = []
+    for kind in KINDS:
+        values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
+        found.append(statistics.median(values) / 1e9 if values else 0.0)
+    return found[0], found[1], found[2]
+
+
+def _most_layers(
+    own: StepMeasurements, placement: Placement, partition: Sequence[int], units: float
+) -> float:
+    """Returns the layers that a rank's memory allows; never fewer than it has."""
+    chunks = range(placement.num_chunks)
+    layers = sum(partition[placement.stage_of(own.pp_rank, chunk)] for chunk in chunks)
+    if not layers or not own.kept_bytes:
+        return math.inf
+    kept = sum(own.kept_bytes) * units
+    room = own.free_bytes * (1 - KEPT_FREE) - kept
+    each = (kept + sum(own.held_bytes)) / layers
+    return layers + max(0, math.floor(room / max(1.0, each)))
+
+
+def _reason(loads: Loads) -> str:
+    """Names the ranks that are slow, in one clause."""
+    slow = [
+        f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
+        for rank, factor in enumerate(loads.slowness)
+        if factor >= _SLOW
+    ]
+    if slow:
+        return " and ".join(slow)
+    paces = loads.paces(loads.partition)
+    busiest = max(range(len(paces)), key=paces.__getitem__)
+    middle = statistics.median(paces)
+    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more to do than others"

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""Prints how large the project is, and fails above the budgets in pyproject.toml ([tool.size]).
+
+Counts lines of the files that git tracks (of all files where there is no git), per folder of the
+package; finds small files that only one other file imports, circles of imports, public classes
+that share a name, and files too long to be one subject. Imports inside functions count as well;
+imports for type checking alone do not close a circle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron/adaptive"
+CODE = (".py", ".js")
+SMALL_FILE_LINES = 170
+LONG_FILE_LINES = 800
+# Docstrings that begin with a noun clause, and a word that stands for report, name, give, mean, ...
+RIDDLE = re.compile(r'^\s*r?"""(?:What|Who|Which|How|Why|Where|See)\b', re.MULTILINE)
+TOLD = re.compile(r"\b(?:told|tells?)\b", re.IGNORECASE)
+
+
+@dataclass
+class Module:
+    """One Python file of the package: its name, lines, imports and public classes."""
+
+    name: str
+    path: str
+    lines: int
+    imports: set[str] = field(default_factory=set)
+    imports_at_run_time: set[str] = field(default_factory=set)
+    classes: list[str] = field(default_factory=list)
+
+
+def tracked_files() -> list[str]:
+    """Returns paths of the project's files, relative to its root."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = listed.stdout.splitlines() if listed.returncode == 0 else []
+    if not names:
+        names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+        names = [name for name in names if not name.startswith((".git/", ".venv/", "build/"))]
+    return sorted(name for name in set(names) if (ROOT / name).is_file())
+
+
+def count_lines(path: str) -> int:
+    """Returns the number of newlines in a file, as wc does."""
+    return (ROOT / path).read_bytes().count(b"\n")
+
+
+def module_name(path: str) -> str:
+    """Returns the dotted name of a Python file."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imported_names(node: ast.AST, module: Module) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parts = module.name.split(".")
+            if not module.path.endswith("__init__.py"):
+                parts = parts[:-1]
+            parts = parts[: len(parts) - (node.level - 1)]
+            base = ".".join(parts + ([node.module] if node.module else []))
+        return [f"{base}.{alias.name}" for alias in node.names] + [base]
+    return []
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    test = node.test
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
+    for child in ast.iter_child_nodes(node):
+        names = _imported_names(child, module)
+        module.imports.update(names)
+        if at_run_time:
+            module.imports_at_run_time.update(names)
+        _collect(child, module, at_run_time and not _is_type_checking(child))
+
+
+def read_modules(paths: list[str]) -> dict[str, Module]:
+    """Parses the package's files and keeps, of their imports, those that lie in the package."""
+    modules: dict[str, Module] = {}
+    for path in paths:
+        if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
+            continue
+        module = Module(module_name(path), path, count_lines(path))
+        tree = ast.parse((ROOT / path).read_text())
+        _collect(tree, module, True)
+        module.classes = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        ]
+        modules[module.name] = module
+    for module in modules.values():
+        module.imports = _targets(module.imports, modules) - {module.name}
+        module.imports_at_run_time = _targets(module.imports_at_run_time, modules) - {module.name}
+    return modules
+
+
+def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
+    # `from a.b import c` names both a.b.c and a.b: where c is a module, its package is not meant.
+    found = {name for name in names if name in modules}
+    return {
+        name
+        for name in found
+        if not (
+            modules[name].path.endswith("__init__.py")
+            and any(other.startswith(name + ".") for other in found)
+        )
+    }
+
+
+def find_circles(modules: dict[str, Module]) -> list[list[str]]:
+    """Returns groups of modules that import one another, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(modules[name].imports_at_run_time):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = []
+            while True:
+                group.append(stack.pop())
+                if group[-1] == name:
+                    break
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    sys.setrecursionlimit(10_000)
+    for name in sorted(modules):
+        if name not in index:
+            visit(name)
+    return circles
+
+
+def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
+    """Returns (file, lines, importer) of small files that one file of the package imports."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module in modules.values():
+        for name in module.imports:
+            importers[name].add(module.name)
+    found = []
+    for name, module in modules.items():
+        if module.lines >= SMALL_FILE_LINES or module.path.endswith(("__init__.py", "__main__.py")):
+            continue
+        if len(importers[name]) == 1:
+            found.append((module.path, module.lines, next(iter(importers[name]))))
+    return sorted(found)
+
+
+def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
+    """Returns public class names that more than one file defines."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules.values():
+        for name in module.classes:
+            places[name].append(module.path)
+    return {name: sorted(paths) for name, paths in sorted(places.items()) if len(paths) > 1}
+
+
+def _count(pattern: re.Pattern[str], paths: list[str]) -> int:
+    return sum(len(pattern.findall((ROOT / path).read_text())) for path in paths)
+
+
+def measure() -> dict[str, object]:
+    """Measures the checkout and returns all figures."""
+    paths = tracked_files()
+    lines = {path: count_lines(path) for path in paths}
+    modules = read_modules(paths)
+    package = [path for path in paths if path.startswith(PACKAGE + "/")]
+    code = [path for path in package if path.endswith(CODE)]
+    folders: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in code:
+        folder = path.removeprefix(PACKAGE + "/").split("/")
+        name = folder[0] if len(folder) > 1 else "."
+        folders[name] += lines[path]
+        files[name] += 1
+    tops: Counter[str] = Counter()
+    for path in paths:
+        tops[path.split("/")[0] if "/" in path else "."] += lines[path]
+    return {
+        "package_lines": sum(lines[path] for path in package),
+        "package_files": len(package),
+        "repository_lines": sum(lines.values()),
+        "single_importer_files": find_single_importer_files(modules),
+        "import_circles": find_circles(modules),
+        "shared_class_names": find_shared_class_names(modules),
+        "long_files": [
+            (path, lines[path])
+            for path in paths
+            if path.endswith((".py", ".js", ".cc", ".h", ".sh")) and lines[path] > LONG_FILE_LINES
+        ],
+        "riddle_docstrings": _count(RIDDLE, package),
+        "tell_and_told": _count(TOLD, package),
+        "folders": {name: (folders[name], files[name]) for name in sorted(folders)},
+        "top_folders": dict(sorted(tops.items())),
+    }
+
+
+def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
+    """Returns one line for each budget that is exceeded or names no figure."""
+    wrong = []
+    for name, budget in budgets.items():
+        if name not in figures:
+            wrong.append(f"[tool.size] {name}: not one of {', '.join(figures)}")
+            continue
+        figure = figures[name]
+        size = figure if isinstance(figure, int) else len(figure)  # type: ignore[arg-type]
+        if size > budget:
+            wrong.append(f"{name} is {size:,}, above its budget of {budget:,}: make something go")
+    return wrong
+
+
+def main() -> int:
+    """Prints the figures; returns 1 where a budget is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--all", action="store_true", help="also list the files behind each figure")
+    options = parser.parse_args()
+    figures = measure()
+    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["size"]
+    if options.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        for name, (size, count) in figures["folders"].items():  # type: ignore[attr-defined]
+            print(f"{PACKAGE}/{name:<14} {size:7,} lines {count:4} files")
+        for name, size in figures["top_folders"].items():  # type: ignore[attr-defined]
+            print(f"{name + ('/' if name != '.' else ''):<31} {size:7,} lines")
+        for name, figure in figures.items():
+            if name in ("folders", "top_folders"):
+                continue
+            size = figure if isinstance(figure, int) else len(figure)  # type: ignore[arg-type]
+            limit = f" of {budgets[name]:,}" if name in budgets else ""
+            print(f"{name.replace('_', ' '):<31} {size:7,}{limit}")
+            if options.all and not isinstance(figure, int):
+                items = figure.items() if isinstance(figure, dict) else figure
+                for item in items:  # type: ignore[attr-defined]
+                    print("    ", *(item if isinstance(item, (tuple, list)) else (item,)))
+    wrong = check(figures, budgets)
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""Shares the fixtures of tests that build a trainer."""
+
+from __future__ import annotations
+
+from tests.checkpoint.keepers import keepers
+from tests.fixtures import corpus, make, tokenizer, worker, write_tokens
+
+__all__ = ["corpus", "keepers", "make", "tokenizer", "worker", "write_tokens"]

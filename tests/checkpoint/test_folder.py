@@ -1,0 +1,288 @@
+"""Folders of checkpoints: a complete one is always named, what is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.checkpoint.folder import (
+    FORMAT_VERSION,
+    CheckpointFolder,
+    Manifest,
+    PipelineFolder,
+    read_pipeline_manifest,
+)
+from megatron.adaptive.errors import CheckpointError
+
+MANIFEST = Manifest(
+    progress={"iteration": 10},
+    config={"model": {}},
+    shape={"tensor": 1},
+    padded_vocab_size=128,
+    has_optimizer=True,
+    has_rng=True,
+)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = b"old") -> Path:
+    partial = folder.begin(iteration)
+    (partial / "metadata.json").write_text("{}")
+    (partial / "__0_0.distcp").write_bytes(content)
+    return folder.commit(iteration, MANIFEST.to_dict())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: CheckpointFolder) -> None:
+    partial = folder.begin(10)
+    assert partial.name.startswith(".")
+    (partial / "metadata.json").write_text("{}")
+    assert folder.latest() is None
+    path = folder.commit(10, MANIFEST.to_dict())
+    assert path == folder.path / "iter_0000010"
+    assert (folder.path / TRACKER).read_text() == "10"
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
+    opened, manifest = folder.open(10)
+    assert opened == path
+    assert manifest.files == {"metadata.json": 2}
+    assert manifest.progress == {"iteration": 10}
+
+
+def test_a_folder_without_checkpoint_has_no_latest(folder: CheckpointFolder) -> None:
+    assert folder.latest() is None
+    folder.path.mkdir()
+    assert folder.latest() is None
+
+
+def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10)
+    write_checkpoint(folder, 9)
+    (folder.path / TRACKER).unlink()
+    (folder.path / "iter_0000020").mkdir()  # has no manifest
+    assert folder.latest() == 10
+
+
+def test_saving_an_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10, b"old")
+    path = write_checkpoint(folder, 10, b"new")
+    assert (path / "__0_0.distcp").read_bytes() == b"new"
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
+
+
+def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10)
+    (folder.begin(20) / "common.pt").write_bytes(b"half")
+    folder.abandon(20)
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
+    assert folder.latest() == 10
+
+
+def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
+    """Write a checkpoint in a process that dies at a touch of the file system; whether it did."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = moment
+
+    def count(event: str, args: object) -> None:
+        nonlocal left
+        if event.split(".")[0] in ("open", "os", "shutil"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    try:
+        write_checkpoint(folder, iteration, b"new")
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("iteration", [10, 20])
+def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
+    folder: CheckpointFolder, iteration: int
+) -> None:
+    """Kill the writer at its first, second, ... touch of the file system until it gets through."""
+    write_checkpoint(folder, 10, b"old")
+    seen = set()
+    for moment in range(1, 80):
+        is_dead = write_and_die(folder, iteration, moment)
+        latest = folder.latest()
+        assert latest in (10, iteration)
+        path, _ = folder.open(latest)
+        content = (path / "__0_0.distcp").read_bytes()
+        assert content in ((b"old", b"new") if latest == iteration else (b"old",))
+        if not is_dead:
+            assert latest == iteration
+            assert content == b"new"
+            break
+        seen.add(content)
+        # The next run clears up what this one left.
+        write_checkpoint(folder, 10, b"old")
+        for other in folder.path.glob("iter_0000020"):
+            shutil.rmtree(other)
+        names = sorted(entry.name for entry in folder.path.iterdir())
+        assert names == ["iter_0000010", TRACKER]
+    else:
+        pytest.fail("the writer never got through")
+    assert b"old" in seen
+
+
+def test_a_former_checkpoint_is_read_and_restored_after_a_crash(folder: CheckpointFolder) -> None:
+    path = write_checkpoint(folder, 10)
+    path.rename(folder.path / ".iter_0000010.replaced")
+    opened, _ = folder.open(10)
+    assert opened.name == ".iter_0000010.replaced"
+    folder.begin(20)
+    assert folder.open(10)[0] == path
+
+
+def test_the_missing_checkpoint_of_the_tracker_is_refused(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10)
+    (folder.path / TRACKER).write_text("30")
+    with pytest.raises(CheckpointError, match=r"iter_0000030 does not exist.*--ckpt-step 10"):
+        folder.open(folder.latest() or 0)
+
+
+def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None:
+    folder.path.mkdir()
+    (folder.path / TRACKER).write_text("release")
+    with pytest.raises(CheckpointError, match="'release', which is not an iteration"):
+        folder.latest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"o"), "1 bytes and was written with 3"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing"),
+        (lambda path: (path / "manifest.json").unlink(), "not written by this program"),
+        (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "not of a checkpoint of this"),
+    ],
+)
+def test_damage_is_refused_with_another_checkpoint_to_take(
+    folder: CheckpointFolder, damage: object, text: str
+) -> None:
+    write_checkpoint(folder, 10)
+    path = write_checkpoint(folder, 20)
+    assert callable(damage)
+    damage(path)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        folder.open(20)
+    assert "--ckpt-step 10" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_another_format_is_named(folder: CheckpointFolder) -> None:
+    path = folder.complete_path(5)
+    path.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is incomplete"):
+        folder.open(5)
+    (path / "mp_rank_00").mkdir()
+    with pytest.raises(CheckpointError, match="old torch format"):
+        folder.open(5)
+
+
+def test_a_newer_format_is_refused(folder: CheckpointFolder) -> None:
+    path = write_checkpoint(folder, 10)
+    body = json.loads((path / "manifest.json").read_text())
+    body["version"] = FORMAT_VERSION + 1
+    (path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="format version 2 and this program reads up to 1"):
+        folder.open(10)
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "passwd"
+    path.touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        CheckpointFolder(str(path)).latest()
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (10, 20, 10**7):
+        write_checkpoint(folder, iteration)
+    folder.keep(3)
+    assert len(list(tmp_path.glob("iter_*"))) == 3
+    folder.keep(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000020",
+        "iter_10000000",
+        TRACKER,
+    ]
+    folder.open(20)
+
+
+def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10)
+
+    def refuse() -> None:
+        raise CheckpointError("another process goes on with the folder")
+
+    partial = folder.begin(20)
+    (partial / "metadata.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="another process"):
+        folder.commit(20, MANIFEST.to_dict(), refuse)
+    assert folder.latest() == 10
+    assert not folder.complete_path(20).exists()
+
+
+def write_pipeline(folder: PipelineFolder, step: int, text: str = "tensors") -> Path:
+    (folder.begin(step) / "__0_0.distcp").write_text(text)
+    return folder.commit(step, {"step": step})
+
+
+def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    for step in (2, 10, 100_000_000):
+        assert write_pipeline(folder, step).is_dir()
+    (folder.begin(200_000_000) / "__0_0.distcp").write_text("half")
+    assert folder.latest() == 100_000_000
+    assert folder.find(None).name == "step_100000000"
+    assert folder.find(2).name == "step_00000002"
+    assert read_pipeline_manifest(folder.find(10))["step"] == 10
+    folder.keep(2)
+    folder.abandon(200_000_000)
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert names == ["step_00000010", "step_100000000"]
+
+
+def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    # As between the two renames of a commit.
+    write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        folder.find(None)
+    folder.begin(2)
+    assert (folder.find(None) / "__0_0.distcp").read_text() == "old"
+
+
+def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    path = write_pipeline(folder, 1)
+    (path / "__0_0.distcp").write_text("t")
+    with pytest.raises(CheckpointError, match="has 1 bytes and was written with 7"):
+        read_pipeline_manifest(path)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
+        read_pipeline_manifest(path)
+    (path / "pipeline.json").write_text('{"format": 9}')
+    with pytest.raises(CheckpointError, match="format is 9"):
+        read_pipeline_manifest(path)
+    (path / "pipeline.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_pipeline_manifest(path)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
+        folder.find(7)

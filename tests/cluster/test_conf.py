@@ -1,0 +1,201 @@
+"""conf.sh and plan: what they mean, and that each mistake is named with value and rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf
+from megatron.adaptive.cluster.node import NodePlace, check_trainer, node_command, trainer_flags
+from megatron.adaptive.config.model import MODELS
+from megatron.adaptive.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A function that writes a conf.sh into a folder with a space in its name."""
+
+    def make(text: str) -> Path:
+        path = tmp_path / "my run" / "conf.sh"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return make
+
+
+def test_the_template_is_sound_and_names_every_variable() -> None:
+    text = (ROOT / "conf.sh").read_text()
+    conf = load_conf(ROOT / "conf.sh", ["NPROC_PER_NODE=1"])
+    assert (conf.nodes, conf.world_size) == (2, 2)
+    check_trainer(conf, 2, Path("/nowhere"))
+    named = set(re.findall(r"^(?:# )?([A-Z][A-Z0-9_]*)=", text, re.MULTILINE))
+    assert named == set(SETTINGS)
+
+
+def test_bash_computes_and_helpers_are_free(write: Write) -> None:
+    path = write(
+        "gpus=2\nNNODES=3\nNPROC_PER_NODE=$((gpus))\nWORLD_SIZE=$((NNODES * NPROC_PER_NODE))\n"
+        "export NCCL_DEBUG=INFO\nLOG_DIR='here and there'\n"
+    )
+    conf = load_conf(path)
+    assert conf.processes == (2, 2, 2)
+    assert conf.environment == {"NCCL_DEBUG": "INFO"}
+    assert conf.path("LOG_DIR") == path.parent / "here and there"
+
+
+def test_mixed_nodes_keep_their_order(write: Write) -> None:
+    conf = load_conf(
+        write(
+            "HOMOGENEOUS_CLUSTER=false\nNODES='v100:1x2 a10:2x4'\n"
+            "SLURM_PARTITION='a10=fast v100=old'\nSLURM_GRES=gpu\n"
+        )
+    )
+    assert conf.processes == (2, 4, 4)
+    assert [group.partition for group in conf.groups] == ["old", "fast"]
+    assert [group.gres for group in conf.groups] == ["gpu", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("WORLD_SIZE=5\nNNODES=2\nNPROC_PER_NODE=2", ["WORLD_SIZE=5", "2 + 2 = 4"]),
+        ("NNODES=2\nNPROC_PER_NODE=2\nPIPELINE_MP_SIZE=3", ["WORLD_SIZE=4", "1 x 3 = 3"]),
+        ("NNODES=2\nNPROC_PER_NODE=2\nDP_SIZE=3", ["DP_SIZE=3", "must be 4"]),
+        ("NPROC_PER_NODE=3\nSTAGE_DP_SIZES=2-x", ["STAGE_DP_SIZES=2-x", "as in 2-1-1"]),
+        (
+            "NNODES=2\nNPROC_PER_NODE=2\nSTAGE_DP_SIZES=2-1",
+            ["STAGE_DP_SIZES=2-1", "3 ranks", "= 4"],
+        ),
+        ("NPROC_PER_NODE=3\nSTAGE_DP_SIZES=2-1\nDP_SIZE=2", ["STAGE_DP_SIZES=2-1", "DP_SIZE=2"]),
+        ("WORLD_SIZE=4\nGLOBAL_BATCH_SIZE=6", ["GLOBAL_BATCH_SIZE=6", "1 x 4 = 4"]),
+        ("NPROC_PER_NOD=2", ["NPROC_PER_NOD ", "nearest is NPROC_PER_NODE"]),
+        ("NNODES=two", ["NNODES=two", "whole number"]),
+        ("MASTER_PORT=70000", ["MASTER_PORT=70000", "65535"]),
+        ("LR=0", ["LR=0", "above 0"]),
+        ("PROFILE=maybe", ["PROFILE=maybe", "true or false"]),
+        ("CONTAINER=docker", ["CONTAINER=docker", "apptainer"]),
+        ("CONTAINER=pyxis", ["CONTAINER=pyxis", "IMAGE"]),
+        ("PARTITION=4-x", ["PARTITION=4-x"]),
+        ("PARTITION=4-4", ["PARTITION=4-4", "2 stages", "= 1"]),
+        ("NODES=a10:2x4", ["NODES=a10:2x4", "HOMOGENEOUS_CLUSTER=false"]),
+        ("HOMOGENEOUS_CLUSTER=false", ["NODES="]),
+        ("HOMOGENEOUS_CLUSTER=false\nNODES=a10:2", ["'a10:2'", "TYPE:NODESxGPUS"]),
+        (
+            "HOMOGENEOUS_CLUSTER=false\nNODES='a:1x1 b:1x1'\nSLURM_PARTITION=a=x",
+            ["SLURM_PARTITION=a=x", "b is missing"],
+        ),
+        ("HOMOGENEOUS_CLUSTER=false\nNODES=a:1x1\nNNODES=2", ["NNODES=2", "are 1"]),
+        ('TRAINER_FLAGS="--x \'y"', ["TRAINER_FLAGS", "quot"]),
+        ("NNODES=(1 2)", ["NNODES is an array"]),
+        ("if true; then", ["conf.sh", "line", "syntax error"]),
+        ("LR=$undefined", ["line 1", "unbound variable"]),
+        ("NSYS=true\nNCU=true", ["NSYS=true", "NCU=true"]),
+    ],
+)
+def test_a_mistake_is_named(text: str, words: list[str], write: Write) -> None:
+    with pytest.raises(ConfigError) as info:
+        load_conf(write(text + "\n"))
+    message = str(info.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("MODEL=tiny\nPIPELINE_MP_SIZE=2\nPARTITION=2-3", ["PARTITION=2-3", "5 layers", "has 4"]),
+        ("MODEL=gpt-345", ["MODEL=gpt-345", "nearest name is gpt-345m"]),
+        ("SCHEDULE=fastest", ["fastest"]),
+        ("TRAINER_FLAGS=--bf61", ["--bf61", "--bf16"]),
+        ("DATA=no/such/corpus", ["no/such/corpus"]),
+        ("LOCAL_CHECKPOINT_DIR=/disk", ["LOCAL_CHECKPOINT_DIR=/disk: ", "CHECKPOINT_DIR, which"]),
+    ],
+)
+def test_the_trainers_rules_are_checked_beforehand(
+    text: str, words: list[str], write: Write
+) -> None:
+    conf = load_conf(write(f"{text}\nNNODES=2\nNPROC_PER_NODE=1\n"))
+    with pytest.raises(Exception, match=re.escape(words[0])) as info:
+        check_data_and_trainer(conf)
+    for word in words:
+        assert word in str(info.value)
+
+
+def check_data_and_trainer(conf: LaunchConf) -> None:
+    from megatron.adaptive.cluster.node import check_files
+
+    check_trainer(conf, 2, Path("/nowhere"))
+    check_files(conf)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_one_that_the_trainer_takes(model: str) -> None:
+    conf = load_conf(None, [f"MODEL={model}", "NNODES=1", "NPROC_PER_NODE=1"])
+    check_trainer(conf, 1, Path("/nowhere"))
+
+
+def test_a_file_of_flags_is_a_model(write: Write) -> None:
+    path = write("MODEL=shape.args\n")
+    (path.parent / "shape.args").write_text("--num-layers 2 # few\n--hidden-size 16\n")
+    assert trainer_flags(load_conf(path), Path("/x"))[:4] == [
+        *("--num-layers", "2", "--hidden-size", "16")
+    ]
+
+
+def test_the_command_of_a_node() -> None:
+    conf = load_conf(None, ["TRACE=true", "TRAINER_FLAGS=--seed 7"])
+    place = NodePlace(node_rank=1, processes=(2, 4), master_addr="10.0.0.1", master_port=2000)
+    command = node_command(conf, place, Path("/logs/1"))
+    text = " ".join(command)
+    assert "--world-size 6 --nnodes 2 --node-rank 1 --nproc-per-node 4" in text
+    assert "--master-addr 10.0.0.1 --master-port 2000" in text
+    assert text.endswith("--trace-dir /logs/1/traces --seed 7")
+
+
+def test_checkpoints_may_go_over_the_nodes_disks(write: Write) -> None:
+    conf = load_conf(write("CHECKPOINT_DIR=/shared/run\nLOCAL_CHECKPOINT_DIR=/scratch/run\n"))
+    text = " ".join(trainer_flags(conf, Path("/x")))
+    assert "--save /shared/run --load /shared/run" in text
+    assert "--save-local /scratch/run" in text
+
+
+def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:
+    text = re.search(r"```json\n(.*?)```", (ROOT / "docs" / "plan.md").read_text(), re.DOTALL)
+    assert text is not None
+    plan = tmp_path / "plan.json"
+    plan.write_text(text[1])
+    conf = load_conf(write("MODEL=small\nGLOBAL_BATCH_SIZE=32\n"), plan=plan)
+    assert conf.processes == (2, 2, 2)
+    assert (conf["PIPELINE_MP_SIZE"], conf["DP_SIZE"], conf["PARTITION"]) == (3, 2, "3-3-2")
+    check_trainer(conf, 6, tmp_path)
+    with pytest.raises(ConfigError, match=r"GLOBAL_BATCH_SIZE=8: PLAN=.* says 32"):
+        load_conf(write("GLOBAL_BATCH_SIZE=8\n"), plan=plan)
+    assert load_conf(None, ["GLOBAL_BATCH_SIZE=16"], plan)["GLOBAL_BATCH_SIZE"] == 16
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({}, "format is None"),
+        ({"format": 1, "degree": {}}, "the nearest is degrees"),
+        ({"format": 1, "degrees": {"tensor": 0}}, "degrees.tensor is 0"),
+        ({"format": 1, "partition": [1, -1]}, r"partition\[1\] is -1"),
+        ({"format": 1, "placement": []}, "placement is"),
+        ({"format": 1, "placement": [{"nodes": 1}]}, r"placement\[0\].processes_per_node is None"),
+        ([], "the plan is"),
+    ],
+)
+def test_a_bad_plan_is_named(plan: object, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    with pytest.raises(ConfigError, match=words):
+        load_conf(None, plan=path)

@@ -1,0 +1,72 @@
+"""A job whose folder of checkpoints is on a disk that is full for a while, and then for good."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.elasticity.nodes import fill
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+
+from .jobs import ElasticJob
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
+
+NOT_WRITTEN = "error: the checkpoint of iteration"
+REASON = "No space left on device; those before it are as they were. Free space there"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "small", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    words = ["--train-iters", "99999", "--save-interval", "10", "--async-save"]
+    job = ElasticJob(tmp_path, "ab", [*words, "--keep-checkpoints", "3"])
+    folder = CheckpointFolder(small_disk)
+
+    def latest() -> int:
+        return folder.latest() or 0
+
+    try:
+        job.until(lambda: latest() >= 20, "a checkpoint")
+        fill(small_disk / "filler")
+        job.until(lambda: NOT_WRITTEN in job.said(), "word of the full disk")
+        kept = latest()
+        folder.open(kept)
+        (small_disk / "filler").unlink()
+        job.until(lambda: latest() > kept, "a checkpoint after that")
+        job.until(lambda: job.state()["checkpoint_iteration"] > kept, "word of it")
+        _, *others = job.state()["epochs"]
+        assert others, job.said()
+        assert others[0]["resumed_iteration"] == kept
+        assert others[0]["reason"].startswith("rank ")
+
+        assert REASON in job.said()
+        failures = job.said().count(NOT_WRITTEN)
+        assert failures == len(others), job.said()  # one line for each
+        fill(small_disk / "filler")
+        assert job.end() == 2
+    finally:
+        job.close()
+    said = job.said()
+    assert "Traceback" not in said
+    told = f"giving up; the last complete one is of iteration {latest()}"
+    assert told in said, said
+    for path in small_disk.glob("iter_*"):
+        folder.open(int(path.name[5:]))
+    assert not list(small_disk.glob(".iter_*"))
+    assert job.left_behind() == []

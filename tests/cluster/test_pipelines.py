@@ -1,0 +1,253 @@
+"""A script with a Pipeline goes on in other shapes as the trainer does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.cli.run import main
+from megatron.adaptive.errors import ConfigError
+
+from .jobs import ElasticJob, environment
+from .test_snapshot_placement import lose
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).with_name("pipeline_script.py")
+SIZE, ENDLESS, LIMIT_S = 12, 99999, 400.0
+SHAPED = {"micro_batch_size": 2, "pipeline_size": 2}
+
+Start = Callable[..., ElasticJob]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a job of the script on nodes of one process each."""
+    started: list[ElasticJob] = []
+
+    def begin(names: str, total: int = ENDLESS, *own: str, **options: Any) -> ElasticJob:
+        (tmp_path / "told").mkdir(exist_ok=True)
+        words = [str(total), str(SIZE), str(tmp_path / "told"), json.dumps(options)]
+        job = ElasticJob(tmp_path, names, words, own, script=SCRIPT, flags=())
+        started.append(job)
+        return job
+
+    yield begin
+    for job in started:
+        job.close()
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What all ranks of all epochs told, in the order of epochs and steps."""
+    found = []
+    for path in (folder / "told").glob("epoch-*.jsonl"):
+        _, incarnation, rank = path.stem.split("-")
+        for line in path.read_text().splitlines():
+            found.append({"epoch": int(incarnation), "rank": int(rank), **json.loads(line)})
+    return sorted(found, key=lambda one: (one["epoch"], one["step"], one["rank"]))
+
+
+def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
+    """The same script in one process."""
+    (folder / "alone").mkdir()
+    (folder / "alone" / "told").mkdir()
+    words = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
+    subprocess.run(
+        [sys.executable, str(SCRIPT), *words],
+        env=environment(),
+        check=True,
+        timeout=LIMIT_S,
+        capture_output=True,
+    )
+    return told(folder / "alone")
+
+
+def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
+    job = start("abcd", save_interval=20, **SHAPED)
+
+    def trained(incarnation: int, steps: int = 8) -> None:
+        def done() -> bool:
+            return (
+                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
+            )
+
+        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
+
+    trained(2)  # the first one measures the model
+    os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before it is heeded or after
+    job.change("ab")
+    job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
+    trained(len(job.state()["epochs"]))
+    job.change("abc")
+    job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
+    trained(len(job.state()["epochs"]), 25)
+    before = len(job.state()["epochs"])
+    job.rank_on("b").kill()  # without notice
+    job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
+    trained(before + 1)
+    job.change("abcd")
+    job.until(lambda: job.state()["epochs"][-1]["processes"] == 4, "four processes", LIMIT_S)
+    trained(len(job.state()["epochs"]))
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+
+    state = job.state()
+    layouts = [one["shape"] for one in state["epochs"]]
+    assert layouts[0] == "4 processes that measure the model"
+    four, two, three = "PP 2 x DP 2", "PP 2 x DP 1", "PP 3 x DP 1"
+    seen = [one.partition(",")[0] for one in layouts[1:]]
+    assert set(seen) == {four, two, three}
+    assert seen[0] == seen[-1] == four
+    assert all("segments" in one for one in layouts[1:])
+    assert all(one["predicted_step_s"] > 0 for one in state["epochs"][1:])
+    # With notice nothing is done twice; without, what came after the last complete checkpoint.
+    assert all(one["lost_steps"] == 0 for at, one in enumerate(state["epochs"]) if at != before)
+    killed = state["epochs"][before]
+    assert killed["reason"].startswith("rank ")  # 1, or one that heard of it first
+    assert killed["resumed_iteration"] > 0
+    assert state["checkpoint_iteration"] == state["iteration"]
+
+    lines = told(tmp_path)
+    last = max(one["step"] for one in lines)
+    assert state["iteration"] == last + 1
+    expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1)
+    losses = {one["step"]: one["loss"] for one in expected}
+    assert sorted(losses) == list(range(last + 1))
+    by_turn: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for one in lines:
+        assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
+        by_turn.setdefault((one["epoch"], one["step"]), []).append(one)
+    kept: dict[int, list[int]] = {}
+    for (_, step), ranks in by_turn.items():
+        pipeline_size = ranks[0]["shape"][0]
+        samples = sorted(sample for one in ranks for sample in one["samples"])
+        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # else one was killed in it
+            kept[step] = samples[::pipeline_size]
+    assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
+    assert job.left_behind() == []
+
+
+def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
+    """Copies in memory: of a stage with a buddy alone, and of stages with replicas."""
+    options = {"save_interval": 99999, "state": True, **SHAPED}
+    job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
+
+    def trained(incarnation: int, steps: int = 6) -> None:
+        def done() -> bool:
+            return (
+                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
+            )
+
+        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
+
+    trained(2)
+    lose(job, "d")
+    trained(3)
+    lose(job, "c")
+    trained(4)
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+    incarnations = job.state()["epochs"]
+    seen = [one["shape"].partition(",")[0] for one in incarnations[1:]]
+    assert seen == ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1"], job.said()
+    lines = told(tmp_path)
+    for number in (3, 4):
+        one = incarnations[number - 1]
+        assert one["source"] == "copies in memory", job.said()
+        assert one["lost_steps"] <= 1
+        done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
+        # A step that some rank told of may not count yet for all.
+        assert done - 2 <= one["resumed_iteration"] <= done
+        first = min(line["step"] for line in lines if line["epoch"] == number)
+        assert first == one["resumed_iteration"]
+    assert sum(one["lost_steps"] for one in incarnations) == job.state()["lost_steps"] <= 2
+    last = max(one["step"] for one in lines)
+    expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1, state=True)
+    losses = {one["step"]: one["loss"] for one in expected}
+    assert {one["step"] for one in lines} == set(losses)
+    for one in lines:
+        assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
+    assert job.left_behind() == []
+
+
+def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Path) -> None:
+    options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
+    job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
+
+    def trained(incarnation: int, steps: int) -> None:
+        def done() -> bool:
+            return (
+                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
+            )
+
+        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
+
+    trained(2, 12)  # the first one measures the model
+    (tmp_path / "told" / "b").touch()
+    trained(3, 5)
+    job.manager.send_signal(signal.SIGTERM)
+    assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
+    state = job.state()
+    even, moved = state["epochs"][1:3]
+    assert even["shape"].startswith("PP 3 x DP 1, segments 2-2-2"), job.said()
+    assert moved["reason"].startswith("b is slow, rank 1 takes "), job.said()
+    assert moved["lost_steps"] == 0
+    (slow,) = [one for one in state["machines"] if one["name"] == "b"]
+    assert slow["slowness"] > 2
+    assert moved["shape"] != even["shape"]
+    assert moved["predicted_step_s"] > even["predicted_step_s"]
+    steps = [one["step"] for one in told(tmp_path) if one["rank"] == 0]
+    assert steps == list(range(len(steps)))
+
+
+def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
+    job = start("ab", 12, save_interval=5, async_save=True)  # all sizes by the plan
+    assert job.end(LIMIT_S) == 0, job.said()
+    state = job.state()
+    assert state["status"] == "complete"
+    assert (state["iteration"], state["total_iterations"]) == (12, 12)
+    assert "training ends: all iterations are done" in job.said()
+    for step, how in ((5, "(training waited "), (10, "(training waited "), (12, "(")):
+        saved = f"saved checkpoint from iteration {step:7d} to {job.checkpoints}/step_{step:08d} "
+        assert saved + how in job.said()
+    assert {one.name for one in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
+    assert main(["--status", str(job.checkpoints)]) == 0
+    again = start("ab", 12, save_interval=5)
+    assert again.end(LIMIT_S) == 0, again.said()
+    assert "measure" not in again.said()  # what was measured is kept
+    assert {one["step"] for one in told(tmp_path)} == set(range(12))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"wrong": "no pipeline"}, "pipeline_script.py ended without training"),
+        ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
+        ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
+        ({"micro_batch_size": 5}, "batch_size 12 does not divide into microbatches of 5"),
+    ],
+)
+def test_what_cannot_work_ends_the_job_with_the_reason(
+    options: dict[str, Any], said: str, start: Start
+) -> None:
+    job = start("ab", 12, "--max-restarts", "1", **options)
+    assert job.end(LIMIT_S) in (1, 2), job.said()
+    assert said in job.said()
+    assert "Traceback" not in job.said()
+    assert job.left_behind() == []
+
+
+def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name the folder of its checkpoints"):
+        main([str(SCRIPT)])
+    for words, text in ((["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),):
+        with pytest.raises(ConfigError, match=text):
+            main([*words, "--checkpoint", str(tmp_path), str(SCRIPT)])

@@ -1,0 +1,242 @@
+"""The page about a job: from a real run of two processes and from made-up large ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from megatron.adaptive.cli import report as command
+from megatron.adaptive.cluster.report import MAX_POINTS, gather
+from megatron.adaptive.errors import ConfigError, SetupError, TraceError
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHDOG_S = 180.0
+CONF = """
+JOB_NAME='<b>a name</b>'
+MODEL=tiny
+DEVICE=cpu
+TRAIN_ITERS=5
+GLOBAL_BATCH_SIZE=4
+PIPELINE_MP_SIZE=2
+NNODES=1
+NPROC_PER_NODE=2
+TRACE=true
+TRAINER_FLAGS='--vocab-size 255'
+"""
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-dev-shm-usage "
+    "--disable-background-networking --disable-component-update --disable-sync "
+    "--window-size=1200,900"
+)
+SHOWN = """
+const charts = [...document.querySelectorAll(".chart")].map((chart) =>
+  [chart.id, (chart.data || []).length]);
+return [document.body.dataset.ready, Object.fromEntries(charts), document.title,
+  document.getElementById("settings").textContent];
+"""
+RANKS_OF_NODE = """
+const node = document.getElementById("node");
+node.selectedIndex = arguments[0];
+node.dispatchEvent(new Event("change"));
+return document.getElementById("timeline").layout.yaxis.ticktext;
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a job of one pod with two processes."""
+    folder = tmp_path_factory.mktemp("a run")
+    (folder / "conf.sh").write_text(CONF)
+    done = subprocess.run(
+        ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh"), "--master-port", "29641"],
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = (folder / "logs").iterdir()
+    return found
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A job of 20 ranks on three nodes that was started twice, with many lines."""
+    folder = tmp_path / "logs" / "pods-2"
+    folder.mkdir(parents=True)
+    now_s = time.time()
+
+    def stamp(age_s: float) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now_s - age_s))
+
+    def step(iteration: int, age_s: float) -> dict[str, Any]:
+        at = {"iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9), "loss": 5.0}
+        return {**at, "step_ms": 50.0, "tokens_per_s": 5000.0, "global_batch_size": 64}
+
+    def start(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
+        at = {"start_iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9)}
+        return {**at, "total_iterations": 20000, "world_size": 20, **more}
+
+    lines = [start(0, 950), *(step(number + 1, 900) for number in range(6000))]
+    lines += [start(5000, 350), *(step(number + 5001, 300) for number in range(2000))]
+    lines += [start(7000, 299, moved=True)]
+    (folder / "progress.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"iter')
+    for rank, (name, count) in enumerate((("n1", 8), ("n2", 8), ("n3", 4))):
+        starts = f"=== {stamp(1000)} node {rank} starts\n", f"=== {stamp(400)} node {rank} starts\n"
+        told = ("", "") if rank == 2 else ("error: no luck\n" * count, "UserWarning: ha\n")
+        (folder / f"{name}.out").write_text(starts[0] + told[0] + starts[1] + told[1] + "half a li")
+        (folder / f"{name}.err").write_text("".join(starts))
+        gpu = {"index": 0, "used_percent": 90, "memory_used_bytes": 1 << 30, "pids": [1]}
+        samples = [
+            {"unix_s": now_s - 400 + number, "gpus": [gpu] * (number > 0), "processes": []}
+            for number in range(3)
+        ]
+        (folder / f"{name}.gpu").write_text("\n".join(map(json.dumps, samples)) + '\n{"unix')
+    conf = {"GLOBAL_BATCH_SIZE": "32", "NNODES": "3"}
+    record = {"conf": conf, "world_size": 20, "processes": [8, 8, 4], "started_unix_s": now_s - 400}
+    (folder / "run.json").write_text(json.dumps(record))
+    write_synthetic(folder / "traces", SyntheticRun(num_ranks=4, replicas=5, iterations=6))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_real_run(job: Path) -> None:
+    told = gather(job.name, job.parent)
+    settings = {one["name"]: one for one in told["settings"]}
+    sizes = {name: settings[name]["effective"] for name in ("WORLD_SIZE", "PIPELINE_MP_SIZE")}
+    assert sizes == {"WORLD_SIZE": "2", "PIPELINE_MP_SIZE": "2"}
+    assert settings["GLOBAL_BATCH_SIZE"]["effective"] == "4"
+    assert not any(one["differs"] for one in told["settings"])
+    assert told["curves"]["iteration"] == [1, 2, 3, 4, 5]
+    assert all(4 < loss < 7 for loss in told["curves"]["loss"])
+    assert all(value > 0 for value in told["curves"]["tokens_per_s"])
+    (node,) = told["nodes"]
+    assert (node["first"], node["count"]) == (0, 2)
+    assert max(told["use"][node["name"]]["gib"]) > 0.1
+    traces = told["traces"]
+    assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
+    # A rank's own parts of the iterations make up most of what the log has for all of them; a rank
+    # that the system let wait has part of one more in the next.
+    for row in traces["rank_ms"]:
+        assert len(row) == 5
+        assert min(row) > 0
+        assert 0.2 < sum(row) / sum(told["curves"]["ms"]) < 1.5
+    forwards = [
+        number for number, one in enumerate(traces["categories"]) if one["kind"] in ("F", "B")
+    ]
+    for step in traces["steps"]:
+        for number in forwards:  # four microbatches on each of two ranks
+            assert sorted(step["bars"][str(number)]["row"]) == [0] * 4 + [1] * 4
+
+
+def test_a_large_run_that_went_on(large: Path) -> None:
+    told = gather(large.name, large.parent)
+    assert told["starts"] == [5001]
+    assert 1000 < len(told["curves"]["iteration"]) <= MAX_POINTS
+    assert told["curves"]["tokens_per_s"][0] == 5000.0
+    (differing,) = (one for one in told["settings"] if one["differs"])
+    named = (differing["name"], differing["requested"], differing["effective"])
+    assert named == ("GLOBAL_BATCH_SIZE", "32", "64")
+    assert [(node["name"], node["first"]) for node in told["nodes"]] == [
+        *(("n1", 0), ("n2", 8), ("n3", 16))
+    ]
+    first, second = told["messages"][:2]
+    assert (first["node"], first["kind"], first["count"]) == ("n1", "error", 8)
+    assert (second["text"], second["count"]) == ("error: no luck", 8)
+    assert {one["kind"] for one in told["messages"]} == {"error", "warning"}
+    assert told["use"]["n1"]["gpus"][0]["percent"] == [None, 90, 90]
+    assert any("curves show" in note for note in told["notes"])
+
+
+def test_mistakes(large: Path, tmp_path: Path) -> None:
+    for name in ("n1", "n2", "n3"):
+        (large / f"{name}.out").unlink()
+    with pytest.raises(SetupError, match="job pods-2: there are no logs in .*--log-dir"):
+        command.main([str(large)])
+    with pytest.raises(SetupError, match="job 99: Slurm does not know it"):
+        command.main(["99", "--log-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match="report: .*--colour"):
+        command.main(["99", "--colour"])
+
+
+def test_damaged_traces_and_a_place_that_cannot_be_written(large: Path) -> None:
+    for path in (large / "traces").iterdir():
+        path.write_text('{"half')
+    told = gather(large.name, large.parent)
+    assert told["traces"] is None
+    assert any(note.startswith("no timeline: ") for note in told["notes"])
+    with pytest.raises(TraceError):
+        command.main([str(large), "--output", "/proc/report.html"])
+
+
+@pytest.fixture(scope="module")
+def show(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
+    """A function that opens a page in a headless Chromium."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
+    programs = shutil.which("chromium"), shutil.which("chromedriver")
+    if None in programs:
+        pytest.skip("no chromium and chromedriver: bash prerequisite.sh --views")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    folder = tmp_path_factory.mktemp("profile")
+    for flag in (*FLAGS.split(), f"--user-data-dir={folder}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+
+    def opened(page: Path) -> Any:
+        driver.get(page.as_uri())
+        mistakes = [one for one in driver.get_log("browser") if one["level"] == "SEVERE"]
+        assert mistakes == []
+        return driver
+
+    try:
+        yield opened
+    finally:
+        driver.quit()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_page_of_a_real_run_in_a_browser(
+    job: Path, show: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([job.name, "--log-dir", str(job.parent)]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == job / "report.html"
+    assert "http-equiv" in page.read_text()
+    ready, charts, title, settings = show(page).execute_script(SHOWN)
+    assert (ready, title) == ("yes", f"Job {job.name}: <b>a name</b>")
+    assert charts["timeline"] > 3
+    assert {name: charts[name] for name in ("loss", "throughput", "times", "memory")} == {
+        "loss": 1,
+        "throughput": 1,
+        "times": 3,
+        "memory": 1,
+    }
+    assert "WORLD_SIZE22" in settings
+
+
+@pytest.mark.slow
+def test_the_page_of_many_ranks_in_a_browser(large: Path, show: Callable[[Path], Any]) -> None:
+    assert command.main([str(large)]) == 0
+    page = show(large / "report.html")
+    ready, charts, _, settings = page.execute_script(SHOWN)
+    assert ready == "yes"
+    assert (charts["times"], charts["percent"]) == (1, 6)
+    assert "64 (differs)" in settings
+    assert len(page.execute_script(RANKS_OF_NODE, 0)) == 20
+    (first, *_), last = page.execute_script(RANKS_OF_NODE, 3), page.execute_script(RANKS_OF_NODE, 3)
+    assert (first.split(":")[0], len(last)) == ("rank 16", 4)

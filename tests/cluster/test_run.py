@@ -1,0 +1,246 @@
+"""What the command says to input that cannot work, and nodes that join by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron.adaptive.cli.run import main
+from megatron.adaptive.cluster.job import (
+    Incarnation,
+    IncarnationProgress,
+    StateFile,
+    phases,
+    read_state,
+    render_state,
+)
+from megatron.adaptive.cluster.ranks import EXIT_LEFT
+from megatron.adaptive.errors import ConfigError, SetupError
+
+from .jobs import FLAGS, ROOT, environment
+
+TRAINER = str(ROOT / "pretrain_gpt.py")
+SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "name the script to train with"),
+        (["none.py"], "none.py: no such file"),
+        ([TRAINER, *SAVING], "add --checkpoint DIR or --save"),
+        (["--wait", "never", TRAINER], "'never' is not a number of seconds above 0"),
+        (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
+        (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB above 0"),
+        (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 on"),
+        (["--status"], "name the folder of checkpoints"),
+        (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
+        (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
+        (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        main(words)
+    assert told in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_machine_that_answers_is_waited_for_until_the_deadline(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "ssh").write_text("#!/bin/sh\necho 'ssh: no route to host' >&2\nexit 255\n")
+    (tools / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    machines = tmp_path / "machines.txt"
+    machines.write_text("far-away slots=2\n")
+    words = ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), "--wait", "0.5"]
+    with pytest.raises(SetupError, match=r"fits 0 processes, and no machine came within 0.5 s"):
+        main([*words, TRAINER, *SAVING])
+    said = capfd.readouterr()
+    assert "machine far-away is left out: ssh: no route to host" in said.err
+    main(["--status", str(tmp_path / "c")])
+    assert "far-away             unreachable" in capfd.readouterr().out
+
+
+def test_the_state_tells_parts_of_a_morph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = 10**9
+    before = IncarnationProgress(iteration=8, saved_ns=12 * second, saving_s=0.5)
+    marks = {"notice": 11, "ended": 13, "planned": 13, "begun": 14}
+    incarnation = Incarnation(
+        number=2,
+        layout="PP 2 x DP 1, layers 2-2",
+        processes=2,
+        nodes=("a", "b"),
+        reason="c was lost",
+        before=before,
+        marks_ns={name: at * second for name, at in marks.items()},
+    )
+    now = IncarnationProgress(
+        total=9, iteration=9, begun_ns=17 * second, loaded_s=1, first_ns=18 * second
+    )
+    incarnation.phases_s = phases(incarnation, now)
+    assert incarnation.phases_s == {
+        "notice": 0.5,
+        "checkpoint": 0.5,
+        "end": 1.0,
+        "plan": 0.0,
+        "start": 2.0,
+        "load": 1.0,
+        "first_step": 1.0,
+        "whole": 7.0,
+    }
+    (tmp_path / "elastic").mkdir()
+    told = {
+        "status": "training",
+        "manager": {"host": "h", "pid": 1},
+        "iteration": 9,
+        "total_iterations": 20,
+        "checkpoint_iteration": 8,
+        "lost_steps": 0,
+        "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
+        "epochs": [incarnation.told()],
+    }
+    StateFile(tmp_path / "elastic", print).write(told)
+    assert main(["--status", str(tmp_path), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert {**read, **told} == read
+    assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
+    # Another manager goes on from the checkpoint of 8.
+    file = StateFile(tmp_path / "elastic", print)
+    assert file.take_over(tmp_path) == told["machines"]
+    file.write(
+        {**told, "iteration": 12, "epochs": [{**incarnation.told(), "resumed_iteration": 8}]}
+    )
+    read = read_state(tmp_path)
+    assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (
+        1,
+        [incarnation.number],
+    )
+    assert "1 steps lost in 1 morphs" in render_state(read)
+    assert "epochs under managers before: 1" in render_state(read)
+
+
+def test_a_state_that_cannot_be_written_is_told_once_until_it_can(tmp_path: Path) -> None:
+    """A full disk filled the log with the same line."""
+    said: list[str] = []
+    file = StateFile(tmp_path / "elastic", said.append)
+    for _ in range(2):
+        for _ in range(3):
+            file.write({"iteration": 1})
+        (tmp_path / "elastic").mkdir()
+        file.write({"iteration": 2})
+        assert json.loads((tmp_path / "elastic" / "state.json").read_text())["iteration"] == 2
+        shutil.rmtree(tmp_path / "elastic")
+    assert len(said) == 2
+    assert "No such file or directory; the job goes on" in said[0]
+
+
+def test_a_job_without_state_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name the folder of checkpoints of a job"):
+        main(["--status", str(tmp_path)])
+    (tmp_path / "elastic").mkdir()
+    (tmp_path / "elastic" / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        main(["--status", str(tmp_path)])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    words = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]
+    words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
+    trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
+    logs = {name: (tmp_path / f"{name}.txt").open("w") for name in "ab"}
+    nodes = {
+        name: subprocess.Popen(
+            [*words, "--name", name, *trainer, "--keep-checkpoints", "2", "--async-save"],
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for name, log in logs.items()
+    }
+    try:
+        state = wait_for_state(
+            checkpoints, lambda told: told["epochs"] and told["checkpoint_iteration"] >= 10
+        )
+        (first,) = state["epochs"]
+        assert sorted(first["nodes"]) == ["a", "b"]
+        manager = next(name for name, node in nodes.items() if node.pid == state["manager"]["pid"])
+        (left,) = set(nodes) - {manager}
+        family = [one for node in nodes.values() for one in psutil.Process(node.pid).children(True)]
+        nodes[manager].kill()
+        state = wait_for_state(
+            checkpoints,
+            lambda told: (
+                told["manager"]["pid"] == nodes[left].pid
+                and told["epochs"]
+                and told["iteration"] > state["iteration"] + 10
+            ),
+        )
+        (incarnation,) = state["epochs"]
+        assert incarnation["nodes"] == [left]
+        assert incarnation["resumed_iteration"] >= 10
+        # The one that is left kept copies for the manager's node, and its own.
+        done = [
+            max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
+            for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
+            if '"start_iteration": 0,' in (text := path.read_text().splitlines())[0]
+        ]
+        assert incarnation["resumed_iteration"] >= done[0] - 1
+        assert (
+            incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
+        )
+        nodes[left].send_signal(signal.SIGUSR1)  # its time is over: it saves, and may come back
+        assert nodes[left].wait(60) == EXIT_LEFT
+        assert len(list(checkpoints.glob("iter_*"))) == 2
+        assert list(checkpoints.glob(".iter_*")) == []
+        said = (tmp_path / f"{left}.txt").read_text()
+        assert "Traceback" not in said
+        assert "frame #" not in said  # of C++, by a store that went with its rank
+    finally:
+        for node in nodes.values():
+            if node.poll() is None:
+                node.kill()
+            node.wait(10)
+        for log in logs.values():
+            log.close()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def wait_for_state(
+    checkpoints: Path, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Wait until a job's state is as asked."""
+    path = checkpoints / "elastic" / "state.json"
+    end_s = time.monotonic() + 200
+    while time.monotonic() < end_s:
+        if path.exists():
+            told: dict[str, Any] = json.loads(path.read_text())
+            if condition(told):
+                return told
+        time.sleep(0.1)
+    said = {log.name: log.read_text()[-2000:] for log in checkpoints.parent.glob("*.txt")}
+    raise AssertionError(f"the job did not get there: {said}")

@@ -1,0 +1,222 @@
+"""Shapes of a measured module for the nodes that are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.cluster.job import IncarnationProgress
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
+from megatron.adaptive.cluster.plan_process import MeasuringChooser
+from megatron.adaptive.cluster.ranks import ScriptProgram, Start, is_trainer, model_file
+from megatron.adaptive.cluster.script_planning import ScriptPlanning
+from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
+from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
+
+SECONDS = (0.01, 0.01, 0.01, 0.03, 0.01, 0.01)
+
+
+def profile(memory: float = 1e6) -> dict[str, Any]:
+    """Of six pieces, the fourth of which takes as long as three others."""
+    return {
+        "format": 1,
+        "model": {
+            "name": "net",
+            "precision": "fp32",
+            "layers": [
+                {
+                    "kind": f"cut-{at}",
+                    "parameters": memory / 16,
+                    "output_elements": 100,
+                    "activation_bytes": 100,
+                    "workspace_bytes": 0,
+                }
+                for at in range(len(SECONDS))
+            ],
+        },
+        "nodes": {},
+        "layers": [
+            {
+                "kind": f"cut-{at}",
+                "gpu": "cpu",
+                "tp": 1,
+                "micro_batch": size,
+                "forward_s": seconds * size,
+                "backward_input_s": 2 * seconds * size,
+                "backward_weight_s": 0.0,
+                "kept_bytes": 100 * size,
+                "parameters": memory / 16,
+            }
+            for at, seconds in enumerate(SECONDS)
+            for size in (1, 2)
+        ],
+        "links": [],
+        "all_reduce": [],
+        "optimizer_s_per_parameter": {"cpu": 1e-9},
+        "action_sigma": 0.0,
+    }
+
+
+def module(**changes: Any) -> MeasuredModule:
+    host = MeasuredHost(
+        host="h0", type="cpu", gpu="cpu", processes=2, cores=2, memory_bytes=1e9, shares_memory=True
+    )
+    known = MeasuredModule(
+        signature="s",
+        name="net",
+        whole=profile(),
+        split=None,
+        element_bytes=4,
+        hosts=(host,),
+        batch_size=12,
+        most=2,
+        schedule="1f1b",
+        chunks=1,
+    )
+    return replace(known, **changes)
+
+
+def nodes(*slots: int) -> list[Offer]:
+    return [
+        Offer(name=f"n{at}", slots=count, hosts=("localhost", f"h{at}"))
+        for at, count in enumerate(slots)
+    ]
+
+
+def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> ParallelLayout:
+    path = tmp_path / "model.json"
+    module(**changes).write(path)
+    return ScriptPlanning(path).plan(nodes(*slots), timed=timed)
+
+
+def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "model.json"
+    assert MeasuredModule.read(path) is None
+    told = module(partition=(3, 3), weights=(1.0,) * 6)
+    told.write(path)
+    assert MeasuredModule.read(path) == told
+    path.write_text('{"format": 0}')
+    assert MeasuredModule.read(path) is None  # measured anew
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="remove it, and the model is measured anew"):
+        MeasuredModule.read(path)
+
+
+def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
+    layout = planned(tmp_path, 2, 2)
+    assert layout.world_size == 4
+    assert layout.places == (("n0", 2), ("n1", 2))
+    assert layout.step_s is not None
+    assert layout.unit == "segments"
+    five = planned(tmp_path, 2, 2, 1)  # a pipeline of five, as the batch does not divide by it
+    assert (five.pipeline, five.data) == (5, 1)
+    seven = planned(tmp_path, 2, 2, 2, 1)  # there are six segments alone
+    assert seven.world_size == 6
+
+
+def test_the_heavy_piece_gets_a_stage_of_its_own(tmp_path: Path) -> None:
+    assert planned(tmp_path, 1, 1, 1, pipeline_size=3).partition == (3, 1, 2)
+    assert planned(tmp_path, 1, 1, 1, pipeline_size=3, timed=False).partition == (3, 1, 2)
+    even = planned(tmp_path, 1, 1, 1, pipeline_size=3, weights=(1.0,) * 6)
+    assert even.partition == (2, 2, 2)
+    given = {"pipeline_size": 3, "partition": (1, 1, 4)}
+    assert planned(tmp_path, 1, 1, 1, **given).partition == (1, 1, 4)
+    assert len(planned(tmp_path, 1, 1, **given).partition) == 2
+
+
+def test_a_slow_node_gets_less(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    module(pipeline_size=2, weights=None).write(path)
+    assert module().costs(1) == pytest.approx([3 * one for one in SECONDS])
+    assert module().costs(9) == pytest.approx([6 * one for one in SECONDS])
+    offers = nodes(1, 1)
+    even = ScriptPlanning(path).plan(offers)
+    assert even.pace == {"n0": 1.0, "n1": 1.0}
+    slow = ScriptPlanning(path).plan([offers[0], replace(offers[1], slowness=3.0)])
+    assert slow.places == (("n0", 1), ("n1", 1))
+    assert slow.pace == {"n0": 1.0, "n1": 3.0}
+    assert slow.partition[1] < even.partition[1]
+    assert even.step_s is not None
+    assert slow.step_s is not None
+    assert slow.step_s > even.step_s
+    # Nodes of one machine: the slow one comes last, and none has more memory for being apart.
+    here = [replace(one, hosts=("localhost", "h0")) for one in offers]
+    same = ScriptPlanning(path).plan([replace(here[0], slowness=3.0), here[1]])
+    assert same.places == (("n1", 1), ("n0", 1))
+    tight = module(pipeline_size=2, whole=profile(5e8))
+    tight.write(path)
+    for slowness in (1.0, 3.0):
+        with pytest.raises(ConfigError):
+            ScriptPlanning(path).plan([here[0], replace(here[1], slowness=slowness)])
+
+
+def test_a_pipeline_size_is_a_wish(tmp_path: Path) -> None:
+    layouts = [planned(tmp_path, *[1] * count, pipeline_size=2) for count in (4, 3, 2, 1)]
+    assert [(one.pipeline, one.data) for one in layouts] == [(2, 2), (3, 1), (2, 1), (1, 1)]
+
+
+def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
+    kept = planned(tmp_path, 1, 1, micro_batch_size=1)
+    assert (kept.micro_batch, kept.microbatches * kept.data) == (1, 12)
+    path = model_file(tmp_path)
+    path.parent.mkdir()
+    module(is_random=True).write(path)
+    script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
+    layout = ScriptPlanning(path).plan(nodes(2))
+    words, variables = script.told(
+        Start(layout=layout, incarnation=2, resumed=0, progress=tmp_path / "progress")
+    )
+    assert words == ["--lr", "1"]
+    order = JobOrder.from_text(variables[JOB_VARIABLE])
+    assert (order.signature, order.pipeline_size) == ("s", layout.pipeline)
+    assert order.partition == layout.partition
+    after = MeasuredModule.read(path)
+    assert after is not None
+    assert after.micro_batch_size == layout.micro_batch
+
+
+def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
+    small = replace(module().hosts[0], memory_bytes=1e6)
+    with pytest.raises(ConfigError, match="no pipeline size and microbatch fits into memory"):
+        planned(tmp_path, 1, hosts=(small,), whole=profile(1e8))
+
+
+def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
+    chooser = MeasuringChooser(tmp_path / "model.json", None, 1.0, print)  # type: ignore[arg-type]
+    two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
+    assert chooser.is_better(three, two)
+    assert not chooser.is_better(two, three)
+    assert two.step_s is not None
+    assert chooser.is_better(replace(two, step_s=0.9 * two.step_s), two)
+    assert not chooser.is_better(replace(two, step_s=0.99 * two.step_s), two)
+
+
+def test_what_a_script_did_not_do_is_said(tmp_path: Path) -> None:
+    script = ScriptProgram(tmp_path / "train.py", [], tmp_path)
+    began = IncarnationProgress(begun_ns=1)
+    assert script.goes_on(began, [0, 0]) == ""
+    for _ in range(3):
+        assert script.goes_on(IncarnationProgress(), [79, 79])
+    with pytest.raises(SetupError, match="another model, sample or settings at each of 3 starts"):
+        script.goes_on(IncarnationProgress(), [79, 79])
+    with pytest.raises(SetupError, match="train.py ended without training"):
+        script.goes_on(IncarnationProgress(), [0, 0])
+
+
+def test_the_trainer_is_told_from_a_script_by_its_text(tmp_path: Path) -> None:
+    mine, wrapped = tmp_path / "train.py", tmp_path / "wrapped.py"
+    mine.write_text("from megatron.adaptive import Pipeline\n")
+    wrapped.write_text("from megatron.adaptive.cli.pretrain_gpt import run\n")
+    assert is_trainer(Path("pretrain_gpt.py"))
+    assert is_trainer(wrapped)
+    assert not is_trainer(mine)
+
+
+def test_an_order_of_somebody_else_is_refused() -> None:
+    for text in ("3", "{", "{}"):
+        with pytest.raises(ConfigError, match="unset it"):
+            JobOrder.from_text(text)

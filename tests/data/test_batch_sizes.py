@@ -1,0 +1,113 @@
+"""Batch sizes over a run, against megatron-core's own calculator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.adaptive.config.data import BatchConfig
+from megatron.adaptive.data.batch_sizes import BatchSizes
+from megatron.adaptive.errors import ConfigError
+
+
+def sizes_of(
+    global_batch: int, ramp: tuple[int, int, int] | None = None, *, micro: int = 1, copies: int = 1
+) -> BatchSizes:
+    config = BatchConfig(
+        micro_batch_size=micro, global_batch_size=global_batch, rampup_batch_size=ramp
+    )
+    return BatchSizes(config, copies)
+
+
+def batches(sizes: BatchSizes, train_samples: int) -> list[int]:
+    """The batches that a loop would draw, one by one."""
+    drawn: list[int] = []
+    while sum(drawn) + sizes.global_batch_size_at(sum(drawn)) <= train_samples:
+        drawn.append(sizes.global_batch_size_at(sum(drawn)))
+    return drawn
+
+
+def test_constant_batch() -> None:
+    sizes = sizes_of(16, micro=2, copies=4)
+    assert [sizes.global_batch_size_at(samples) for samples in (0, 16, 10**9)] == [16, 16, 16]
+    assert sizes.num_microbatches_at(0) == 2
+    assert sizes.iterations_for(16 * 5 + 15) == 5
+    assert sizes.iterations_for(15) == 0
+
+
+def test_ramp_up_table() -> None:
+    sizes = sizes_of(16, (4, 4, 48), micro=2, copies=2)
+    # Three increments: each lasts 16 samples.
+    assert batches(sizes, 100) == [4, 4, 4, 4, 8, 8, 12, 12, 16, 16]
+    assert [sizes.num_microbatches_at(samples) for samples in (0, 15, 16, 32, 48, 49)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+        4,
+    ]
+
+
+def test_a_position_gives_the_same_size_in_whatever_order_it_is_asked() -> None:
+    sizes = sizes_of(16, (4, 4, 48))
+    forward = [sizes.global_batch_size_at(samples) for samples in range(60)]
+    backward = [sizes.global_batch_size_at(samples) for samples in reversed(range(60))]
+    assert forward == backward[::-1]
+
+
+def random_case(rng: random.Random) -> tuple[int, int, int, tuple[int, int, int]]:
+    micro, copies = rng.randrange(1, 4), rng.randrange(1, 4)
+    unit = micro * copies
+    start, increment = unit * rng.randrange(1, 5), unit * rng.randrange(1, 5)
+    last = start + increment * rng.randrange(1, 40)
+    return micro, copies, last, (start, increment, rng.randrange(1, 5000))
+
+
+def test_ramp_up_equals_megatron_core() -> None:
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    rng = random.Random(3)
+    for _ in range(60):
+        micro, copies, last, ramp = random_case(rng)
+        sizes = sizes_of(last, ramp, micro=micro, copies=copies)
+        theirs = RampupBatchsizeNumMicroBatchesCalculator(
+            last, micro, copies, False, 1, ramp[0], ramp[1], ramp[2]
+        )
+        boundaries = [ramp[2] * part // 40 + shift for part in range(41) for shift in (-1, 0, 1)]
+        for samples in (0, *filter(lambda count: count > 0, boundaries), ramp[2] * 3):
+            theirs.update(samples, consistency_check=True)
+            assert sizes.global_batch_size_at(samples) == theirs.get_current_global_batch_size()
+            assert sizes.num_microbatches_at(samples) == theirs.get()
+
+
+def test_iterations_are_the_batches_that_fit() -> None:
+    rng = random.Random(4)
+    for _ in range(60):
+        micro, copies, last, ramp = random_case(rng)
+        sizes = sizes_of(last, ramp, micro=micro, copies=copies)
+        # Some runs end within the ramp-up, some go on for long.
+        for train_samples in (0, ramp[0], rng.randrange(1, 2 * ramp[2] + 2 * last), 4 * ramp[2]):
+            assert sizes.iterations_for(train_samples) == len(batches(sizes, train_samples))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((10, None, 4, 1), ("10", "micro-batch-size 4", "= 4")),
+        ((16, (6, 2, 100), 2, 2), ("6", "data parallel size 2", "= 4", "--rampup-batch-size")),
+        ((16, (4, 5, 100), 1, 1), ("--rampup-batch-size 4 5 100", "16")),
+        ((16, (32, 4, 100), 1, 1), ("--rampup-batch-size 32 4 100", "16")),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    sizes: tuple[int, tuple[int, int, int] | None, int, int], words: tuple[str, ...]
+) -> None:
+    global_batch, ramp, micro, copies = sizes
+    with pytest.raises(ConfigError) as caught:
+        sizes_of(global_batch, ramp, micro=micro, copies=copies)
+    text = str(caught.value)
+    assert text.splitlines() == [text]
+    for word in words:
+        assert word in text

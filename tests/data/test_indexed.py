@@ -1,0 +1,139 @@
+"""The checks of token files, against files that megatron-core wrote and damage done to them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.data import indexed
+from megatron.adaptive.data.corpus import Corpus
+from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
+from megatron.adaptive.errors import DataError
+
+Write = Callable[..., str]
+DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
+
+
+def _patch(path: str, offset: int, raw: bytes) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        stream.write(raw)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint8])
+def test_what_megatron_core_wrote_passes(write_tokens: Write, dtype: type[np.integer]) -> None:
+    info = check_indexed(write_tokens(DOCUMENTS, dtype=dtype))
+    assert (info.num_sequences, info.num_documents, info.num_tokens) == (3, 3, 6)
+    assert info.dtype == dtype
+
+
+def test_the_corpus_passes(corpus: Corpus) -> None:
+    assert check_indexed(corpus.data_prefix).num_documents == 60
+    check_vocabulary_fits(corpus.data_prefix, 400)
+
+
+def test_a_multimodal_index_passes(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), multimodal=True)
+    builder.add_document(np.array([1, 2, 3]), [1, 2], [0, 1])
+    builder.finalize(str(tmp_path / "m.idx"))
+    info = check_indexed(tmp_path / "m")
+    assert (info.num_sequences, info.num_documents) == (2, 1)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_missing_file_is_named(write_tokens: Write, suffix: str) -> None:
+    prefix = write_tokens(DOCUMENTS)
+    Path(f"{prefix}{suffix}").unlink()
+    with pytest.raises(DataError, match=rf"data\{suffix}: no such file"):
+        check_indexed(prefix)
+
+
+def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> None:
+    prefix = write_tokens(DOCUMENTS, name="big_text_document")
+    with pytest.raises(DataError, match=r"without suffix: .*big_text_document$"):
+        check_indexed(f"{prefix}.bin")
+    with pytest.raises(DataError, match=r"did you mean .*big_text_document\?"):
+        check_indexed(prefix.removesuffix("_text_document"))
+
+
+@pytest.mark.parametrize(
+    ("offset", "raw", "message"),
+    [
+        (0, b"NOTMEGATR", "is no token index (starts with b'NOTMEGATR'"),
+        (0, b"TNTIDX\x00\x00", "old 'lazy' or 'cached' format"),
+        (9, struct.pack("<Q", 2), "version 2"),
+        (17, b"\x00", "dtype code 0"),
+        (17, b"\x09", "dtype code 9"),
+        (17, b"\x07", "float32"),
+        (18, struct.pack("<Q", 2**60), "is truncated"),
+        (18, struct.pack("<Q", 2), "bytes too many"),
+        (34, struct.pack("<i", -3), "sequence 0 has length -3"),
+        (34, struct.pack("<i", 9), "data.bin: has 12 bytes, but its index counts 12 tokens"),
+        (17, b"\x04", "data.bin: has 12 bytes, but its index counts 6 tokens of 4 bytes"),
+        (46, struct.pack("<q", 2), "offsets do not follow"),
+        (78, struct.pack("<q", 3), "do not rise from 0 to 3"),
+    ],
+)
+def test_damage_is_named(write_tokens: Write, offset: int, raw: bytes, message: str) -> None:
+    prefix = write_tokens(DOCUMENTS)
+    _patch(f"{prefix}.idx", offset, raw)
+    with pytest.raises(DataError) as caught:
+        check_indexed(prefix)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 20, 40, 90])
+def test_every_truncation_of_the_index_is_seen(write_tokens: Write, kept: int) -> None:
+    prefix = write_tokens(DOCUMENTS)
+    raw = Path(f"{prefix}.idx").read_bytes()
+    Path(f"{prefix}.idx").write_bytes(raw[:kept])
+    with pytest.raises(DataError, match=r"data\.idx: is (truncated|no token index)"):
+        check_indexed(prefix)
+
+
+@pytest.mark.parametrize("change", [-1, -2, 2])
+def test_data_of_another_length_is_seen(write_tokens: Write, change: int) -> None:
+    prefix = write_tokens(DOCUMENTS)
+    raw = Path(f"{prefix}.bin").read_bytes() + b"\0\0"
+    Path(f"{prefix}.bin").write_bytes(raw[: 12 + change])
+    with pytest.raises(DataError, match=r"data\.bin: has \d+ bytes"):
+        check_indexed(prefix)
+
+
+def test_an_index_without_documents_is_refused(write_tokens: Write) -> None:
+    with pytest.raises(DataError, match="holds no document"):
+        check_indexed(write_tokens([]))
+
+
+def test_an_id_outside_the_vocabulary_is_named(write_tokens: Write) -> None:
+    prefix = write_tokens([[1, 2], [7, 3]])
+    check_vocabulary_fits(prefix, 8)
+    with pytest.raises(DataError, match=r"holds id 7, but .* only 7 ids; .*\(8 ids or more\)"):
+        check_vocabulary_fits(prefix, 7)
+
+
+def test_a_negative_id_is_named(write_tokens: Write) -> None:
+    with pytest.raises(DataError, match="negative id -5"):
+        check_vocabulary_fits(write_tokens([[1, -5]], dtype=np.int32), 8)
+
+
+@pytest.mark.parametrize("place", [0, 20_000, 39_999])
+def test_large_data_is_sampled_from_end_to_end(
+    write_tokens: Write, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(indexed, "_SCAN_WHOLE_BYTES", 40_000)
+    monkeypatch.setattr(indexed, "_PIECE_BYTES", 400)
+    tokens = [3] * 40_000
+    # As foreign data would look: not a single stray id.
+    tokens[place : place + 500] = [900] * len(tokens[place : place + 500])
+    prefix = write_tokens([tokens])
+    check_vocabulary_fits(prefix, 901)
+    with pytest.raises(DataError, match="holds id 900"):
+        check_vocabulary_fits(prefix, 900)

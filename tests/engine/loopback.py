@@ -1,0 +1,221 @@
+"""Pipeline ranks in one process: real executors in threads, joined by queues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Agreement, Alone
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
+
+WATCHDOG_S = 30.0
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # of the tensors below
+ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+
+
+class Loopback:
+    """A transport between executors of one process: sending puts into the peer's queue."""
+
+    name = "loopback"
+
+    def __init__(self, me: int, network: dict[int, CompletionQueue]) -> None:
+        self.completions = network[me]
+        self.sent: list[Label] = []
+        self._me = me
+        self._network = network
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        self.sent.append(label)
+        self._network[peer].put(arrival(label, self._me, tensor.detach().clone()))
+
+    def flush(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
+    return HeldArrival(label, peer, tensor.nbytes, lambda: tensor)
+
+
+class Counting:
+    """Stages whose tensors say where they have been.
+
+    Forwards hand on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
+    that the two cannot be taken for each other.
+    """
+
+    def __init__(self, placement: Placement, pp_rank: int) -> None:
+        self.calls: list[str] = []
+        self.last_gradients: list[list[float]] = []
+        self._placement = placement
+        self._pp_rank = pp_rank
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        self.calls.append(str(Action(F, chunk, microbatch)))
+        stage = self._placement.stage_of(self._pp_rank, chunk)
+        if received is None:
+            assert stage == 0
+            received = torch.tensor([microbatch, 0], dtype=torch.float32)
+        assert received.tolist() == [microbatch, stage]
+        return received + torch.tensor([0.0, 1.0])
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        self.calls.append(f"release{chunk}-{microbatch}")
+
+    def activation_bytes(self, chunk: int) -> int:
+        return ACTIVATION_BYTES
+
+    def retained_bytes(self, chunk: int) -> int:
+        return RETAINED_BYTES
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        assert 0 <= piece < pieces
+        self.calls.append(str(Action(W, chunk, microbatch, piece)))
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self.calls.append(str(Action(B, chunk, microbatch)))
+        stage = self._placement.stage_of(self._pp_rank, chunk)
+        after = self._placement.num_stages - 1 - stage
+        if gradient is None:
+            assert after == 0
+            gradient = torch.tensor([microbatch, 0], dtype=torch.float64)
+        assert gradient.tolist() == [microbatch, after]
+        if stage == 0:
+            self.last_gradients.append(gradient.tolist())
+            return None
+        return gradient + torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+    @property
+    def actions(self) -> list[str]:
+        return [call for call in self.calls if not call.startswith("release")]
+
+
+def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
+    """Run every rank in a thread of its own; raises the first error of any."""
+    errors: list[BaseException] = []
+
+    def watched(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=watched, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WATCHDOG_S)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+class Ranks:
+    """All ranks of a pipeline in this process."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        recorders: Sequence[Recorder | None] | None = None,
+        timeout_s: float = WATCHDOG_S,
+    ) -> None:
+        self.placement = placement
+        count = placement.num_ranks
+        # Global ranks differ from positions in the pipeline, as they do with several groups.
+        network = {10 + rank: CompletionQueue() for rank in range(count)}
+        self.transports = [Loopback(10 + rank, network) for rank in range(count)]
+        self.executors = [
+            Executor(
+                placement=placement,
+                pp_rank=rank,
+                peer_of=lambda position: 10 + position,
+                transport=self.transports[rank] if count > 1 else None,
+                agreement=Alone(),
+                clock=CpuClock(),
+                recorder=recorders[rank] if recorders else None,
+                timeout_s=timeout_s,
+            )
+            for rank in range(count)
+        ]
+
+    def state(self, rank: int, microbatches: int, **options: Any) -> RankState:
+        return RankState(
+            placement=self.placement, rank=rank, num_microbatches=microbatches, **options
+        )
+
+    def step(
+        self, policies: Sequence[Policy], microbatches: int, **options: Any
+    ) -> tuple[list[Counting], list[RankState]]:
+        """Run one step of every rank, each in its thread."""
+        count = self.placement.num_ranks
+        stages = [Counting(self.placement, rank) for rank in range(count)]
+        states = [self.state(rank, microbatches, **options) for rank in range(count)]
+
+        def run(rank: int) -> None:
+            self.executors[rank].run(stages[rank], policies[rank], states[rank])
+
+        each_in_its_thread(run, count)
+        return stages, states
+
+
+class Picks:
+    """A policy that is a function of the state."""
+
+    name = "made-up"
+
+    def __init__(self, pick: Callable[[RankState], Action | None]) -> None:
+        self.pick = pick
+
+
+def ready_first(state: RankState) -> Action | None:
+    return next(iter(state.ready()), None)
+
+
+def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
+    """Rank 1 of two, to be fed by hand."""
+    pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
+    return pipeline, pipeline.transports[1].completions
+
+
+def forward_of(step: int, microbatch: int) -> Arrival:
+    return arrival(
+        Label(step, Action(F, 0, microbatch)), 10, torch.tensor([microbatch, 1], dtype=torch.float)
+    )
+
+
+def make_executor(
+    pipeline: Ranks,
+    agreement: Agreement,
+    *,
+    pp_rank: int = 1,
+    clock: CpuClock | None = None,
+    timeout_s: float = WATCHDOG_S,
+    **options: Any,
+) -> Executor:
+    """Another executor for a rank of the pipeline."""
+    alone = pipeline.placement.num_ranks == 1
+    return Executor(
+        placement=pipeline.placement,
+        pp_rank=pp_rank,
+        peer_of=lambda position: 10 + position,
+        transport=None if alone else pipeline.transports[pp_rank],
+        agreement=agreement,
+        clock=clock or CpuClock(),
+        timeout_s=timeout_s,
+        **{"recorder": None, **options},
+    )

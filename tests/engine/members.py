@@ -1,0 +1,335 @@
+"""Members of a tensor-parallel group that run one pipeline rank together; started by the tests.
+
+Usage: ``members.py PROGRAM BOARD FOLDER RANK SIZE``. ``BOARD`` is ``message`` or ``memory``. What
+the program returns goes to ``FOLDER/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive import extension
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Agreement, connect
+from megatron.adaptive.engine.decision_channel import Links, MemoryLinks, MessageLinks
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.engine.record import Recording, RecordShape, load_on_all
+from megatron.adaptive.errors import AdaptiveError, PeerLostError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.adaptive import Adaptive
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
+
+WATCHDOG_S = 60.0
+MICROBATCHES = 8
+# Its first rank has inputs of both kinds from rank 1; every input is scripted here.
+PLACEMENT = Placement(num_ranks=2, num_chunks=3)
+PP_RANK = 1
+
+
+class Deaf:
+    """A transport that drops what is sent; the program puts what arrives."""
+
+    name = "deaf"
+
+    def __init__(self) -> None:
+        self.completions = CompletionQueue()
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        pass
+
+    def flush(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Writing:
+    """Stages that compute nothing and write down what is asked of them."""
+
+    def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
+        self.actions: list[str] = []
+        self._when_run = when_run
+
+    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
+        return self._run(Action(ActionKind.F, chunk, microbatch))
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        pass
+
+    def activation_bytes(self, chunk: int) -> int:
+        return 1
+
+    def retained_bytes(self, chunk: int) -> int:
+        return 1
+
+    def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor:
+        return self._run(Action(ActionKind.B, chunk, microbatch))
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        self._run(Action(ActionKind.W, chunk, microbatch, piece))
+
+    def _run(self, action: Action) -> torch.Tensor:
+        self.actions.append(str(action))
+        self._when_run(action)
+        return torch.zeros(1)
+
+
+def inputs(step: int, seed: int) -> list[Arrival]:
+    """All inputs of the rank in an order that is the seed's own."""
+    actions = []
+    for chunk in range(PLACEMENT.num_chunks):
+        for kind in (ActionKind.F, ActionKind.B):
+            if kind is ActionKind.B and PLACEMENT.next_of(PP_RANK, chunk) is None:
+                continue
+            actions += [Action(kind, chunk, number) for number in range(MICROBATCHES)]
+    random.Random(seed).shuffle(actions)
+    return [arrival(step, action) for action in actions]
+
+
+def arrival(step: int, action: Action) -> Arrival:
+    tensor = torch.zeros(1)
+    return HeldArrival(Label(step, action), 0, 4, lambda: tensor)
+
+
+def describe(rank: int) -> str:
+    return f"rank {rank} (stage 1)"
+
+
+def make_executor(transport: Deaf, agreement: Agreement, timeout_s: float = 20.0) -> Executor:
+    return Executor(
+        placement=PLACEMENT,
+        pp_rank=PP_RANK,
+        peer_of=lambda position: position,
+        transport=transport,
+        agreement=agreement,
+        clock=CpuClock(),
+        recorder=None,
+        timeout_s=timeout_s,
+    )
+
+
+def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces: int = 0) -> None:
+    state = RankState(
+        placement=PLACEMENT,
+        rank=PP_RANK,
+        num_microbatches=MICROBATCHES,
+        weight_pieces=weight_pieces,
+    )
+    executor.run(stages, policy, state)
+
+
+class Member:
+    """This process within its group."""
+
+    def __init__(self, kind: str, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.ranks = list(range(size))
+        group = dist.new_group(self.ranks, backend="gloo")
+        self.links: Links
+        if kind == "message":
+            self.links = MessageLinks(group, describe)
+        else:
+            self.links = MemoryLinks(extension.require("this test"), group, describe)
+        self.transport = Deaf()
+
+    def agreement(self) -> Agreement:
+        return connect(self.links, self.ranks, self.rank, self.transport.completions, 20.0)
+
+
+def agree(member: Member) -> dict[str, Any]:
+    """Each member has inputs in another order; the last one gets them one by one.
+
+    Steps 0 and 1 have whole backwards, 2 and 3 split ones, 4 and 5 a static order.
+    """
+    agreement = member.agreement()
+    arrived_ns: dict[str, int] = {}
+    started_ns: dict[str, int] = {}
+    taken: list[list[str]] = []
+    static = make_schedule("gpipe", PLACEMENT, MICROBATCHES).orders[PP_RANK]
+    policies: list[Policy] = [Adaptive()] * 4 + [Follow(static, "gpipe")] * 2
+
+    def feed() -> None:
+        for step in range(len(policies)):
+            for one in inputs(step, 10 * member.rank + step):
+                if member.rank == member.size - 1:
+                    time.sleep(0.001)
+                arrived_ns[f"{step}:{one.label.action}"] = time.monotonic_ns()
+                member.transport.completions.put(one)
+
+    def when_run(action: Action) -> None:
+        started_ns[f"{len(taken)}:{action}"] = time.monotonic_ns()
+
+    dist.barrier()
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    executor = make_executor(member.transport, agreement)
+    for step, policy in enumerate(policies):
+        stages = Writing(when_run)
+        run_step(executor, policy, stages, weight_pieces=3 * (step in (2, 3)))
+        taken.append(stages.actions)
+    feeder.join(WATCHDOG_S)
+    words = words_of(agreement)
+    agreement.close()
+    return {
+        "taken": taken,
+        "arrived": arrived_ns,
+        "started": started_ns,
+        "static": [str(action) for action in static],
+        "words": words,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+    }
+
+
+def words_of(agreement: Any) -> int | None:
+    """Numbers that went through the channel of decisions, where that can be told."""
+    log = getattr(agreement._decisions, "_log", None)
+    return None if log is None else getattr(log, "published", None) or log.position
+
+
+def lacking(member: Member) -> list[str]:
+    """A follower never gets one of its inputs."""
+    agreement = member.agreement()
+    for one in inputs(0, 0):
+        if member.rank == 0 or str(one.label.action) != "F0-1":
+            member.transport.completions.put(one)
+    timeout_s = 0.5 if member.rank == 0 else 1.0
+    executor = make_executor(member.transport, agreement, timeout_s)
+    return error_of(lambda: run_step(executor, Adaptive(), Writing()))
+
+
+def broken(member: Member) -> list[str]:
+    """A channel of the last follower fails while it waits for a decision."""
+    agreement = member.agreement()
+    executor = make_executor(member.transport, agreement)
+    if member.rank == member.size - 1:
+        error = PeerLostError("the connection to rank 9 broke")
+        threading.Timer(0.3, member.transport.completions.put, [error]).start()
+    started = time.monotonic()
+    text = error_of(lambda: run_step(executor, Adaptive(), Writing()))
+    return [*text, "soon" if time.monotonic() - started < 10 else "late"]
+
+
+def many(member: Member) -> dict[str, Any]:
+    """More values than there is room for, read by members of different pace; then silence."""
+    values = [number * number << 20 | number for number in range(600)]
+    followers = member.ranks[1:]
+    if member.rank == 0:
+        writer = member.links.writer("numbers", followers)
+        for value in values:
+            writer.publish(value, 20.0)
+        writer.close()
+        silent = member.links.writer("silence", followers)
+        dist.barrier()
+        return {"read": values, "error": [type(silent).__name__]}
+    reader = member.links.reader("numbers", 0, member.rank - 1)
+    read = []
+    while (value := reader.next(20.0)) is not None:
+        read.append(value)
+        if member.rank == 2 and value % 8 == 0:
+            time.sleep(0.001)
+    reader.close()
+    reader = member.links.reader("silence", 0, member.rank - 1)
+    error = error_of(lambda: reader.next(0.2))
+    dist.barrier()
+    return {"read": read, "error": error}
+
+
+def deaf(member: Member) -> list[str]:
+    """The reader reads nothing: its writer gets an error."""
+    if member.rank == 0:
+        writer = member.links.writer("numbers", [1])
+        text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
+        dist.barrier()
+        return text
+    member.links.reader("numbers", 0, 0)
+    dist.barrier()
+    return []
+
+
+def record(member: Member) -> dict[str, Any]:
+    """Two pipeline ranks record, a third rank of the job only takes part in the gathering."""
+    folder, group = Path(sys.argv[3]), dist.group.WORLD
+    path = folder / "schedule.json"
+    shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
+    pp_rank = member.rank - 1 if member.rank else None
+    errors = [error_of(lambda: load_on_all(path, group))]
+
+    def recording(after_step: int) -> Recording:
+        return Recording(
+            path, shape, pp_rank=pp_rank, is_writer=member.rank == 0, after_step=after_step
+        )
+
+    orders = [(0, 0, 1, 1), (0, 1, 0, 1)]
+    first = recording(0)
+    for step in (1, 2, 3):
+        first.append(step, orders[member.rank - 1])
+        if step != 2:
+            first.write(group)
+    again = recording(2)
+    again.append(4, orders[0])
+    again.write(group)
+    found = load_on_all(path, group)
+    return {
+        "errors": errors,
+        "steps": found.steps,
+        "codes": [[found.codes(step, rank, 2) for rank in range(2)] for step in found.steps],
+        "pending": len(first._pending) + len(again._pending),
+    }
+
+
+def error_of(action: Callable[[], object]) -> list[str]:
+    """Return class and text of the error that ``action()`` raises."""
+    try:
+        action()
+    except AdaptiveError as error:
+        return [type(error).__name__, str(error)]
+    return ["none", ""]
+
+
+PROGRAMS: dict[str, Callable[[Member], Any]] = {
+    program.__name__: program for program in (agree, lacking, broken, many, deaf, record)
+}
+
+
+def main() -> None:
+    program, kind, folder, rank, size = sys.argv[1:]
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+    torch.set_num_threads(1)
+    place = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(place / "store"), int(size)),
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=40),
+    )
+    result = PROGRAMS[program](Member(kind, int(rank), int(size)))
+    (place / f"{rank}.json").write_text(json.dumps(result))
+    if program != "broken":  # whose followers wait for the end of the leader's process
+        dist.barrier()
+    # A receive that timed out breaks gloo's connections: leave without taking them down.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Members of a tensor-parallel group take the same actions, each when it is ready on all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.engine.agreement import (
+    Alone,
+    Follower,
+    Leader,
+    decode_action,
+    decode_label,
+    encode_action,
+    encode_label,
+)
+from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.adaptive import Adaptive
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    CompletionQueue,
+    HeldArrival,
+    Label,
+    Notice,
+)
+
+from .conftest import BOARDS, WATCHDOG_S, Start
+
+F, B = ActionKind.F, ActionKind.B
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("board", BOARDS)
+def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
+    results = start("agree", board, 3)
+    leader = results[0]
+    assert [len(step) for step in leader["taken"]] == [48, 48, 120, 120, 48, 48]
+    # A static order needs no leader.
+    assert leader["taken"][4] == leader["taken"][5] == leader["static"]
+    for result in results:
+        assert result["taken"] == leader["taken"]
+        assert result["threads"] == ["MainThread"]
+        if board == "memory":
+            assert result["words"] == 48 + 48 + 120 + 120
+        # The leader once looked at its own inputs alone, and all waited in a collective.
+        arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
+        assert len(arrived) == 4 * 40
+        for name, arrived_ns in arrived.items():
+            assert leader["started"][name] > arrived_ns, name
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("board", BOARDS)
+def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
+    # The leader once went ahead: it had the input itself.
+    leader, follower = start("lacking", board, 2)
+    assert leader[0] == "DeadlineError"
+    assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
+    assert "not on rank 1 (stage 1) yet: the input of F0-1" in leader[1]
+    assert "itself waits for input of F0-1 from rank 0 (stage 0)" in follower[1] or (
+        board == "message" and follower[0] == "PeerLostError"
+    )
+    assert len(leader[1].splitlines()) == len(follower[1].splitlines()) == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) -> None:
+    # The follower is blocked in the wait for a decision that cannot come any more.
+    size = 3 if board == "memory" else 2
+    leader, *others, last = start("broken", board, size)
+    assert leader == [
+        "PeerLostError",
+        f"rank {size - 1} (stage 1), of the same tensor-parallel group, lost its channel to "
+        "another stage",
+        "soon",
+    ]
+    assert last == ["PeerLostError", "the connection to rank 9 broke", "soon"]
+    for other in others:
+        assert other == [
+            "PeerLostError",
+            "rank 2 (stage 1) ended the step of its tensor-parallel group: it lost another rank",
+            "soon",
+        ]
+
+
+@pytest.mark.parametrize("kind", list(ActionKind))
+@pytest.mark.parametrize(
+    ("chunk", "microbatch"), [(0, 0), (3, 17), (1000, 10**9), (8191, 2**32 - 1)]
+)
+@pytest.mark.parametrize("piece", [0, 5, 65535])
+def test_an_action_travels_as_a_number(
+    kind: ActionKind, chunk: int, microbatch: int, piece: int
+) -> None:
+    action = Action(kind, chunk, microbatch, piece)
+    assert decode_action(encode_action(action)) == action
+    assert 0 <= encode_action(action) < 2**63
+
+
+@pytest.mark.parametrize("kind", [ActionKind.F, ActionKind.B])
+@pytest.mark.parametrize("step", [0, 7, 2**32 - 1])
+@pytest.mark.parametrize(("chunk", "microbatch"), [(0, 0), (3, 17), (1023, 2**20 - 2)])
+def test_a_label_travels_as_a_number(
+    kind: ActionKind, step: int, chunk: int, microbatch: int
+) -> None:
+    label = Label(step, Action(kind, chunk, microbatch))
+    assert decode_label(encode_label(label)) == label
+    assert 0 <= encode_label(label) < 2**63 - 1
+
+
+def test_what_no_number_says_is_refused() -> None:
+    for action in (Action(F, 1 << 13, 0), Action(F, 0, 1 << 32), Action(F, 0, 0, 1 << 16)):
+        with pytest.raises(ScheduleError, match="cannot be agreed on"):
+            encode_action(action)
+    for action in (Action(F, 1 << 10, 0), Action(F, 0, 1 << 20)):
+        with pytest.raises(ScheduleError, match="cannot be agreed on"):
+            encode_label(Label(0, action))
+
+
+class Paper:
+    """A channel within this process."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self.taken = 0
+        self.calls: list[str] = []
+        self.closed = threading.Event()
+
+    def publish(self, value: int, timeout_s: float) -> None:
+        self.values.append(value)
+
+    def next(self, timeout_s: float) -> int | None:
+        if self.taken < len(self.values):
+            self.taken += 1
+            return self.values[self.taken - 1]
+        self.closed.wait(WATCHDOG_S)
+        return None
+
+    def give_up(self) -> None:
+        self.calls.append("give up")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def fresh(rank: int) -> RankState:
+    return RankState(placement=Placement(num_ranks=2, num_chunks=1), rank=rank, num_microbatches=2)
+
+
+def message(step: int, microbatch: int) -> Arrival:
+    label = Label(step, Action(F, 0, microbatch))
+    return HeldArrival(label, 9, 4, lambda: torch.zeros(1))
+
+
+def make_leader(decisions: Paper, reports: dict[int, Any], queue: CompletionQueue) -> Leader:
+    return Leader(decisions, reports, queue, lambda rank: f"rank {rank}")
+
+
+def test_only_decisions_are_published() -> None:
+    board = Paper()
+    leader = make_leader(board, {}, CompletionQueue())
+    leader.begin(0, is_static=False)
+    state = fresh(1)
+    assert leader.next_action(Adaptive(), state, 1.0) is None
+    assert board.values == []
+    state.arrive(F, 0, 0)
+    assert leader.next_action(Adaptive(), state, 1.0) == Action(F, 0, 0)
+    # The follower is told even though its own state does not know of the input yet.
+    follower = Follower(board, Paper(), CompletionQueue(), 1.0)
+    follower.begin(0, is_static=False)
+    assert not follower.decides
+    assert leader.decides
+    assert follower.next_action(Adaptive(), fresh(1), 1.0) == Action(F, 0, 0)
+    follower.close()
+    leader.close()
+    assert board.closed.is_set()
+
+
+def test_an_input_counts_once_all_members_have_it() -> None:
+    reports = {5: Paper(), 7: Paper()}
+    queue = CompletionQueue()
+    leader = make_leader(Paper(), reports, queue)
+    leader.begin(3, is_static=False)
+    first, second = message(3, 0), message(3, 1)
+    assert not leader.is_everywhere(first)
+    assert not leader.is_everywhere(Notice(second.label, 5))
+    assert not leader.is_everywhere(Notice(first.label, 7))
+    assert leader.missing() == (
+        "not on rank 5 yet: the input of F0-0, not here yet: the input of F0-1, "
+        "not on rank 7 yet: the input of F0-1"
+    )
+    assert leader.is_everywhere(Notice(first.label, 5))
+    assert not leader.is_everywhere(Notice(second.label, 7))
+    assert leader.is_everywhere(second)
+    assert leader.missing() == ""
+    # What a step left over is nothing to the next one.
+    assert not leader.is_everywhere(message(3, 0))
+    leader.begin(4, is_static=False)
+    assert leader.missing() == ""
+    leader.begin(5, is_static=True)
+    assert leader.is_everywhere(message(5, 0))
+    for paper in reports.values():
+        paper.close()
+    leader.close()
+
+
+def test_reports_become_notices() -> None:
+    paper, queue = Paper(), CompletionQueue()
+    label = Label(8, Action(B, 2, 31))
+    paper.publish(encode_label(label), 1.0)
+    paper.publish((1 << 63) - 1, 1.0)
+    leader = make_leader(Paper(), {5: paper}, queue)
+    assert queue.wait(time.monotonic() + WATCHDOG_S) == Notice(label, 5)
+    with pytest.raises(PeerLostError, match="rank 5, of the same tensor-parallel group, lost"):
+        queue.wait(time.monotonic() + WATCHDOG_S)
+    leader.close()
+
+
+def test_each_input_of_the_step_is_reported_once() -> None:
+    reports, queue = Paper(), CompletionQueue()
+    queue.put(message(0, 0))  # before the follower is there
+    follower = Follower(Paper(), reports, queue, 1.0)
+    queue.put(message(0, 1))  # before the step begins
+    follower.begin(0, is_static=False)
+    queue.put(message(0, 2))
+    queue.put(message(1, 0))
+    reported = [message(0, 2).label]
+    assert [decode_label(word) for word in reports.values] == reported
+    while (item := queue.poll()) is not None:
+        assert follower.is_everywhere(item)
+    reported += [message(0, 0).label, message(0, 1).label]
+    assert [decode_label(word) for word in reports.values] == reported
+    follower.begin(1, is_static=True)
+    assert follower.decides
+    assert follower.is_everywhere(message(1, 0))
+    queue.put(message(1, 1))
+    follower.begin(2, is_static=False)
+    assert follower.is_everywhere(message(2, 0))
+    reported.append(message(2, 0).label)
+    assert [decode_label(word) for word in reports.values] == reported
+    follower.close()
+    assert reports.closed.is_set()
+
+
+def test_a_loss_is_told_once_and_wakes_the_follower() -> None:
+    decisions, reports, queue = Paper(), Paper(), CompletionQueue()
+    follower = Follower(decisions, reports, queue, 1.0)
+    follower.begin(0, is_static=False)
+    for _ in range(2):
+        queue.put(PeerLostError("rank 3 is gone"))
+    queue.put(message(0, 0))
+    assert reports.values == [(1 << 63) - 1]
+    assert "give up" in decisions.calls
+    decisions.calls.clear()
+    follower.close()
+    queue.put(PeerLostError("rank 3 is gone"))
+    assert decisions.calls == []
+
+
+def test_a_report_that_cannot_go_out_is_an_error_of_the_follower() -> None:
+    class Full(Paper):
+        def publish(self, value: int, timeout_s: float) -> None:
+            raise DeadlineError(f"no room within {timeout_s:g} s")
+
+    decisions, queue = Paper(), CompletionQueue()
+    follower = Follower(decisions, Full(), queue, 0.5)
+    follower.begin(0, is_static=False)
+    queue.put(message(0, 0))
+    assert decisions.calls
+    assert queue.poll() is not None
+    with pytest.raises(DeadlineError, match="no room within 0.5 s"):
+        queue.poll()
+
+
+def test_a_leader_that_has_ended_is_an_error() -> None:
+    decisions = Paper()
+    decisions.close()
+    follower = Follower(decisions, Paper(), CompletionQueue(), 1.0)
+    follower.begin(0, is_static=False)
+    with pytest.raises(PeerLostError, match="ran different numbers of steps"):
+        follower.next_action(Adaptive(), fresh(1), 1.0)
+
+
+def test_a_rank_alone_asks_its_policy() -> None:
+    alone = Alone()
+    alone.begin(0, is_static=False)
+    assert alone.decides
+    assert alone.is_everywhere(message(0, 0))
+    assert alone.next_action(Adaptive(), fresh(0), 1.0) == Action(F, 0, 0)
+    assert alone.next_action(Adaptive(), fresh(1), 1.0) is None
+    assert alone.missing() == ""
+    alone.close()

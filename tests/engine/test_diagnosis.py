@@ -1,0 +1,79 @@
+"""A job is told once of what slows it, and goes on whatever happens to who looks."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
+from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+
+WATCHDOG_S = 60.0
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    fault = Fault(kind="slow-rank", rank=2, factor=1.5)
+    write_synthetic(tmp_path, SyntheticRun(faults=(fault,), iterations=24))
+    return tmp_path
+
+
+def until_answered(diagnosis: RunningDiagnosis, iteration: int) -> None:
+    end = time.monotonic() + WATCHDOG_S
+    diagnosis.after_iteration(iteration)
+    while diagnosis._waiting and time.monotonic() < end:
+        time.sleep(0.02)
+        diagnosis.after_iteration(iteration)
+    assert not diagnosis._waiting
+
+
+def test_a_finding_is_told_once(traces: Path) -> None:
+    told: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, told.append)
+    for iteration in range(1, 11):
+        diagnosis.after_iteration(iteration)
+        assert not diagnosis._waiting
+    until_answered(diagnosis, 11)
+    assert len(told) == 1
+    assert told[0].startswith("warning: slow rank: rank 2 (stage 2, host0) takes 1.5")
+    until_answered(diagnosis, 21)
+    assert len(told) == 1
+    diagnosis.close()
+    diagnosis.close()
+
+
+def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
+    noted: list[dict[str, Any]] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, print, lambda **told: noted.append(told))
+    until_answered(diagnosis, 11)
+    until_answered(diagnosis, 21)
+    diagnosis.close()
+    assert [(one["slow_rank"], one["times"]) for one in noted] == [(2, 1), (2, 2)]
+    for one in noted:
+        paces = one["pace_ns"]
+        assert one["factor"] == pytest.approx(1.5, abs=0.1)
+        assert len(paces) == 4
+        assert paces[2] == max(paces) > 1.3 * min(paces)
+
+
+def test_the_last_answer_is_told_at_the_end(traces: Path) -> None:
+    told: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, told.append)
+    diagnosis.after_iteration(20)
+    diagnosis.close()
+    assert len(told) == 1
+
+
+def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, told.append)
+    until_answered(diagnosis, 5)  # there is no such folder
+    process = diagnosis._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    for iteration in range(6, 10):
+        diagnosis.after_iteration(iteration)
+    diagnosis.close()
+    assert told == []

@@ -1,0 +1,409 @@
+"""The engine on made-up stages: several ranks in threads, joined by queues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.interface import Item, Notice
+
+from .loopback import (
+    B,
+    Counting,
+    F,
+    Picks,
+    Ranks,
+    W,
+    forward_of,
+    last_rank,
+    make_executor,
+    ready_first,
+)
+
+SHAPES = [(1, 1, 3), (1, 2, 2), (2, 1, 1), (2, 1, 5), (2, 2, 4), (3, 1, 4), (4, 1, 6), (4, 2, 8)]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), SHAPES)
+@pytest.mark.parametrize("name", ["static", "gpipe"])
+def test_static_schedule_is_run_as_listed(
+    name: str, ranks: int, chunks: int, microbatches: int
+) -> None:
+    if name == "static":
+        name = "1f1b" if chunks == 1 else "interleaved"
+    placement = Placement(num_ranks=ranks, num_chunks=chunks)
+    schedule = make_schedule(name, placement, microbatches)
+    pipeline = Ranks(placement)
+    for _ in range(2):
+        stages, states = pipeline.step(make_policies(name, placement, microbatches), microbatches)
+        for rank in range(ranks):
+            assert stages[rank].actions == [str(action) for action in schedule.orders[rank]]
+            assert states[rank].done
+        # Every microbatch came back to the first stage after passing all the others.
+        expected = [[float(number), placement.num_stages - 1.0] for number in range(microbatches)]
+        assert stages[0].last_gradients == expected
+
+
+@pytest.mark.parametrize("kind", ["loop", "v"])
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), SHAPES)
+@pytest.mark.parametrize("least", [False, True])
+def test_adaptive_runs_each_action_once_within_the_cap(
+    least: bool, ranks: int, chunks: int, microbatches: int, kind: Any
+) -> None:
+    placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
+    cap = 1.0 if least else default_cap(placement, microbatches)
+    pipeline = Ranks(placement)
+    for _ in range(2):
+        stages, states = pipeline.step(
+            make_policies("adaptive", placement, microbatches), microbatches, cap=cap
+        )
+        everything = {
+            str(Action(action, chunk, microbatch))
+            for action in (F, B)
+            for chunk in range(chunks)
+            for microbatch in range(microbatches)
+        }
+        for stage, state in zip(stages, states, strict=True):
+            assert len(stage.actions) == len(everything)
+            assert set(stage.actions) == everything
+            assert state.done
+            assert state.peak_in_flight <= cap + 1e-6
+        assert [mb for mb, _ in stages[0].last_gradients] == list(range(microbatches))
+
+
+def test_evaluation_has_forwards_only() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2)
+    stages, _ = Ranks(placement).step(
+        make_policies("forward-only", placement, 4), 4, forward_only=True
+    )
+    for stage in stages:
+        assert sorted(stage.actions) == sorted(
+            f"F{chunk}-{microbatch}" for chunk in range(2) for microbatch in range(4)
+        )
+
+
+def test_an_output_is_released_after_it_was_handed_on() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    pipeline = Ranks(placement)
+    sent_at_release = []
+    transport = pipeline.transports[0]
+
+    class Watching(Counting):
+        def release(self, chunk: int, microbatch: int) -> None:
+            sent_at_release.append([label.action.microbatch for label in transport.sent])
+            super().release(chunk, microbatch)
+
+    pipeline.executors[0].run(
+        Watching(placement, 0),
+        make_policies("forward-only", placement, 3)[0],
+        pipeline.state(0, 3, forward_only=True),
+    )
+    assert sent_at_release == [[0], [0, 1], [0, 1, 2]]
+
+
+def run_last(pipeline: Ranks, microbatches: int, policy: Policy | None = None) -> Counting:
+    stages = Counting(pipeline.placement, 1)
+    pipeline.executors[1].run(stages, policy or Picks(ready_first), pipeline.state(1, microbatches))
+    return stages
+
+
+def test_inputs_may_come_in_any_order() -> None:
+    pipeline, completions = last_rank()
+    for microbatch in (2, 0, 1):
+        completions.put(forward_of(0, microbatch))
+    stages = run_last(pipeline, 3, make_policies("1f1b", pipeline.placement, 3)[1])
+    assert stages.actions == ["F0-0", "B0-0", "F0-1", "B0-1", "F0-2", "B0-2"]
+
+
+def test_what_comes_early_is_kept_for_the_next_step() -> None:
+    pipeline, completions = last_rank(timeout_s=0.5)
+    # The neighbour runs ahead: it is in the next step before this rank has finished the first.
+    for step, microbatch in ((0, 0), (1, 0), (1, 1), (0, 1)):
+        completions.put(forward_of(step, microbatch))
+    for _ in range(2):
+        assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
+    # Nothing is left over for a third one.
+    with pytest.raises(DeadlineError):
+        run_last(pipeline, 1)
+
+
+def test_a_neighbour_may_be_several_steps_ahead() -> None:
+    # In evaluation the first stage waits for nobody; its messages once ended the run.
+    pipeline, completions = last_rank(timeout_s=0.5)
+    for step in (2, 1, 3, 0):
+        completions.put(forward_of(step, 0))
+    for _ in range(4):
+        assert sorted(run_last(pipeline, 1).actions) == ["B0-0", "F0-0"]
+
+
+@pytest.mark.parametrize("step", [-1, 0])
+def test_messages_of_another_step_are_refused(step: int) -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    run_last(pipeline, 1)
+    completions.put(forward_of(step, 0))
+    with pytest.raises(TransportError, match=f"rank 10 sent F0-0 of step {step} to rank 1") as info:
+        run_last(pipeline, 1)
+    assert "which is in step 1" in str(info.value)
+
+
+def test_the_same_input_twice_is_refused() -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    completions.put(forward_of(0, 0))
+    with pytest.raises(ScheduleError, match="F0-0 arrived twice"):
+        run_last(pipeline, 2)
+
+
+def test_deadline_names_what_is_missing() -> None:
+    pipeline, completions = last_rank(timeout_s=0.05)
+    completions.put(forward_of(0, 0))
+    with pytest.raises(DeadlineError) as info:
+        run_last(pipeline, 2)
+    text = str(info.value)
+    assert "rank 1 of the pipeline waited 0.05 s in step 0" in text
+    assert "input of F0-1 from rank 0 (stage 0)" in text
+    assert "--pipeline-timeout-s" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_lost_peer_ends_the_step() -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    completions.put(PeerLostError("rank 10 is gone"))
+    with pytest.raises(PeerLostError, match="rank 10 is gone"):
+        run_last(pipeline, 2)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Action(B, 0, 0), "its own forward F0-0 has not finished"),
+        (Action(F, 0, 1), "F0-0 comes before it"),
+        (Action(F, 1, 0), "there is no such action with 1 chunks and 2 microbatches"),
+        (Action(W, 0, 0), "this step has no W"),
+        # It once was waited for, as if the policy had only been early.
+        (Action(F, 0, 0), "its input from rank 0 (stage 0) is not here"),
+    ],
+)
+def test_a_pick_that_is_not_ready_is_named(action: Action, reason: str) -> None:
+    pipeline, _ = last_rank()
+    with pytest.raises(ScheduleError) as info:
+        run_last(pipeline, 2, Picks(lambda state: action))
+    text = str(info.value)
+    assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
+    assert f"which cannot start: {reason}; ready: nothing; 0 of 4 actions finished" in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Action(W, 0, 0), "its own backward B0-0 has not finished"),
+        (Action(W, 0, 0, 1), "W0-0 comes before it"),
+        (Action(W, 0, 0, 2), "there is no such action"),
+    ],
+)
+def test_a_weight_gradient_that_is_not_ready_is_named(action: Action, reason: str) -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    order = [Action(F, 0, 0), action]
+    with pytest.raises(ScheduleError) as info:
+        pipeline.executors[1].run(
+            Counting(pipeline.placement, 1),
+            Picks(lambda state: order[state.num_started]),
+            pipeline.state(1, 1, weight_pieces=2),
+        )
+    text = str(info.value)
+    assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
+    assert f"which cannot start: {reason}" in text
+    assert "; ready: B0-0; 1 of 4 actions finished" in text
+
+
+def test_an_action_that_was_done_is_not_done_again() -> None:
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    with pytest.raises(ScheduleError, match="picked F0-0 .* it was started before"):
+        run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
+
+
+class Following(Alone):
+    """What is picked comes from another rank, which knows that all inputs have arrived."""
+
+    decides = False
+
+
+def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
+    pipeline, completions = last_rank()
+    executor = make_executor(pipeline, Following())
+    order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
+
+    def pick(state: RankState) -> Action:
+        # It arrives while the follower waits for the decision.
+        if state.num_started % 2 == 0:
+            completions.put(forward_of(0, state.num_started // 2))
+        return order[state.num_started]
+
+    stages = Counting(pipeline.placement, 1)
+    executor.run(stages, Picks(pick), pipeline.state(1, 2))
+    assert stages.actions == [str(action) for action in order]
+
+
+def test_a_follower_without_decision_names_what_it_lacks() -> None:
+    class Silent(Following):
+        def next_action(self, *_: Any) -> Action | None:
+            raise DeadlineError("no word of rank 4 within 1 s")
+
+    pipeline, completions = last_rank()
+    executor = make_executor(pipeline, Silent())
+    with pytest.raises(DeadlineError) as info:
+        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+    assert str(info.value) == (
+        "no word of rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for input "
+        "of F0-0 from rank 0 (stage 0)"
+    )
+    completions.put(PeerLostError("rank 10 is gone"))
+    with pytest.raises(PeerLostError, match="rank 10 is gone"):
+        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+
+
+def test_inputs_that_only_some_members_have_are_waited_for() -> None:
+    class Half(Alone):
+        """The members of the group: this one and another."""
+
+        def __init__(self) -> None:
+            self.begun: list[tuple[int, bool]] = []
+            self.items: list[str] = []
+
+        def begin(self, step: int, *, is_static: bool) -> None:
+            self.begun.append((step, is_static))
+
+        def is_everywhere(self, item: Item) -> bool:
+            kind = "Notice" if isinstance(item, Notice) else "Arrival"
+            self.items.append(f"{kind} {item.label.step}:{item.label.action}")
+            return isinstance(item, Notice)
+
+        def missing(self) -> str:
+            return "not on rank 5 yet: the input of F0-1"
+
+    pipeline, completions = last_rank()
+    agreement = Half()
+    executor = make_executor(pipeline, agreement, timeout_s=0.05)
+    stages = Counting(pipeline.placement, 1)
+
+    def notice_of(step: int, microbatch: int) -> Notice:
+        return Notice(forward_of(step, microbatch).label, 5)
+
+    for item in (forward_of(0, 0), notice_of(1, 0), notice_of(0, 0), forward_of(1, 0)):
+        completions.put(item)
+    for _ in range(2):
+        executor.run(stages, Picks(ready_first), pipeline.state(1, 1))
+    assert agreement.begun == [(0, False), (1, False)]
+    order = ["Arrival 0:F0-0", "Notice 0:F0-0", "Notice 1:F0-0", "Arrival 1:F0-0"]
+    assert agreement.items == order
+    # Word about a step that has ended is dropped.
+    for item in (notice_of(0, 0), forward_of(2, 0), notice_of(2, 0), forward_of(2, 1)):
+        completions.put(item)
+    with pytest.raises(DeadlineError) as info:
+        executor.run(stages, Picks(ready_first), pipeline.state(1, 2))
+    assert "in step 2 for input of F0-1 from rank 0 (stage 0) (not on rank 5 yet: " in str(
+        info.value
+    )
+    assert stages.actions[-2:] == ["F0-0", "B0-0"]
+
+
+class Slow(CpuClock):
+    """A device that finishes an action only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.finished = 0
+        self.waits = 0
+
+    def mark(self) -> int:
+        self.launched += 1
+        return self.launched
+
+    def wait(self, mark: int) -> None:
+        self.waits += 1
+        self.finished = max(self.finished, mark)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
+    # Marks are taken before and after each action.
+    clock = Slow()
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
+    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0, launch_ahead=ahead)
+    unfinished = []
+
+    def pick(state: RankState) -> Action | None:
+        unfinished.append((clock.launched - clock.finished) // 2)
+        return ready_first(state)
+
+    executor.run(Counting(pipeline.placement, 0), Picks(pick), pipeline.state(0, 3))
+    assert unfinished == [min(ahead, number) for number in range(12)]
+
+
+def test_a_static_order_waits_for_no_device() -> None:
+    clock = Slow()
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
+    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0)
+    policy = make_policies("1f1b", pipeline.placement, 3)[0]
+    executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
+    assert clock.waits == 0
+
+
+def test_the_order_of_the_last_step_is_told_as_codes() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2, kind="v")
+    pipeline = Ranks(placement)
+    for pieces in (0, 2):
+        policies = make_policies("adaptive", placement, 4)
+        stages, _ = pipeline.step(policies, 4, weight_pieces=pieces)
+        for stage, executor in zip(stages, pipeline.executors, strict=True):
+            kinds = [f"{kind}{chunk}" for kind in (F, B, W) for chunk in range(2)]
+            seen = [kinds.index(call.split("-")[0]) for call in stage.actions]
+            assert executor.last_codes == tuple(seen)
+            assert len(seen) == 2 * 4 * (2 + pieces)
+
+
+def test_a_rank_alone_that_cannot_go_on_says_so() -> None:
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
+    with pytest.raises(ScheduleError, match="no other rank could change that: ready: F0-0"):
+        pipeline.step([Picks(lambda state: None)], 1)
+
+
+def test_a_missing_gradient_is_named() -> None:
+    class Forgetful(Counting):
+        def backward(self, *_: Any) -> None:
+            return None
+
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline gave no gradient"):
+        pipeline.executors[1].run(
+            Forgetful(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 1)
+        )
+
+
+def test_an_error_of_a_stage_passes_through() -> None:
+    class Broken(Counting):
+        def forward(self, *_: Any) -> torch.Tensor:
+            raise ZeroDivisionError("in the model")
+
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    with pytest.raises(ZeroDivisionError, match="in the model"):
+        pipeline.executors[1].run(
+            Broken(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 1)
+        )

@@ -1,0 +1,334 @@
+"""What the engine tells about the actions of a step."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.interface import HeldArrival, Label
+
+from .loopback import (
+    BACKWARD_BYTES,
+    FORWARD_BYTES,
+    B,
+    Counting,
+    Picks,
+    Ranks,
+    arrival,
+    forward_of,
+    last_rank,
+    make_executor,
+)
+
+
+def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
+    return Recorder(
+        folder,
+        TraceHeader.create(
+            run="test",
+            rank=rank,
+            world_size=placement.num_ranks,
+            pp_rank=rank,
+            num_ranks=placement.num_ranks,
+            num_chunks=placement.num_chunks,
+            num_microbatches=microbatches,
+            schedule="1f1b",
+        ),
+    )
+
+
+def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
+    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1
+    placement = Placement(num_ranks=2, num_chunks=1)
+    recorders = [recorder_of(tmp_path, rank, placement, 2) for rank in range(2)]
+    pipeline = Ranks(placement, recorders)
+    for iteration in (4, 5):
+        for recorder in recorders:
+            recorder.begin_iteration(iteration, 2)
+        pipeline.step(make_policies("1f1b", placement, 2), 2)
+        times = [executor.finish_step() for executor in pipeline.executors]
+        for recorder in recorders:
+            recorder.end_iteration()
+    for recorder in recorders:
+        recorder.close()
+    run = read_run(tmp_path)
+    for iteration in (4, 5):
+        assert [
+            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
+            for span in actions(run, 0, iteration)
+        ] == [
+            ("F", 0, FORWARD_BYTES, 100),
+            ("F", 1, FORWARD_BYTES, 200),
+            ("B", 0, BACKWARD_BYTES, 200),
+            ("B", 1, BACKWARD_BYTES, 100),
+        ]
+        assert [
+            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
+            for span in actions(run, 1, iteration)
+        ] == [
+            ("F", 0, FORWARD_BYTES, 100),
+            ("B", 0, BACKWARD_BYTES, 100),
+            ("F", 1, FORWARD_BYTES, 100),
+            ("B", 1, BACKWARD_BYTES, 100),
+        ]
+    for rank, told in enumerate(times):
+        spans = actions(run, rank, 5)
+        assert all(span.reason == "order" for span in spans)
+        assert all(span.start_ns <= span.end_ns for span in spans)
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
+        assert all(b.wait_ns <= b.start_ns - a.end_ns for a, b in itertools.pairwise(spans))
+        busy_ns = sum(span.end_ns - span.start_ns for span in spans)
+        assert told.busy_s == pytest.approx(busy_ns / 1e9)
+        assert told.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
+
+
+def test_messages_tell_their_way(tmp_path: Path) -> None:
+    placement = Placement(num_ranks=2, num_chunks=2)
+    recorders = [recorder_of(tmp_path, rank, placement, 3) for rank in range(2)]
+    pipeline = Ranks(placement, recorders)
+    for recorder in recorders:
+        recorder.begin_iteration(1, 3)
+    pipeline.step(make_policies("adaptive", placement, 3), 3)
+    for executor in pipeline.executors:
+        executor.finish_step()
+    for recorder in recorders:
+        recorder.close()
+    run = read_run(tmp_path)
+    # Ranks of this pipeline are 10 and 11 to each other.
+    tables = {10 + rank: run.ranks[rank].table() for rank in range(2)}
+    found = match_messages(tables)
+    sends = sum(int(table.where("send").sum()) for table in tables.values())
+    receives = sum(int(table.where("receive").sum()) for table in tables.values())
+    assert len(found) == sends == receives == 2 * 3 * (placement.num_stages - 1)
+    assert (found.sent_ns <= found.handed_ns).all()
+    assert (found.sent_ns <= found.arrived_ns).all()
+    assert (found.arrived_ns <= found.taken_ns).all()
+    assert set(found.bytes.tolist()) == {FORWARD_BYTES, BACKWARD_BYTES}
+    # Taken just when their action starts.
+    for rank in range(2):
+        starts = {(s.action, s.chunk, s.microbatch): s.start_ns for s in actions(run, rank, 1)}
+        for span in run.ranks[rank].spans[1]:
+            if span.action == "receive":
+                assert span.end_ns <= starts[span.of, span.chunk, span.microbatch]
+
+
+def actions(run: RunTrace, rank: int, iteration: int) -> list[Span]:
+    spans = run.ranks[rank].spans[iteration]
+    return [span for span in spans if span.action in DRAWN_ACTIONS]
+
+
+def awaited_later(
+    tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks, **options: Any
+) -> list[Span]:
+    """Rank 1 of two does 1F1B on two microbatches; the second forward's input comes late."""
+    recorder = recorder_of(tmp_path, 1, pipeline.placement, 2)
+    executor = make_executor(pipeline, Alone(), recorder=recorder)
+    follow = make_policies("1f1b", pipeline.placement, 2)[1]
+
+    def pick(state: RankState) -> Action | None:
+        action = follow.pick(state)
+        if action is None and state.num_started == 2:
+            # Nothing is on its way yet: whatever comes now is waited for.
+            threading.Timer(0.2, put, [forward_of(0, 1)]).start()
+        return action
+
+    put(forward_of(0, 0))
+    recorder.begin_iteration(1, 2)
+    state = pipeline.state(1, 2, **options)
+    executor.run(Counting(pipeline.placement, 1), Picks(pick), state)
+    executor.finish_step()
+    recorder.close()
+    return list(read_run(tmp_path).ranks[1].spans[1])
+
+
+def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
+    pipeline, completions = last_rank()
+    spans = awaited_later(tmp_path, completions.put, pipeline)
+    waits = {f"{span.action}{span.microbatch}": span.wait_ns for span in spans}
+    assert waits["F1"] > 100_000_000 > waits["F0"]
+    wait = max((span for span in spans if span.action == "wait"), key=lambda s: s.duration_ns)
+    assert (wait.of, wait.chunk, wait.microbatch, wait.peer) == ("F", 0, 1, 10)
+    assert wait.reason == "input"
+    receives = [span for span in spans if span.action == "receive"]
+    # The first one was there before anybody looked, the second came while the rank waited.
+    assert [(span.microbatch, span.reason) for span in receives] == [(0, "found"), (1, "seen")]
+    assert receives[1].start_ns == pytest.approx(wait.end_ns, abs=50_000_000)
+
+
+def test_others_see_what_it_does() -> None:
+    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1, one after the other in one thread
+    placement = Placement(num_ranks=2, num_chunks=1)
+    pipeline = Ranks(placement)
+    executor = make_executor(pipeline, Alone(), pp_rank=0)
+    completions = pipeline.transports[0].completions
+    seen: list[dict[str, Any]] = []
+
+    class Watched(Counting):
+        def forward(self, *given: Any) -> Any:
+            seen.append(executor.look())
+            return super().forward(*given)
+
+        def backward(self, *given: Any) -> Any:
+            seen.append(executor.look())
+            return super().backward(*given)
+
+    def pick(state: RankState) -> Action | None:
+        action = policy.pick(state)
+        if action is None:
+            seen.append(executor.look())
+            microbatch = state.num_started - 2
+            payload = torch.tensor([microbatch, 1], dtype=torch.float64)
+            completions.put(arrival(Label(0, Action(B, 0, microbatch)), 11, payload))
+        return action
+
+    policy = make_policies("1f1b", placement, 2)[0]
+    assert executor.look() == {}
+    executor.run(Watched(placement, 0), Picks(pick), pipeline.state(0, 2))
+    assert executor.look() == {}
+    assert [(now["doing"], now.get("microbatch", -1), now["done"]) for now in seen] == [
+        ("F", 0, [0, 0, 0]),
+        ("F", 1, [1, 0, 0]),
+        ("wait", -1, [2, 0, 0]),
+        ("B", 0, [2, 0, 0]),
+        ("wait", -1, [2, 1, 0]),
+        ("B", 1, [2, 1, 0]),
+    ]
+    assert [now["held_bytes"] for now in seen] == [0, 100, 200, 200, 100, 100]
+
+
+def test_a_transport_may_tell_when_a_message_arrived(tmp_path: Path) -> None:
+    pipeline, completions = last_rank()
+    early = time.monotonic_ns()
+
+    def put(item: Any) -> None:
+        completions.put(HeldArrival(item.label, item.peer, item.nbytes, item.take, early))
+
+    spans = awaited_later(tmp_path, put, pipeline)
+    receives = [span for span in spans if span.action == "receive"]
+    assert [(span.start_ns, span.reason) for span in receives] == [(early, "seen")] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "causes"),
+    [
+        ("1f1b", {}, ["order", "input", "input"]),  # F0 F1 B0 F2 B1 B2
+        ("adaptive", {"cap": 1.0}, ["memory", "memory", "input"]),
+    ],
+)
+def test_a_wait_tells_what_kept_the_rank(
+    tmp_path: Path, name: str, options: dict[str, Any], causes: list[str]
+) -> None:
+    # Rank 0 has all its forwards ready and waits for a backward's input.
+    placement = Placement(num_ranks=2, num_chunks=1)
+    recorder = recorder_of(tmp_path, 0, placement, 3)
+    pipeline = Ranks(placement)
+    executor = make_executor(pipeline, Alone(), pp_rank=0, recorder=recorder)
+    completions = pipeline.transports[0].completions
+    policy = make_policies(name, placement, 3)[0]
+    backwards = [
+        arrival(Label(0, Action(B, 0, m)), 11, torch.tensor([m, 1], dtype=torch.float64))
+        for m in range(3)
+    ]
+
+    def pick(state: RankState) -> Action | None:
+        action = policy.pick(state)
+        if action is None and backwards:
+            threading.Timer(0.05, completions.put, [backwards.pop(0)]).start()
+        return action
+
+    recorder.begin_iteration(1, 3)
+    executor.run(Counting(placement, 0), Picks(pick), pipeline.state(0, 3, **options))
+    executor.finish_step()
+    recorder.close()
+    waits = [s for s in read_run(tmp_path).ranks[0].spans[1] if s.action == "wait"]
+    assert [(w.of, w.microbatch, w.peer) for w in waits] == [("B", m, 11) for m in range(3)]
+    assert [w.reason for w in waits] == causes
+
+
+def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
+    pipeline, completions = last_rank()
+    recorder = recorder_of(tmp_path, 1, pipeline.placement, 4)
+    executor = make_executor(pipeline, Alone(), recorder=recorder)
+    for microbatch in range(4):
+        completions.put(forward_of(0, microbatch))
+    recorder.begin_iteration(1, 4)
+    policy = make_policies("1f1b", pipeline.placement, 4)[1]
+    executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 4))
+    executor.finish_step()
+    recorder.close()
+    spans = actions(read_run(tmp_path), 1, 1)
+    assert [(s.action, s.queue_depth) for s in spans] == [
+        *[("F", 3), ("B", 3), ("F", 2), ("B", 2)],
+        *[("F", 1), ("B", 1), ("F", 0), ("B", 0)],
+    ]
+
+
+def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
+    placement = Placement(num_ranks=1, num_chunks=1)
+    recorder = recorder_of(tmp_path, 0, placement, 2)
+    pipeline = Ranks(placement, [recorder])
+    for traced, forward_only in ((True, True), (False, False), (True, False)):
+        if traced:
+            recorder.begin_iteration(1 + forward_only, 2)
+        name = "forward-only" if forward_only else "1f1b"
+        pipeline.step(make_policies(name, placement, 2), 2, forward_only=forward_only)
+        pipeline.executors[0].finish_step()
+        recorder.end_iteration()
+    recorder.close()
+    spans = read_run(tmp_path).ranks[0].spans
+    assert {i: len(found) for i, found in spans.items()} == {1: 4, 2: 0}
+
+
+def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
+    placement = Placement(num_ranks=1, num_chunks=3)
+    recorder = recorder_of(tmp_path, 0, placement, 2)
+    pipeline = Ranks(placement, [recorder])
+    recorder.begin_iteration(1, 2)
+    stages, _ = pipeline.step(make_policies("interleaved", placement, 2), 2)
+    pipeline.executors[0].finish_step()
+    recorder.end_iteration()
+    recorder.close()
+    assert stages[0].last_gradients == [[0.0, 2.0], [1.0, 2.0]]
+    spans = read_run(tmp_path).ranks[0].spans[1]
+    assert len(spans) == 12
+    assert all(span.bytes == 0 for span in spans)
+
+
+def test_a_step_without_trace_still_tells_its_times() -> None:
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
+    pipeline.step(make_policies("1f1b", pipeline.placement, 3), 3)
+    times = pipeline.executors[0].finish_step()
+    assert 0 < times.busy_s <= times.span_s
+    # Spans are handed over once.
+    assert pipeline.executors[0].finish_step().busy_s == 0
+
+
+def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path, 0, Placement(num_ranks=1, num_chunks=1), 1)
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1), [recorder])
+    recorder.begin_iteration(1, 1)
+    policies = [Picks(lambda state: next(iter(state.ready())))]
+    stages, _ = pipeline.step(policies, 1, weight_pieces=2)
+    pipeline.executors[0].finish_step()
+    recorder.end_iteration()
+    recorder.close()
+    assert stages[0].actions == ["F0-0", "B0-0", "W0-0", "W0-0.1"]
+    spans = read_run(tmp_path).ranks[0].spans[1]
+    seen = [(span.action, span.piece, span.in_flight_bytes) for span in spans]
+    assert seen == [("F", 0, 100), ("B", 0, 100), ("W", 0, 30), ("W", 1, 30)]

@@ -1,0 +1,82 @@
+"""The replacement of megatron-core's function refuses what it does not do."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.errors import ConfigError
+
+accelerator.install()
+
+from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
+    forward_backward_no_pipelining,
+)
+
+from megatron.adaptive.engine.agreement import Alone  # noqa: E402
+from megatron.adaptive.engine.executor import Executor  # noqa: E402
+from megatron.adaptive.engine.forward_backward import ForwardBackward  # noqa: E402
+from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing runs when the arguments are refused")
+
+
+def forward_backward(num_chunks: int) -> ForwardBackward:
+    placement = Placement(num_ranks=1, num_chunks=num_chunks)
+    executor = Executor(
+        placement=placement,
+        pp_rank=0,
+        peer_of=never,
+        transport=None,
+        agreement=Alone(),
+        clock=accelerator.CpuClock(),
+        recorder=None,
+        timeout_s=1.0,
+    )
+    return ForwardBackward(executor=executor, placement=placement, pp_rank=0, schedule="adaptive")
+
+
+def call(num_chunks: int, **arguments: Any) -> None:
+    given = {
+        "forward_step_func": never,
+        "data_iterator": iter(()),
+        "model": torch.nn.Linear(1, 1),
+        "num_microbatches": 2,
+        "seq_length": 4,
+        "micro_batch_size": 1,
+        **arguments,
+    }
+    forward_backward(num_chunks)(**given)
+
+
+def test_signature_is_that_of_megatron_core() -> None:
+    ours = inspect.signature(ForwardBackward.__call__).parameters
+    theirs = inspect.signature(forward_backward_no_pipelining).parameters
+    assert list(ours)[1:] == list(theirs)
+    for name, parameter in theirs.items():
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert ours[name].default == parameter.default, name
+
+
+def test_shapes_are_not_adjusted() -> None:
+    with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn was given"):
+        call(1, adjust_tensor_shapes_fn=never)
+
+
+@pytest.mark.parametrize(
+    ("models", "iterators", "chunks"), [(1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 1)]
+)
+def test_chunks_models_and_iterators_must_match(models: int, iterators: int, chunks: int) -> None:
+    text = f"{models} model chunks and {iterators} data iterators .* {chunks} chunks per rank"
+    with pytest.raises(ConfigError, match=text):
+        call(
+            chunks,
+            model=[torch.nn.Linear(1, 1)] * models,
+            data_iterator=[iter(())] * iterators,
+        )

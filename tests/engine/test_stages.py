@@ -1,0 +1,346 @@
+"""What a rank's chunks keep between forward and backward, and when their gradients are reduced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.errors import ConfigError, ScheduleError
+
+from .split_gpt import (
+    HIDDEN,
+    SAMPLES,
+    SEQUENCE,
+    assert_equal,
+    build,
+    core_config,
+    drive,
+    gradients,
+    job,
+    make_stages,
+    pairs,
+    run_step,
+    seed,
+    with_weights,
+)
+
+# isort: split
+from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.engine.stages import GradientSync
+
+
+class Product(torch.nn.Module):
+    """Keeps its input and one result: ``[2, 4] -> [2, 3]`` in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        # The product is of two views of one storage, which counts once.
+        rows = self.linear(values)
+        return rows.view(-1) * rows.t().t().reshape(-1)
+
+
+INPUT_BYTES = 2 * 4 * 4
+RESULT_BYTES = 2 * 3 * 4
+
+
+def test_meter_counts_storages_without_parameters() -> None:
+    meter, model = ActivationMeter(), Product()
+    assert meter.bytes_of(0) == 0
+    with meter.measure(0, model):
+        output = model(torch.ones(2, 4, requires_grad=True))
+    assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
+    assert meter.bytes_of(1) == 0
+    # What was watched still has a backward.
+    output.sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+def test_meter_looks_once_at_each_chunk() -> None:
+    meter, model = ActivationMeter(), Product()
+    for chunk, rows in ((0, 2), (0, 20), (1, 20)):
+        with meter.measure(chunk, model):
+            model(torch.ones(rows, 4))
+    assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
+    assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
+
+
+def test_meter_forgets_a_forward_that_failed() -> None:
+    meter, model = ActivationMeter(), Product()
+
+    def fail() -> None:
+        with meter.measure(0, model):
+            model(torch.ones(2, 4))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert meter.bytes_of(0) == 0
+    with meter.measure(0, model):
+        model(torch.ones(2, 4))
+    assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
+
+
+class Diary:
+    """Two chunks whose gradient synchronization writes down what happens to it."""
+
+    def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
+        self.events: list[str] = []
+        self.chunks = [torch.nn.Linear(1, 1) for _ in range(chunks)]
+        self.sync = GradientSync(
+            SimpleNamespace(
+                no_sync_func=[self._hold(number) for number in range(chunks)],
+                grad_sync_func=[self._start(n) for n in range(chunks)] if explicit else None,
+            ),
+            self.chunks,
+        )
+
+    def last_weights(self, *order: int) -> None:
+        for chunk in order:
+            self.events.append(f"weights {chunk}")
+            self.sync.after_last_weights(chunk)
+
+    def _hold(self, number: int) -> Callable[[], Any]:
+        @contextlib.contextmanager
+        def hold() -> Iterator[None]:
+            self.events.append(f"hold {number}")
+            yield
+            self.events.append(f"let go {number}")
+
+        return hold
+
+    def _start(self, number: int) -> Callable[[Any], None]:
+        def start(parameters: Any) -> None:
+            given = [id(parameter) for parameter in parameters]
+            assert given == [id(parameter) for parameter in self.chunks[number].parameters()]
+            self.events.append(f"reduce {number}")
+
+        return start
+
+    def last_backwards(self) -> None:
+        for chunk in (1, 0):
+            self.sync.before_last_backward(chunk)
+            self.events.append(f"backward {chunk}")
+            self.sync.after_last_backward(chunk)
+
+
+def test_implicit_reduction_happens_within_the_last_backward() -> None:
+    diary = Diary(explicit=False)
+    diary.sync.hold()
+    diary.last_backwards()
+    diary.sync.release()
+    assert diary.events == (
+        ["hold 0", "hold 1", "let go 1", "backward 1", "let go 0", "backward 0"]
+    )
+
+
+def test_explicit_reduction_follows_the_last_backward() -> None:
+    diary = Diary(explicit=True)
+    diary.sync.hold()
+    diary.last_backwards()
+    diary.sync.release()
+    assert diary.events == [
+        *("hold 0", "hold 1", "backward 1", "let go 1", "reduce 1"),
+        *("backward 0", "let go 0", "reduce 0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "reductions"),
+    [
+        ((2, 1, 0), "weights 2, reduce 2, weights 1, reduce 1, weights 0, reduce 0"),
+        ((0, 1, 2), "weights 0, weights 1, weights 2, reduce 2, reduce 1, reduce 0"),
+        ((1, 2, 0), "weights 1, weights 2, reduce 2, reduce 1, weights 0, reduce 0"),
+        ((2, 0, 1), "weights 2, reduce 2, weights 0, weights 1, reduce 1, reduce 0"),
+    ],
+)
+def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str) -> None:
+    # Replicas may complete their chunks in different orders; their collectives must not differ.
+    diary = Diary(explicit=True, chunks=3)
+    diary.sync.hold()
+    diary.last_weights(*order)
+    diary.sync.release()
+    seen = [event for event in diary.events if not event.startswith(("hold", "let go"))]
+    assert ", ".join(seen) == reductions
+    # What is held back is let go with the reduction, not before.
+    for number in range(3):
+        place = diary.events.index(f"let go {number}")
+        assert diary.events[place + 1] == f"reduce {number}"
+
+
+class Wrapped(torch.nn.Linear):
+    """A chunk in a data-parallel wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.reductions = 0
+
+    def start_grad_sync(self) -> None:
+        self.reductions += 1
+
+
+def test_split_backwards_reduce_where_hooks_would_have() -> None:
+    chunk = Wrapped()
+    config = SimpleNamespace(no_sync_func=contextlib.nullcontext, grad_sync_func=None)
+    sync = GradientSync(config, [chunk])
+    sync.hold()
+    sync.after_last_weights(0)
+    assert chunk.reductions == 1
+
+
+def test_split_backwards_do_not_reduce_what_is_not_held_back() -> None:
+    chunk = Wrapped()
+    sync = GradientSync(SimpleNamespace(no_sync_func=None, grad_sync_func=None), [chunk])
+    sync.hold()
+    sync.after_last_weights(0)
+    assert chunk.reductions == 0
+
+
+def test_split_backwards_need_something_to_reduce_with() -> None:
+    diary = Diary(explicit=False, chunks=1)
+    diary.sync.hold()
+    with pytest.raises(ConfigError, match="chunk 0 is a Linear with a no_sync_func, but without"):
+        diary.last_weights(0)
+
+
+def test_holding_twice_holds_once() -> None:
+    diary = Diary(explicit=False)
+    diary.sync.hold()
+    diary.sync.hold()
+    diary.sync.release()
+    diary.sync.release()
+    assert diary.events == ["hold 0", "hold 1", "let go 0", "let go 1"]
+
+
+def test_an_error_leaves_nothing_held_back() -> None:
+    diary = Diary(explicit=True)
+    diary.sync.hold()
+    diary.sync.before_last_backward(1)
+    diary.sync.after_last_backward(1)
+    diary.sync.release()
+    assert diary.events == ["hold 0", "hold 1", "let go 1", "reduce 1", "let go 0"]
+
+
+def test_without_data_parallelism_there_is_nothing_to_hold() -> None:
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    sync = GradientSync(config, [torch.nn.Linear(1, 1)] * 3)
+    sync.hold()
+    sync.before_last_backward(2)
+    sync.after_last_backward(2)
+    sync.release()
+
+
+def test_one_function_serves_one_chunk_only() -> None:
+    config = SimpleNamespace(no_sync_func=contextlib.nullcontext, grad_sync_func=None)
+    GradientSync(config, [torch.nn.Linear(1, 1)]).hold()
+    with pytest.raises(ConfigError, match="synchronization of 2 chunks; give a list"):
+        GradientSync(config, [torch.nn.Linear(1, 1)] * 2)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with job():
+        yield
+
+
+@pytest.mark.usefixtures("one_process")
+class TestSplit:
+    """Stages of two chunks whose backwards are split."""
+
+    def test_activations_and_what_is_retained(self) -> None:
+        core = core_config(add_bias_linear=False)
+        chunks = build(core, splits=True, chunks=2, rope=True)
+        stores = attach_stores(chunks)
+        stages = make_stages(chunks, 2, stores)
+        order = with_weights(pairs(2, 2), late=2, pieces=1)
+        assert [stages.retained_bytes(chunk) for chunk in (0, 1)] == [0, 0]
+        drive(stages, [action for action in order if action[0] != "W"], 2)
+        row = SEQUENCE * SAMPLES * HIDDEN * 4
+        # A layer's four products keep inputs of 1 + 1 + 1 + 4 rows and gradients of 3 + 1 + 4 + 1;
+        # the embedding keeps its tokens and a gradient.
+        tokens = SEQUENCE * SAMPLES * 8
+        first = stages.retained_bytes(0)
+        assert first == (2 * 16 + 1) * row + tokens
+        assert stores[0].held_bytes == 2 * first
+        assert stages.activation_bytes(0) > 0
+        drive(stages, [action for action in order if action[0] == "W"], 2)
+        assert [store.held_bytes for store in stores] == [0, 0]
+        assert stages.retained_bytes(0) == first
+        stages.finish()
+
+    def test_chunks_complete_in_any_order(self) -> None:
+        core = core_config()
+        whole = build(core, splits=False, chunks=2)
+        run_step(whole, pairs(2, 3))
+        chunks = build(core, splits=True, chunks=2)
+        late = with_weights(pairs(2, 3), late=3, pieces=2)
+        weights = sorted((action for action in late if action[0] == "W"), key=lambda a: a[1])
+        order = [*(action for action in late if action[0] != "W"), *weights]
+        run_step(chunks, order, attach_stores(chunks))
+        assert_equal(gradients(chunks), gradients(whole))
+
+    def test_reduction_starts_with_the_last_piece(self) -> None:
+        core = core_config()
+        chunks = build(core, splits=True, chunks=2)
+        events: list[str] = []
+        core.no_sync_func = [chunk.no_sync for chunk in chunks]
+        core.grad_sync_func = [
+            lambda _, number=number: events.append(f"reduce {number}") for number in (0, 1)
+        ]
+        stages = make_stages(chunks, 2, attach_stores(chunks))
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        compute = stages.weights
+
+        def weights(*piece: int) -> None:
+            compute(*piece)
+            events.append(f"weights {piece}")
+
+        stages.weights = weights  # type: ignore[method-assign]
+        drive(stages, with_weights(pairs(2, 2), late=0, pieces=3), 2)
+        stages.finish()
+        assert len(events) == 2 * 2 * 3 + 2
+        for chunk in (1, 0):
+            place = events.index(f"reduce {chunk}")
+            assert events[place + 1] == f"weights {(chunk, 1, 2, 3)}"
+
+    def test_an_error_leaves_no_store_active(self) -> None:
+        chunks = build(core_config(), splits=True)
+        stores = attach_stores(chunks)
+        stages = make_stages(chunks, 2, stores)
+        drive(stages, [("F", 0, 0), ("B", 0, 0)], 1)
+        assert stores[0].active
+        assert stores[0].pending == 1
+        stages.finish()
+        assert not stores[0].active
+        assert stores[0].pending == 0
+        run_step(chunks, pairs(1, 2))
+
+    def test_one_store_per_chunk(self) -> None:
+        chunks = build(core_config(), splits=True, chunks=2)
+        stores = attach_stores(chunks)
+        text = "given to split the backwards of 2 chunks; give one per chunk"
+        with pytest.raises(ConfigError, match=f"1 stores were {text}"):
+            make_stages(chunks, 2, stores[:1])
+        with pytest.raises(ConfigError, match=f"0 stores were {text}"):
+            make_stages(chunks, 2, None, split=True)
+        assert not stores[0].active
+
+    def test_whole_backwards_leave_no_weights(self) -> None:
+        chunks = build(core_config(), splits=True)
+        stages = make_stages(chunks, 1)
+        seed()
+        drive(stages, pairs(1, 1), 1)
+        assert stages.retained_bytes(0) == 0
+        text = "chunk 0, microbatch 0 were asked for in a step whose backwards are whole"
+        with pytest.raises(ScheduleError, match=text):
+            stages.weights(0, 0, 0, 1)
+        stages.finish()

@@ -1,0 +1,113 @@
+"""What a traced step notes down, call by call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.engine.executor import SHORT_NS, StepLog
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS
+from megatron.adaptive.transport.interface import Label, Notice
+
+from .loopback import B, F, forward_of
+
+PLACEMENT = Placement(num_ranks=2, num_chunks=1)
+LONG_NS = 10 * SHORT_NS
+
+
+def state_of(rank: int, **options: Any) -> RankState:
+    return RankState(placement=PLACEMENT, rank=rank, num_microbatches=2, **options)
+
+
+def new_log() -> StepLog:
+    return StepLog(Follow((), "1f1b"), 1)
+
+
+def rows_of(log: StepLog) -> list[dict[str, Any]]:
+    """Rows with words for numbers."""
+    found = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [])]
+    for row in found:
+        row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]
+    return found
+
+
+def wait_of(log: StepLog) -> tuple[int, int, str, int]:
+    """Start, end, cause and peer of the only wait."""
+    (wait,) = [row for row in rows_of(log) if row["kind"] == "wait"]
+    return wait["start_ns"], wait["duration_ns"], wait["reason"], wait["peer"]
+
+
+def notice() -> Notice:
+    return Notice(Label(0, Action(F, 0, 0)), 5)
+
+
+def test_several_arrivals_end_one_wait() -> None:
+    log, state = new_log(), state_of(1)
+    log.wait_begins(100, state)
+    log.wait_ends(150, forward_of(0, 1))
+    log.wait_begins(160, state)
+    log.wait_ends(200, forward_of(0, 0))
+    log.begins(Action(F, 0, 0), 205, 10, 8, 199, True)
+    assert wait_of(log) == (100, 200, "input", 10)
+    log.begins(Action(F, 0, 1), 300, 10, 8, 149, True)
+    assert [row["kind"] for row in rows_of(log)] == ["wait", "receive", "receive"]
+
+
+@pytest.mark.parametrize(("arrived_ns", "cause", "peer"), [(90, "group", 5), (150, "input", 10)])
+def test_a_member_is_to_blame_only_if_the_input_was_here(
+    arrived_ns: int, cause: str, peer: int
+) -> None:
+    log = new_log()
+    log.wait_begins(100, state_of(1))
+    log.wait_ends(200, notice())
+    log.begins(Action(F, 0, 0), 205, 10, 8, arrived_ns, True)
+    assert wait_of(log) == (100, 200, cause, peer)
+
+
+def test_an_action_without_input_names_who_woke_the_rank() -> None:
+    log = new_log()
+    log.wait_begins(100, state_of(0))  # a forward is ready, but its turn has not come
+    log.wait_ends(200, forward_of(0, 0))
+    log.begins(Action(F, 0, 0), 205, -1, 0, 0, True)
+    assert wait_of(log) == (100, 200, "order", 10)
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "cause"),
+    [(0, {}, "group"), (1, {}, "input"), (0, {"cap": 1.0}, "memory")],
+)
+def test_a_followers_wait_for_a_decision(rank: int, options: dict[str, Any], cause: str) -> None:
+    state = state_of(rank, **options)
+    if cause == "memory":
+        state.start(Action(F, 0, 0))  # the cap is full, the second forward has to wait
+        state.finish(Action(F, 0, 0))
+    log = new_log()
+    log.decision(100, 100 + LONG_NS, state)
+    log.begins(Action(F, 0, 0), 200 + LONG_NS, -1, 0, 0, True)
+    assert wait_of(log) == (100, 100 + LONG_NS, cause, -1)
+
+
+def test_a_quick_decision_is_no_wait() -> None:
+    log = new_log()
+    log.decision(100, 100 + SHORT_NS // 2, state_of(0))
+    log.begins(Action(F, 0, 0), 200 + SHORT_NS, -1, 0, 0, True)
+    assert rows_of(log) == []
+
+
+def test_a_message_is_named_alike_on_both_ends() -> None:
+    log = new_log()
+    log.sent(Action(B, 0, 1), 10, 64, 500, 510)
+    log.begins(Action(B, 0, 1), 700, 11, 64, 600, False)
+    sent, received = rows_of(log)
+    both = ("chunk", "microbatch", "of", "bytes")
+    assert [sent[name] for name in both] == [received[name] for name in both]
+    assert (sent["kind"], sent["peer"], sent["start_ns"], sent["duration_ns"]) == (
+        *("send", 10),
+        *(500, 510),
+    )
+    assert (received["kind"], received["peer"], received["reason"]) == ("receive", 11, "found")

@@ -1,0 +1,104 @@
+"""The executor where stages have unequal widths: every microbatch meets its own ranks."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.build import inputs_in_flight
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.unequal import default_cap, make_policy
+from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.transport.interface import CompletionQueue
+
+from .loopback import WATCHDOG_S, Counting, Loopback, each_in_its_thread
+
+SHAPES = [
+    *(Widths(sizes) for sizes in itertools.product((1, 2, 3), repeat=2)),
+    *map(Widths, [(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 3, 1), (1, 3, 2)]),
+]
+
+
+class Dealt(Counting):
+    """The one chunk of a rank: checks that its inputs are of the microbatch that it has."""
+
+    def __init__(self, widths: Widths, rank: int) -> None:
+        self.widths, self.rank = widths, rank
+        self.stage, self.replica = widths.place_of(rank)
+        super().__init__(Placement(num_ranks=widths.num_stages, num_chunks=1), self.stage)
+        self.seen: list[int] = []
+
+    def whole(self, microbatch: int) -> int:
+        """As the step counts microbatches."""
+        return microbatch * self.widths.sizes[self.stage] + self.replica
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        mine = self.whole(microbatch)
+        self.seen.append(mine)
+        if received is None:
+            received = torch.tensor([mine, 0], dtype=torch.float32)
+        assert received.tolist() == [mine, self.stage]
+        return received + torch.tensor([0.0, 1.0])
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        mine, after = self.whole(microbatch), self.widths.num_stages - 1 - self.stage
+        if gradient is None:
+            gradient = torch.tensor([mine, 0], dtype=torch.float32)
+        assert gradient.tolist() == [mine, after]
+        return gradient + torch.tensor([0.0, 1.0]) if self.stage else None
+
+
+def run_step(widths: Widths, schedule: str, rounds: int, **options: bool) -> list[Dealt]:
+    """Run a step of all ranks, each in its thread."""
+    network = {rank: CompletionQueue() for rank in range(widths.num_ranks)}
+    placement = Placement(num_ranks=widths.num_stages, num_chunks=1)
+    stages = [Dealt(widths, rank) for rank in range(widths.num_ranks)]
+
+    def run(rank: int) -> None:
+        stage = stages[rank].stage
+        own = widths.own_microbatches(stage, rounds * widths.round_size)
+        executor = Executor(
+            placement=placement, pp_rank=stage, peer_of=lambda position: -1,
+            route=partial(widths.route, rank), transport=Loopback(rank, network),
+            agreement=Alone(), clock=CpuClock(), recorder=None, timeout_s=WATCHDOG_S,
+        )  # fmt: skip
+        cap = None if options else default_cap(widths, stage, own)
+        state = RankState(placement=placement, rank=stage, num_microbatches=own, cap=cap, **options)
+        executor.run(stages[rank], make_policy(schedule, widths, stage, own), state)
+
+    each_in_its_thread(run, widths.num_ranks)
+    return stages
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "adaptive", "gpipe"])
+def test_every_microbatch_goes_its_way(schedule: str) -> None:
+    for widths in SHAPES:
+        stages = run_step(widths, schedule, 3)
+        for number in range(widths.num_stages):
+            mine = [stages[rank].seen for rank in widths.ranks_of(number)]
+            assert sorted(itertools.chain.from_iterable(mine)) == list(range(3 * widths.round_size))
+            assert all(seen == sorted(seen) for seen in mine)
+
+
+def test_evaluation() -> None:
+    for widths in SHAPES:
+        stages = run_step(widths, "forward-only", 2, forward_only=True)
+        seen = sorted(m for one in stages if one.stage == 0 for m in one.seen)
+        assert seen == list(range(2 * widths.round_size))
+
+
+def test_channels_hold_what_the_hungriest_rank_keeps() -> None:
+    placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))
+    assert inputs_in_flight(placement, 4, cap=None, widths=widths) == 4
+    assert inputs_in_flight(placement, 100, cap=None, widths=widths) == 5
+    assert inputs_in_flight(placement, 100, cap=2, widths=widths) == 2
+    assert inputs_in_flight(placement, 100, cap=None, keeps_all=True, widths=widths) == 100

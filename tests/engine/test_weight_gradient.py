@@ -1,0 +1,277 @@
+"""Weight gradients that wait: their order, their pieces, what they hold and where they go."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.adaptive.engine.weight_gradient import (
+    EmbeddingCall,
+    LinearCall,
+    WeightGradientStore,
+    accumulate,
+    defer,
+    is_deferring,
+    piece_sizes,
+)
+from megatron.adaptive.errors import ScheduleError
+
+ROWS, WIDTH = 3, 4
+TENSOR_BYTES = ROWS * WIDTH * 4
+
+
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+def collect(
+    store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]
+) -> torch.Tensor:
+    """Run forward and backward of a row of layers; returns the gradient of their input."""
+    given = torch.randn(ROWS, WIDTH, requires_grad=True)
+    hidden = given
+    for one in weights:
+        hidden = torch.tanh(defer(LinearCall(one, None), hidden, store))
+    with store.collect(microbatch):
+        hidden.sum().backward()
+    assert given.grad is not None
+    return given.grad
+
+
+@pytest.mark.parametrize(
+    ("costs", "pieces", "sizes"),
+    [
+        ([1, 1, 1, 1], 1, [4]),
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([1, 1, 1], 2, [1, 2]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 9], 2, [3, 1]),
+        ([1, 2], 4, [1, 0, 1, 0]),
+        ([], 3, [0, 0, 0]),
+        ([0, 0], 2, [2, 0]),
+    ],
+)
+def test_pieces_are_balanced(costs: list[float], pieces: int, sizes: list[int]) -> None:
+    assert piece_sizes(costs, pieces) == sizes
+
+
+def test_no_piece_is_far_from_its_share() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        costs = [rng.uniform(0.1, 4) for _ in range(rng.randrange(1, 30))]
+        pieces = rng.randrange(1, 8)
+        sizes = piece_sizes(costs, pieces)
+        assert len(sizes) == pieces
+        assert sum(sizes) == len(costs)
+        rest = iter(costs)
+        for size in sizes:
+            share = sum(next(rest) for _ in range(size))
+            assert abs(share - sum(costs) / pieces) <= max(costs) + 1e-9
+
+
+def test_backward_leaves_weights_to_the_store() -> None:
+    store, layers = WeightGradientStore(), [weight(), weight()]
+    plain = [torch.nn.Parameter(one.detach().clone()) for one in layers]
+    torch.manual_seed(1)
+    gradient = collect(store, 0, layers)
+    assert [one.grad for one in layers] == [None, None]
+    assert store.pending == 1
+
+    torch.manual_seed(1)
+    given = torch.randn(ROWS, WIDTH, requires_grad=True)
+    hidden = given
+    for one in plain:
+        hidden = torch.tanh(hidden @ one.t())
+    hidden.sum().backward()
+    assert torch.equal(gradient, given.grad)
+
+    store.run(0, 0, 1)
+    for one, expected in zip(layers, plain, strict=True):
+        assert torch.equal(one.grad, expected.grad)
+    assert store.pending == 0
+
+
+def test_what_is_held_goes_piece_by_piece() -> None:
+    store, layers = WeightGradientStore(), [weight() for _ in range(4)]
+    assert store.held_bytes == store.microbatch_bytes == 0
+    # Each layer holds its input and a gradient; the first input is a tensor like the others.
+    for number in range(2):
+        collect(store, number, layers)
+        assert store.held_bytes == (number + 1) * 4 * 2 * TENSOR_BYTES
+    assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
+    assert store.pending == 2
+    held = []
+    for piece in range(3):
+        store.run(0, piece, 3)
+        held.append(store.held_bytes)
+        assert store.pending == (1 if piece == 2 else 2)
+    assert sorted(held, reverse=True) == held
+    assert held[-1] == store.microbatch_bytes
+    store.run(1, 0, 1)
+    assert store.held_bytes == 0
+    assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
+
+
+def test_a_tensor_of_two_layers_counts_once_and_until_the_last() -> None:
+    store, one, two = WeightGradientStore(), weight(), weight()
+    given = torch.randn(ROWS, WIDTH)
+    both = defer(LinearCall(one, None), given, store) * defer(LinearCall(two, None), given, store)
+    with store.collect(0):
+        both.sum().backward()
+    assert store.held_bytes == 3 * TENSOR_BYTES
+    store.run(0, 0, 2)
+    assert store.held_bytes == 2 * TENSOR_BYTES
+    store.run(0, 1, 2)
+    assert store.held_bytes == 0
+
+
+class Watched(LinearCall):
+    """A call whose end can be seen."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_tasks_are_freed_when_they_are_done() -> None:
+    store, calls = WeightGradientStore(), [Watched(weight(), None) for _ in range(2)]
+    seen = [weakref.ref(call) for call in calls]
+    hidden = torch.randn(ROWS, WIDTH)
+    for call in calls:
+        hidden = defer(call, hidden, store)
+    with store.collect(0):
+        hidden.sum().backward()
+    del hidden, call
+    calls.clear()
+    gc.collect()
+    assert None not in [one() for one in seen]
+    store.run(0, 0, 2)
+    assert [one() is None for one in seen] == [False, True]  # the last layer comes first
+    store.run(0, 1, 2)
+    assert [one() is None for one in seen] == [True, True]
+
+
+def test_clear_forgets_and_starts_anew() -> None:
+    store = WeightGradientStore()
+    collect(store, 0, [weight()])
+    store.run(0, 0, 2)
+    collect(store, 1, [weight()])
+    store.clear()
+    assert (store.pending, store.held_bytes) == (0, 0)
+    collect(store, 0, [weight()])
+    store.run(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ((1, 0, 2), "microbatch 1, piece 0 of 2 .* but microbatch 0, piece 1 of 2 is next"),
+        ((0, 0, 2), "microbatch 0, piece 0 of 2 .* but microbatch 0, piece 1 of 2 is next"),
+        ((0, 1, 3), "piece 1 of 3 .* piece 1 of 2 is next; ask for .* one number of pieces"),
+        ((0, 2, 2), "piece 2 of 2 .* at least 0 and below 2"),
+        ((0, -1, 2), "a piece is at least 0"),
+    ],
+)
+def test_another_piece_is_refused(asked: tuple[int, int, int], text: str) -> None:
+    store = WeightGradientStore()
+    for number in range(2):
+        collect(store, number, [weight(), weight()])
+    store.run(0, 0, 2)
+    with pytest.raises(ScheduleError, match=text):
+        store.run(*asked)
+    store.run(0, 1, 2)
+
+
+def test_weights_before_their_backward_are_refused() -> None:
+    store = WeightGradientStore()
+    with pytest.raises(ScheduleError, match="none are pending after .* run each once, after its"):
+        store.run(0, 0, 1)
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_backwards_ascend(again: int) -> None:
+    store = WeightGradientStore()
+    collect(store, 2, [weight()])
+    with pytest.raises(ScheduleError, match=f"of microbatch {again} was started after"):
+        collect(store, again, [weight()])
+
+
+def test_backwards_do_not_nest() -> None:
+    store = WeightGradientStore()
+    with (
+        store.collect(0),
+        pytest.raises(ScheduleError, match="microbatch 1 was started after or within"),
+        store.collect(1),
+    ):
+        pass
+
+
+def test_a_backward_of_the_usual_kind_is_refused() -> None:
+    output = defer(LinearCall(weight(), None), torch.randn(ROWS, WIDTH), WeightGradientStore())
+    with pytest.raises(ScheduleError, match="not as a split backward; run it within"):
+        output.sum().backward()
+
+
+def test_a_backward_that_failed_leaves_nothing() -> None:
+    store = WeightGradientStore()
+
+    def fail() -> None:
+        with store.collect(0):
+            defer(LinearCall(weight(), None), torch.randn(ROWS, WIDTH), store).sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (store.pending, store.held_bytes) == (0, 0)
+
+
+def test_who_defers() -> None:
+    store, one = WeightGradientStore(), weight()
+    assert not is_deferring(store, one)
+    store.active = True
+    assert is_deferring(store, one)
+    with torch.no_grad():
+        assert not is_deferring(store, one)
+    assert not is_deferring(store, one * 2)
+    assert not is_deferring(store, one.requires_grad_(False))
+
+
+@pytest.fixture
+def main_grads() -> Iterator[torch.nn.Parameter]:
+    one = weight()
+    one.main_grad = torch.zeros(WIDTH, WIDTH)
+    yield one
+    assert one.grad is None
+
+
+def test_gradients_go_to_main_grad_where_there_is_one(main_grads: torch.nn.Parameter) -> None:
+    given = torch.randn(WIDTH, WIDTH)
+    for _ in range(2):
+        accumulate(main_grads, given)
+    assert torch.equal(main_grads.main_grad, 2 * given)
+
+
+def test_main_grad_may_be_of_a_wider_type() -> None:
+    one = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
+    one.main_grad = torch.full((WIDTH, WIDTH), 1 / 3)
+    given = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)
+    accumulate(one, given)
+    assert torch.equal(one.main_grad, torch.full((WIDTH, WIDTH), 1 / 3) + given.float())
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
+    store, tokens = WeightGradientStore(), torch.tensor([[0, 2], [2, 2]])
+    table = torch.nn.Parameter(torch.randn(5, WIDTH))
+    output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
+    assert torch.equal(output, table[tokens])
+    assert output.requires_grad  # though its input does not
+    with store.collect(0):
+        output.sum().backward()
+    assert table.grad is None
+    store.run(0, 0, 1)
+    assert table.grad is not None
+    assert table.grad[:, 0].tolist() == [1, 0, 3, 0, 0]

@@ -1,0 +1,105 @@
+"""Fixtures of tests that build a trainer: a small real corpus, token files, and a training."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus
+from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
+
+# megatron-core is imported in this process by what is tested.
+accelerator.install()
+
+WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
+VOCAB_SIZE = 400
+NUM_SOURCES = 60
+
+
+def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
+    """Write Python files of some hundred bytes each, the same ones every time."""
+    rng = random.Random(5)
+    words = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
+    for number in range(count):
+        path = folder / f"package_{number % 4}" / f"module_{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f'"""Module {number}: naïve ✓."""'] + [
+            f"def {rng.choice(words)}({rng.choice(words)}):\n    return {rng.randrange(10**6)}\n"
+            for _ in range(rng.randrange(4, 20))
+        ]
+        path.write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus of 60 documents with a vocabulary of 400."""
+    root = tmp_path_factory.mktemp("corpus")
+    write_sources(root / "sources")
+    return make_corpus(
+        CorpusSpec(
+            output_dir=root / "made", vocab_size=VOCAB_SIZE, source_dir=root / "sources", workers=1
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(corpus: Corpus) -> GPT2BPETokenizer:
+    return GPT2BPETokenizer(corpus.vocab_file, corpus.merge_file)
+
+
+@pytest.fixture
+def write_tokens(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that writes documents with megatron-core's builder; gives the prefix."""
+
+    def write(
+        documents: list[list[int]], name: str = "data", dtype: type[np.integer] = np.uint16
+    ) -> str:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        prefix = str(tmp_path / name)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+        for document in documents:
+            builder.add_document(np.array(document, dtype=dtype), [len(document)])
+        builder.finalize(f"{prefix}.idx")
+        return prefix
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    """The worker's module, whose model is built here on a single rank."""
+    spec = spec_from_file_location("checkpoint_worker", WORKER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["checkpoint_worker"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["checkpoint_worker"]
+
+
+@pytest.fixture(scope="module")
+def make(worker: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that builds a training on this process; takes flags as keywords."""
+    jobs = worker.Jobs()
+
+    def build(**flags: object) -> Any:
+        given = {
+            f"--{name.replace('_', '-')}": None if value is None else str(value)
+            for name, value in flags.items()
+        }
+        if "--save" in given:
+            given["--save-interval"] = "1"
+        return worker.Training(jobs, given)
+
+    yield build
+    jobs.leave()

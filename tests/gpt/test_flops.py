@@ -1,0 +1,145 @@
+"""The formula against the matrix products that megatron-core's model really makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.corpus import Corpus
+from megatron.adaptive.errors import DataError
+from megatron.adaptive.gpt.model import flops_per_token, stage_work
+
+SMALL = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
+    "--mock-data --vocab-size 127"
+)
+PADDED_VOCAB_SIZE = 128
+
+
+def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> TrainerConfig:
+    installed = Installed(transformer_engine=False, apex=False)
+    arguments = f"{base} {flags}".split()
+    return parse(arguments, world_size=world_size, last_wins=True, installed=installed)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """megatron-core's parallel state of a single process."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def counted_flops(cfg: TrainerConfig) -> float:
+    """Operations of one forward and backward of the real model on one sequence, per token."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model_cfg = cfg.model
+    core = TransformerConfig(
+        num_layers=model_cfg.num_layers,
+        hidden_size=model_cfg.hidden_size,
+        ffn_hidden_size=model_cfg.ffn_hidden_size,
+        num_attention_heads=model_cfg.num_attention_heads,
+        num_query_groups=model_cfg.query_groups,
+        kv_channels=model_cfg.kv_channels,
+        gated_linear_unit=model_cfg.swiglu,
+        activation_func=functional.silu if model_cfg.swiglu else functional.gelu,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    model = GPTModel(
+        core,
+        get_gpt_layer_local_spec(),
+        vocab_size=PADDED_VOCAB_SIZE,
+        max_sequence_length=model_cfg.max_position_embeddings,
+    )
+    length = model_cfg.seq_length
+    tokens = torch.arange(length)[None]
+    mask = torch.ones(length, length).triu(1).bool()[None, None]
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens, mask, labels=tokens).mean().backward()
+    return counter.get_total_flops() / length
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--ffn-hidden-size 96",
+        "--swiglu --disable-bias-linear",
+        "--group-query-attention --num-query-groups 2",
+        "--kv-channels 24 --group-query-attention --num-query-groups 1 --swiglu",
+        "--seq-length 8",
+    ],
+)
+def test_equals_the_real_models_matrix_products(flags: str) -> None:
+    cfg = settings(flags)
+    model = cfg.model
+    # The plain attention kernel also computes the scores that the causal mask throws away.
+    masked_scores = model.num_attention_heads * model.kv_channels * model.seq_length
+    masked_half = 6 * model.num_layers * masked_scores
+    assert flops_per_token(cfg) + masked_half == counted_flops(cfg)
+
+
+def test_is_six_per_parameter_of_a_large_model_with_short_sequences() -> None:
+    cfg = settings(
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 1 "
+        "--max-position-embeddings 1"
+    )
+    parameters = 12 * 96 * 12288**2  # without embeddings, as in the GPT-3 paper
+    assert flops_per_token(cfg) / (6 * parameters) == pytest.approx(1, rel=1e-3)
+
+
+def test_counts_no_recomputation() -> None:
+    again = settings(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert flops_per_token(again) == flops_per_token(settings())
+
+
+def test_takes_the_vocabulary_that_is_given() -> None:
+    cfg = settings()
+    given = flops_per_token(cfg, padded_vocab_size=PADDED_VOCAB_SIZE + 100)
+    assert given - flops_per_token(cfg) == 6 * 64 * 100
+
+
+def test_asks_the_tokenizer_for_its_vocabulary(corpus: Corpus, tmp_path: Path) -> None:
+    def with_files(vocab: Path) -> TrainerConfig:
+        files = f"--vocab-file {vocab} --merge-file {corpus.merge_file}"
+        flags = "--make-vocab-size-divisible-by 401"  # the corpus has 400 tokens
+        return settings(flags, SMALL.replace("--vocab-size 127", files))
+
+    cfg = with_files(Path(corpus.vocab_file))
+    assert flops_per_token(cfg) == flops_per_token(cfg, padded_vocab_size=401)
+    with pytest.raises(DataError, match=r"missing\.json"):
+        flops_per_token(with_files(tmp_path / "missing.json"))
+
+
+def test_work_of_stages_adds_up_to_the_whole_model() -> None:
+    cfg = settings(
+        "--partition 1-0-2-1 --num-layers 4 --pipeline-model-parallel-size 4", world_size=4
+    )
+    work = stage_work(cfg, PADDED_VOCAB_SIZE)
+    assert work[:3] == (1, 0, 2)
+    logits = 6 * 64 * PADDED_VOCAB_SIZE
+    layer = (flops_per_token(cfg) - logits) / 4
+    assert work[3] == pytest.approx(1 + logits / layer)

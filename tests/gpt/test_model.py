@@ -1,0 +1,249 @@
+"""The model that settings ask for: megatron-core's configuration, layers and first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.model import (  # noqa: E402
+    HalfPrecisionChunk,
+    KeyedInit,
+    build_chunks,
+    transformer_config,
+)
+from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 2 "
+    "--train-iters 1 --lr 1e-3 --mock-data --vocab-size 100 --init-method-std 0.5"
+)
+ROWS = 128
+
+
+def core_config(flags: str, world_size: int = 1) -> Any:
+    config = parse(f"{FLAGS} {flags}".split(), world_size=world_size, last_wins=True)
+    return transformer_config(config, accelerator.detect(0, backend="gloo"))
+
+
+Build = Callable[..., dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def build() -> Build:
+    """A function that builds one chunk of a pipeline and returns its parameters by name."""
+
+    def run(flags: str = "", *, pp_rank: int = 0, ranks: int = 1, world: int = 1) -> Any:
+        config = parse(f"{FLAGS} {flags}".split(), world_size=world, last_wins=True)
+        device = accelerator.detect(0, backend="gloo")
+        single = parse(f"{FLAGS}".split(), world_size=1, last_wins=True)
+        start_job(single, Environment(), device)
+        try:
+            parallel_state.set_pipeline_model_parallel_rank(pp_rank)
+            parallel_state.set_pipeline_model_parallel_world_size(ranks)
+            placement = Placement(num_ranks=ranks, num_chunks=1)
+            core = transformer_config(config, device)
+            (chunk,) = build_chunks(config, core, device, placement, ROWS)
+            return {
+                name.removeprefix("module."): parameter.detach().clone()
+                for name, parameter in chunk.named_parameters()
+            }
+        finally:
+            parallel_state.set_pipeline_model_parallel_rank(None)
+            parallel_state.set_pipeline_model_parallel_world_size(None)
+            end_job()
+
+    return run
+
+
+def test_draws_follow_seed_layer_and_number() -> None:
+    def draws(seed: int, layer: int | None, count: int = 2, outside: int = 0) -> list[float]:
+        init = KeyedInit(seed, first_outside=outside)
+        if layer is not None:
+            init.enter_layer(layer)
+        return [float(init.normal(1.0)(torch.empty(1))) for _ in range(count)]
+
+    assert draws(1, 3) == draws(1, 3)
+    numbers = [*draws(1, 3), *draws(1, 4), *draws(2, 3), *draws(1, None)]
+    assert len(set(numbers)) == len(numbers)
+    # Outside of layers a later chunk goes on counting where an earlier one ends.
+    assert draws(1, None, outside=1) == draws(1, None, count=3)[1:]
+    assert draws(1, None)[0] not in draws(1, 0)
+
+
+def test_leaving_a_layer_goes_on_outside() -> None:
+    init = KeyedInit(1, first_outside=0)
+    fill = init.normal(1.0)
+    first = float(fill(torch.empty(1)))
+    init.enter_layer(1)
+    inside = float(fill(torch.empty(1)))
+    init.leave_layer()
+    second = float(fill(torch.empty(1)))
+    again = KeyedInit(1, first_outside=0)
+    plain = [float(again.normal(1.0)(torch.empty(1))) for _ in range(2)]
+    assert [first, second] == plain
+    assert inside not in plain
+
+
+def test_std_scales_the_draws() -> None:
+    one, two = (KeyedInit(1, first_outside=0).normal(std)(torch.empty(9)) for std in (1.0, 2.0))
+    assert torch.allclose(two, 2 * one)
+
+
+def test_stages_start_from_the_weights_of_the_whole(build: Build) -> None:
+    untied = "--untie-embeddings-and-output-weights"
+    whole = build(untied)
+    assert any("decoder.layers.3" in name for name in whole)
+    seen = set()
+    for stage, layers in enumerate((1, 3)):
+        flags = f"{untied} --partition 1-3 --pipeline-model-parallel-size 2"
+        part = build(flags, pp_rank=stage, ranks=2, world=2)
+        for name, value in part.items():
+            full = name
+            if "layers." in name:
+                head, rest = name.split("layers.", 1)
+                number, tail = rest.split(".", 1)
+                assert int(number) < layers
+                full = f"{head}layers.{int(number) + stage}.{tail}"
+            assert torch.equal(value, whole[full]), name
+            seen.add(full)
+    assert seen == set(whole)
+
+
+def test_another_seed_gives_other_weights(build: Build) -> None:
+    one, same, other = build(), build(), build("--seed 4321")
+    for name, value in one.items():
+        assert torch.equal(value, same[name])
+        if value.dim() == 2:
+            assert not torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "present", "absent"),
+    [
+        ("", ["position_embeddings", "linear_fc1.bias"], ["output_layer"]),
+        ("--untie-embeddings-and-output-weights", ["output_layer.weight"], []),
+        ("--position-embedding-type rope", [], ["position_embeddings"]),
+        ("--disable-bias-linear", [], ["linear_fc1.bias", "linear_proj.bias"]),
+        ("--normalization RMSNorm", ["final_layernorm.weight"], ["final_layernorm.bias"]),
+    ],
+)
+def test_parts_of_the_model(
+    flags: str, present: list[str], absent: list[str], build: Build
+) -> None:
+    names = " ".join(build(flags))
+    assert all(part in names for part in present)
+    assert not any(part in names for part in absent)
+
+
+def test_widths(build: Build) -> None:
+    def shape_of(flags: str, part: str) -> list[int]:
+        return list(next(v for name, v in build(flags).items() if part in name).shape)
+
+    assert shape_of("", "word_embeddings.weight") == [ROWS, 16]
+    assert shape_of("", "linear_fc1.weight") == [64, 16]
+    assert shape_of("--swiglu --ffn-hidden-size 24", "linear_fc1.weight") == [48, 16]
+    assert shape_of("", "linear_qkv.weight") == [48, 16]
+    grouped = "--num-attention-heads 4 --group-query-attention --num-query-groups 2"
+    assert shape_of(grouped, "linear_qkv.weight") == [32, 16]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "layout"),
+    [
+        ("--pipeline-model-parallel-size 2", 2, "Ett|ttL"),
+        ("--pipeline-model-parallel-size 4 --partition 0-3-1-0", 4, "E|ttt|t|L"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--partition 1-0-2-1 --pipeline-placement loop",
+            2,
+            "Et||tt|tL",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--partition 1-0-2-1 --pipeline-placement v",
+            2,
+            "Et||tL|tt",
+        ),
+    ],
+)
+def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
+    """The layout is written chunk by chunk, from the first rank to the last."""
+    core = core_config(flags, world_size)
+    ranks = core.pipeline_model_parallel_size
+    found = core.pipeline_model_parallel_layout.layout
+    letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+    stages = [found[stage % ranks][stage // ranks] for stage in range(len(layout.split("|")))]
+    assert "|".join("".join(letters[layer.name] for layer in s) for s in stages) == layout
+
+
+class Identity(torch.nn.Module):
+    """A chunk that says where in the pipeline it is, and returns what it is given."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = first, last
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
+def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
+    """megatron-core's own wrapper would send 32 bits from the last rank of a V."""
+    core = core_config(
+        f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
+    )
+    narrow, wide = core.params_dtype, torch.float32
+    for first, last, given, expected in (
+        (True, False, wide, narrow),
+        (False, False, narrow, narrow),
+        (False, True, narrow, wide),
+    ):
+        chunk = HalfPrecisionChunk(core, Identity(first=first, last=last))
+        assert chunk(torch.ones(1, dtype=given)).dtype is expected
+    last_chunk = HalfPrecisionChunk(core, Identity(first=False, last=True))
+    assert last_chunk(torch.ones(1, dtype=narrow), fp32_output=False).dtype is narrow
+
+
+def test_settings_reach_megatron_core() -> None:
+    core = core_config(
+        "--bf16 --swiglu --ffn-hidden-size 24 --init-method-std 0.03 "
+        "--hidden-dropout 0.2 --attention-dropout 0.3 "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+        "--norm-epsilon 1e-6"
+    )
+    assert core.bf16
+    assert core.params_dtype is core.pipeline_dtype is torch.bfloat16
+    assert core.gated_linear_unit
+    assert core.activation_func is torch.nn.functional.silu
+    assert (core.init_method_std, core.layernorm_epsilon) == (0.03, 1e-6)
+    assert (core.hidden_dropout, core.attention_dropout) == (0.2, 0.3)
+    assert core.recompute_granularity == "full"
+    assert (core.recompute_method, core.recompute_num_layers) == ("block", 2)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("schedule", ["megatron", "adaptive"])
+def test_outputs_are_freed_only_where_sends_keep_them(schedule: str, chunks: int) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
+    if chunks > 1:
+        flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
+    core = core_config(flags, world_size=2)
+    assert core.deallocate_pipeline_outputs == (schedule != "megatron")
+    if chunks > 1:
+        # gloo mixes up two messages of one pair in a batch.
+        assert not core.batch_p2p_comm
+        assert core.overlap_p2p_comm

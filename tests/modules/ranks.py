@@ -1,0 +1,210 @@
+"""The stages of a model with cut points on the real executor, all ranks in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import ActivationMeter, Executor
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.modules.batch import BatchShape
+from megatron.adaptive.modules.cutting import balanced, slice_tape
+from megatron.adaptive.modules.measure import tensors_of
+from megatron.adaptive.modules.orders import Orders, choose_placement
+from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
+
+accelerator.install()  # the examples import what needs it
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cutpoint"
+WATCHDOG_S = 120.0
+CPU = torch.device("cpu")
+
+
+def load_example(name: str) -> ModuleType:
+    """Import an example as a module."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(f"cutpoint_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Wire:
+    """A transport between threads."""
+
+    name = "wire"
+
+    def __init__(self, me: int, network: Sequence[CompletionQueue]) -> None:
+        self.completions = network[me]
+        self._me = me
+        self._network = network
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        copied = tensor.detach().clone()
+        self._network[peer].put(HeldArrival(label, self._me, copied.nbytes, lambda: copied))
+
+    def flush(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Case:
+    """A model with its tapes, and what the whole model does with a batch.
+
+    Args:
+        model: with cut points.
+        batch: of all microbatches.
+        micro_batch_size: samples of a microbatch.
+        options: ``loss``, ``arguments`` and ``slicing`` as of ``Pipeline``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        micro_batch_size: int,
+        *,
+        slicing: str = "auto",
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.shape = BatchShape(batch, micro_batch_size)
+        self.count = self.shape.num_microbatches(batch)
+        self.forward = Forward(
+            model=model,
+            loss=options.get("loss"),
+            arguments=options.get("arguments", {}),
+            autocast=None,
+        )
+        self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
+
+    def microbatch(self, number: int) -> dict[str, torch.Tensor]:
+        return self.shape.microbatch(self.batch, number, CPU)
+
+    def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Losses and gradients of the whole model in one process, without the pipeline."""
+        model = copy.deepcopy(self.model)
+        forward = Forward(
+            model=model, loss=self.forward.loss, arguments=self.forward.arguments, autocast=None
+        )
+        losses = []
+        for number in range(self.count):
+            loss = forward(self.microbatch(number))
+            (loss / self.count).backward()
+            losses.append(float(loss.detach()))
+        return losses, gradients_of(dict(model.named_parameters()))
+
+    def run(
+        self, schedule: str, size: int, chunks: int | None = None, *, forward_only: bool = False
+    ) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Losses and summed gradients of the pipeline."""
+        placement = choose_placement(schedule, size, chunks)
+        tape = self.forwards.evaluation if forward_only else self.forwards.training
+        plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))
+        network = [CompletionQueue() for _ in range(size)]
+        held = [tensors_of(copy.deepcopy(self.model)) for _ in range(size)]
+        losses: list[float] = []
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                losses.extend(
+                    self._run_rank(
+                        Orders(schedule=schedule, placement=placement, pp_rank=rank),
+                        tape, plans, held[rank], Wire(rank, network), forward_only,
+                    )
+                )  # fmt: skip
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WATCHDOG_S)
+            assert not thread.is_alive() or errors, f"{schedule} hangs"
+        if errors:
+            raise errors[0]
+        total: dict[str, torch.Tensor] = {}
+        for one in held:
+            for name, gradient in gradients_of(one).items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return losses, total
+
+    def _run_rank(
+        self, orders: Orders, tape: Any, plans: Any, held: Any, wire: Wire, forward_only: bool
+    ) -> list[float]:
+        placement = orders.placement
+        mine = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
+        programs = [
+            StageProgram(tape, plans[s], held, CPU, is_last=s == placement.num_stages - 1)
+            for s in mine
+        ]
+        split = orders.weight_pieces > 0 and not forward_only
+        stages = ProgramStages(
+            programs=programs,
+            microbatches=[self.microbatch(number) for number in range(self.count)],
+            random=RandomKey(7, 0, CPU),
+            held=Held(held),
+            device=CPU,
+            meter=ActivationMeter(),
+            stores=[WeightGradientStore() for _ in programs] if split else None,
+            forward_only=forward_only,
+        )
+        executor = Executor(
+            placement=placement,
+            pp_rank=orders.pp_rank,
+            peer_of=lambda position: position,
+            transport=wire if placement.num_ranks > 1 else None,
+            agreement=Alone(),
+            clock=CpuClock(),
+            recorder=None,
+            timeout_s=WATCHDOG_S / 2,
+        )
+        try:
+            executor.run(
+                stages,
+                orders.policy(self.count, forward_only=forward_only),
+                orders.state(self.count, forward_only=forward_only),
+            )
+        finally:
+            stages.finish()
+        return [float(loss) for loss in stages.losses]
+
+
+def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients by name, zeros left out."""
+    return {
+        name: one.grad.clone()
+        for name, one in tensors.items()
+        if one.grad is not None and bool(one.grad.abs().max() > 0)
+    }
+
+
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
+    """Each gradient differs by at most ``tolerance`` times its own norm."""
+    assert sorted(found) == sorted(expected)
+    for name, one in expected.items():
+        error = float((found[name] - one).norm() / one.norm())
+        assert error <= tolerance, f"{name}: {error:.2e}"

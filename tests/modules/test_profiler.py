@@ -1,0 +1,158 @@
+"""What the profiler measures of a model, in this process alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.adaptive.cli import plan as plan_command
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules import CutPoint, Profiler
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.model_file import read_model
+
+from .models import SHARED, WIDTH, WORDS, knotty, make_batch
+
+WIDE = 16
+
+
+class Tower(nn.Module):
+    """Three pieces of which everything can be counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False) for _ in range(3))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.sigmoid(layer(x))
+            if number < 2:
+                x = self.cuts[number](x)
+        return x.mean()
+
+
+def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
+    profile = Profiler(Tower(), {"x": torch.randn(4, WIDE)}).run()
+    assert profile.micro_batch_sizes == (1, 2, 4)
+    assert profile.cut_points == ("cuts.0", "cuts.1")
+    assert len(profile.samples) == 9
+    for one in profile.samples:
+        row = 4 * WIDE * one.micro_batch
+        assert one.parameters == WIDE * WIDE
+        assert one.output_bytes == (row if one.segment < 2 else 0)
+        # The input of the product and the output of the sigmoid.
+        assert one.kept_bytes == 2 * row
+        assert one.split_s is not None
+        assert min(one.forward_s, one.backward_s, *one.split_s) > 0
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = knotty(dropout=0.2)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    profile = Profiler(model, make_batch(2), shared_weights=SHARED, micro_batch_sizes=[2]).run()
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name]), name
+    assert all(bool((one.grad == 1).all()) for one in model.parameters())  # type: ignore[union-attr]
+    assert model.training
+    # Embedding and mixer are used by the first and by the last piece.
+    shared = WORDS * WIDTH + WIDTH * WIDTH + WIDTH
+    assert profile.model.tied_parameters == shared
+    assert profile.model.tied_layers == (0, 8)
+    assert profile.model.parameters == sum(one.numel() for one in model.parameters())
+
+
+def test_microbatches_larger_than_the_sample() -> None:
+    profile = Profiler(Tower(), {"x": torch.randn(1, WIDE)}, micro_batch_sizes=[3, 2]).run()
+    assert profile.micro_batch_sizes == (2, 3)
+    assert profile.samples[-1].kept_bytes == 2 * 4 * WIDE * 3
+
+
+def test_memory_ends_the_doubling() -> None:
+    largest = 2 * 4 * WIDE * 4
+    profile = Profiler(
+        Tower(), {"x": torch.randn(16, WIDE)}, memory_limit_bytes=largest * 1.6, links=False
+    ).run()
+    assert profile.micro_batch_sizes == (1, 2, 4)
+
+
+def test_the_planner_reads_what_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    measured = Profiler(Tower(), {"x": torch.randn(4, WIDE)}, name="tower").run()
+    measured.write(path)
+    told = profile_file.load(path)
+    again = profile_file.make_profile(told)
+    here = measured.times(split=True)
+    assert again.layers == here.layers
+    assert again.optimizer_s_per_parameter == here.optimizer_s_per_parameter
+    assert read_model(str(path)).layers == measured.model.layers
+    cluster = tmp_path / "cluster.json"
+    node = {
+        "type": "box", "gpu": "cpu", "count": 1, "gpus_per_node": 2, "memory": "1 GB",
+        "link": {"bandwidth": "1 GB/s", "latency": "5 us"},
+    }  # fmt: skip
+    cluster.write_text(json.dumps({"format": 1, "nodes": [node]}))
+    capsys.readouterr()
+    arguments = ["--model", str(path), "--profile", str(path), "--cluster", str(cluster)]
+    assert plan_command.main([*arguments, "--global-batch-size", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_backwards_of_one_piece_are_told_as_they_run() -> None:
+    profile = Profiler(
+        Tower(), {"x": torch.randn(2, WIDE)}, split_backward=False, micro_batch_sizes=[1]
+    ).run()
+    rows = profile.document()["layers"]
+    assert [row["backward_weight_s"] for row in rows] == [0.0] * 3
+    both = Profiler(Tower(), {"x": torch.randn(2, WIDE)}, micro_batch_sizes=[1]).run()
+    assert all(row["backward_weight_s"] > 0 for row in both.document()["layers"])
+    whole = both.document(split=False)["layers"]
+    assert [row["backward_input_s"] for row in whole] == [one.backward_s for one in both.samples]
+
+
+def empty() -> nn.Module:
+    return Tower().to("meta")
+
+
+class Failing(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise IndexError("no such row")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes [0]", "from 1 on"]),
+        (Tower, {"repeats": 0}, ["repeats 0"]),
+        (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes -1.0"]),
+        (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
+        (knotty, {}, ["words.weight", "shared_weights"]),
+        (empty, {}, ["layers.0.weight", "meta", "before"]),
+        (Failing, {}, ["rank 0", "IndexError", "no such row"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(model: Any, options: dict[str, Any], words: list[str]) -> None:
+    batch = make_batch(2) if model is knotty else {"x": torch.randn(2, WIDE)}
+    with pytest.raises(ConfigError) as told:
+        Profiler(model(), batch, **options).run()
+    assert "\n" not in str(told.value)
+    for word in words:
+        assert word in str(told.value)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    profile = Profiler(Tower(), {"x": torch.randn(1, WIDE)}, repeats=1).run()
+    with pytest.raises(ConfigError, match="name another file"):
+        profile.write(tmp_path / "none" / "profile.json")

@@ -1,0 +1,302 @@
+"""What a recorded forward holds, and which forwards are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules import CutPoint
+
+from .ranks import Case, assert_same
+
+Body = Callable[["Model", torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    """Three layers and two cut points around what a test gives."""
+
+    def __init__(self, body: Body, cuts: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(cuts))
+        self.register_buffer("table", torch.arange(4.0))
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x).square().mean()
+
+
+def case_of(body: Body, slicing: str = "auto", cuts: int = 2) -> Case:
+    torch.manual_seed(1)
+    return Case(Model(body, cuts), {"x": torch.randn(6, 4)}, 2, slicing=slicing)
+
+
+def check(case: Case, **options: Any) -> None:
+    losses, gradients = case.expected()
+    found_losses, found = case.run("1f1b", case.forwards.training.num_segments, **options)
+    assert found_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(found, gradients, 1e-6)
+
+
+def plain(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x))
+    return model.last(model.cuts[1](model.middle(x).tanh()))
+
+
+def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = x.mul_(2)  # the user's batch must not change
+    x = model.cuts[0](model.first(x))
+    x += 1
+    x[:, 0] = 3
+    y = model.cuts[1](model.middle(x).relu_())
+    return model.last(y) + x
+
+
+def several(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """Two types cross, one of them skips, one is split into a list."""
+    left, right = model.first(x).chunk(2, dim=-1)
+    kept = (x > 0).to(torch.float64) * right.double().mean()
+    left, right = model.cuts[0](left, right)
+    x = model.middle(torch.cat([right, left], dim=-1))
+    x = model.cuts[1](x)
+    return model.last(x) * kept.float()
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def custom(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](Straight.apply(model.first(x)))
+    return model.last(model.cuts[1](model.middle(x)))
+
+
+def recomputed(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = torch.utils.checkpoint.checkpoint(model.first, x, use_reentrant=False)
+    x = torch.utils.checkpoint.checkpoint(model.middle, model.cuts[0](x), use_reentrant=True)
+    return model.last(model.cuts[1](x))
+
+
+def without_gradient(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x))
+    with torch.no_grad():
+        scale = model.middle(x).abs().mean()
+    return model.last(model.cuts[1](x)) / scale + model.middle(x)
+
+
+def buffers(model: Model, x: torch.Tensor) -> torch.Tensor:
+    places = (model.table * torch.ones(4)).cumsum(0)
+    x = model.cuts[0](model.first(x) + places)
+    return model.last(model.cuts[1](model.middle(x) * places)) + places
+
+
+@pytest.mark.parametrize("slicing", ["record", "export"])
+@pytest.mark.parametrize("body", [plain, several, without_gradient, buffers])
+def test_stages_give_what_the_model_gives(body: Body, slicing: str) -> None:
+    case = case_of(body, slicing)
+    assert case.forwards.way == slicing
+    check(case)
+
+
+@pytest.mark.parametrize("body", [custom, recomputed])
+def test_custom_functions_keep_their_gradient(body: Body) -> None:
+    check(case_of(body))
+
+
+def test_changes_in_place_stay_within_their_stage() -> None:
+    case = case_of(in_place)
+    before = case.batch["x"].clone()
+    found_losses, found = case.run("1f1b", 3)
+    torch.testing.assert_close(case.batch["x"], before, rtol=0, atol=0)
+    model, batch = case.model, {"x": case.batch["x"].clone()}
+    losses = []
+    for start in (0, 2, 4):
+        loss = model(batch["x"][start : start + 2].clone())
+        (loss / 3).backward()
+        losses.append(float(loss.detach()))
+    assert found_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(found, {name: one.grad for name, one in model.named_parameters()}, 1e-6)  # type: ignore[misc]
+
+
+def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
+    """Shapes of what crosses a border of three stages."""
+    from megatron.adaptive.modules.cutting import slice_tape
+
+    tape = case_of(body).forwards.training
+    plans = slice_tape(tape, (1, 1, 1))
+    return [tape.values[number].shape for number in plans[border].sent]
+
+
+def test_only_what_is_needed_crosses() -> None:
+    assert positions_of(plain, 0) == [(2, 4)]
+    assert positions_of(buffers, 0) == [(2, 4)]  # places are made again where they are used
+    assert sorted(positions_of(several, 0)) == [(2, 2), (2, 2), (2, 4)]
+    assert sorted(positions_of(several, 1)) == [(2, 4), (2, 4)]
+
+
+def test_recording_leaves_no_trace() -> None:
+    def noisy(model: Model, x: torch.Tensor) -> torch.Tensor:
+        model.table.add_(1)
+        return plain(model, F.dropout(x, 0.5, model.training))
+
+    torch.manual_seed(3)
+    model = Model(noisy)
+    batch = {"x": torch.randn(2, 4)}
+    state = torch.get_rng_state()
+    Case(model, batch, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.table.tolist() == [0, 1, 2, 3]
+    assert model.training
+
+
+def twice(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return model.last(model.cuts[0](model.middle(model.cuts[0](model.first(x)))))
+
+
+def skipped(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x))
+    return model.last(model.cuts[1](x) if x.shape[0] > 2 else x)
+
+
+def by_value(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x))
+    return model.last(model.cuts[1](x) if x.sum() > -1000 else x)
+
+
+def by_chance(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x))
+    return model.last(model.cuts[1](x) if torch.rand(()) < 2 else x)
+
+
+def by_mode(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.cuts[0](model.first(x)) if model.training else model.first(x)
+    return model.last(model.cuts[1](x))
+
+
+def by_order(model: Model, x: torch.Tensor) -> torch.Tensor:
+    first, second = model.cuts if model.training else reversed(list(model.cuts))
+    return model.last(second(model.middle(first(model.first(x)))))
+
+
+def unregistered(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, CutPoint()(x))
+
+
+HIDDEN = torch.ones(4, requires_grad=True)
+
+
+def hidden(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x * HIDDEN)
+
+
+def seen_elsewhere(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = model.first(x)
+    view = x[:, :2]
+    x = model.cuts[0](x)
+    x.add_(1)
+    return model.last(model.cuts[1](model.middle(x))) + view.sum()
+
+
+def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.table += x.detach().mean(0)
+    return plain(model, x) * model.table
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
+        (skipped, ["cuts.1", "not passed", "control flow"]),
+        (by_value, ["test_recorder.py", "by_value", "values of a tensor", "__bool__"]),
+        (by_chance, ["test_recorder.py", "by_chance", "values of a tensor"]),
+        (by_mode, ["cuts.0", "not passed"]),
+        (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
+        (unregistered, ["test_recorder.py", "no module of the model"]),
+        (hidden, ["test_recorder.py", "hidden", "[4]", "no parameter"]),
+        (seen_elsewhere, ["changed in place", "stage 1"]),
+        (moving_table, ["buffer table", "stage 0", "stage 2"]),
+    ],
+)
+def test_what_cannot_be_cut_is_named(body: Body, words: list[str]) -> None:
+    from megatron.adaptive.modules.cutting import slice_tape
+
+    with pytest.raises(ConfigError) as refusal:
+        slice_tape(case_of(body).forwards.training, (1, 1, 1))
+    said = str(refusal.value)
+    assert "\n" not in said
+    for word in words:
+        assert word in said, said
+
+
+def test_values_may_be_taken_as_the_samples() -> None:
+    check(case_of(by_value, "record"))
+
+
+def test_a_model_that_looks_at_values_for_nothing_is_exported() -> None:
+    def looking(model: Model, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and bool(x.isnan().any()):
+            raise AssertionError
+        return plain(model, x)
+
+    case = case_of(looking)
+    assert case.forwards.way == "export"
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, batch: output.expand(3), ["loss of [3]", "scalar"]),
+        (lambda output, batch: 1.5, ["loss of float"]),
+        (lambda output, batch: torch.zeros((), dtype=torch.int64), ["scalar"]),
+    ],
+)
+def test_the_loss_is_a_scalar(loss: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Case(Model(plain), {"x": torch.randn(2, 4)}, 2, loss=loss)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_cut_point_after_a_module() -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layers(x).square().mean()}
+
+    model = Foreign()
+    for layer in model.layers[:2]:
+        CutPoint.after(layer)
+    for slicing in ("record", "export"):
+        case = Case(model, {"x": torch.randn(4, 4)}, 2, slicing=slicing)
+        assert case.forwards.training.cuts == ["layers.0.cut_point", "layers.1.cut_point"]
+        found_losses, found = case.run("zb-h1", 3)
+        model.zero_grad()
+        losses = []
+        for number in range(2):
+            loss = model(**case.microbatch(number))["loss"]
+            (loss / 2).backward()
+            losses.append(float(loss.detach()))
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert_same(found, {name: one.grad for name, one in model.named_parameters()}, 1e-6)  # type: ignore[misc]
+        model.zero_grad()

@@ -1,0 +1,114 @@
+"""Stages of unequal widths: planned as they are run, and told to the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planning.small import Problem, random_problem
+from megatron.adaptive.config.plan import plan_flags, world_size_of
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.microbatch_assignment import as_run, dealt_widths, held_of
+from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
+from megatron.adaptive.planner.propose import Request, propose, scheduled
+from megatron.adaptive.schedule.widths import Widths
+
+
+def problem() -> Problem:
+    """One with three GPUs on nodes of their own at least."""
+    for seed in range(100):
+        found = random_problem(seed)
+        if len(found.cluster.nodes) >= 3 and all(one.gpus == 1 for one in found.cluster.types):
+            return found
+    raise AssertionError
+
+
+def plan_of(given: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
+    """Stages of so many GPUs, each a node, as the search has them."""
+    nodes = iter(range(len(given.cluster.nodes)))
+    wave = Widths(sizes).round_size
+    places = tuple(
+        StagePlace(
+            replicas=tuple(Replica(node=next(nodes), gpu=0, tp=1) for _ in range(size)),
+            micro_batch=wave // size,
+        )
+        for size in sizes
+    )
+    layers = given.model.num_layers
+    return Plan(
+        tp=1, dp=sizes[0], pp=len(sizes), micro_batch=wave // sizes[0], global_batch=waves * wave,
+        partition=(layers - len(sizes) + 1, *(1,) * (len(sizes) - 1)), places=places,
+    )  # fmt: skip
+
+
+def test_the_run_has_microbatches_of_one_size() -> None:
+    searched = plan_of(problem(), (2, 1))
+    assert dealt_widths(searched) is None
+    run = as_run(searched)
+    assert [place.micro_batch for place in run.places] == [1, 1]
+    assert dealt_widths(run) == Widths((2, 1))
+    assert as_run(run) == run
+    assert held_of(run, Widths((2, 1))) == (2.0, 1.0)
+    # What the trainer cannot run stays as it is.
+    for other in ({"distributed_optimizer": True}, {"places": plan_of(problem(), (1, 1)).places}):
+        if "places" in other:
+            other |= {"dp": 1, "micro_batch": 1}
+        changed = replace(searched, **other)
+        assert as_run(changed) == changed
+
+
+def test_a_prediction_adds_up_and_knows_its_schedules() -> None:
+    given = problem()
+    run = as_run(plan_of(given, (2, 1)))
+    told = (given.model, given.cluster, given.profile)
+    for schedule in ("1f1b", "adaptive", "gpipe"):
+        seen = predict(replace(run, schedule=schedule), *told)
+        assert sum(seen.parts.values()) == pytest.approx(seen.seconds)
+        assert all(0 <= stage.bubble < 1 for stage in seen.stages)
+    with pytest.raises(ScheduleError, match="zb-h1 for stages of widths 2-1"):
+        predict(replace(run, schedule="zb-h1"), *told)
+    row = scheduled(plan_of(given, (2, 1)), *told, ("zb-h1", "1f1b"))
+    assert row.plan == run
+
+
+def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
+    given = problem()
+    told = (given.model, given.cluster, given.profile)
+    wide = predict(as_run(plan_of(given, (2, 1), waves=40)), *told)
+    stage = wide.stages[0]
+    run = as_run(plan_of(given, (2, 1), waves=40))
+    busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)
+    assert busy <= wide.seconds
+    assert run.num_microbatches == 40  # of each replica of the first stage, of 80 in a step
+
+
+def test_the_trainer_and_the_launcher_take_the_plan() -> None:
+    given = problem()
+    run = as_run(plan_of(given, (2, 1)))
+    seen = predict(run, given.model, given.cluster, given.profile)
+    document = plan_document(run, given.model, given.cluster, seen)
+    assert world_size_of(document) == 3
+    flags = plan_flags(document, "plan.json")
+    assert flags[flags.index("--stage-data-parallel-sizes") + 1] == "2-1"
+    assert flags[flags.index("--micro-batch-size") + 1] == "1"
+    lines = conf_text(document).splitlines()
+    assert "STAGE_DP_SIZES=2-1" in lines
+    assert not any(line.startswith("DP_SIZE=") for line in lines)
+
+
+def test_proposed_plans_are_in_the_order_in_which_they_run() -> None:
+    given = problem()
+    options = replace(
+        given.options, unequal=True, tp=(1,), distributed_optimizer=(False,), top=8
+    )  # fmt: skip
+    request = Request(global_batch=given.global_batch, options=options, schedules=("1f1b",))
+    rows = propose(given.model, given.cluster, given.profile, request).rows
+    seconds = [row.prediction.seconds for row in rows]
+    assert seconds == sorted(seconds)
+    for row in rows:
+        if not row.plan.uniform:
+            assert dealt_widths(row.plan) is not None
+            again = predict(row.plan, given.model, given.cluster, given.profile)
+            assert again.seconds == pytest.approx(row.prediction.seconds)

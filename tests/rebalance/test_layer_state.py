@@ -1,0 +1,88 @@
+"""Which rank sends what of a parameter's state, for shares cut in any way."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.adaptive.rebalance.layer_state import Passage, Table, passages  # noqa: E402
+
+Shares = dict[str, tuple[int, int]]
+
+
+def table(had: Shares, wants: Shares, replica: int = 0, tp_rank: int = 0) -> Table:
+    """A rank's table."""
+    return Table(tp_rank=tp_rank, replica=replica, had=had, wants=wants, parts={}, steps=1.0)
+
+
+def test_a_layer_goes_from_each_replica_to_its_own() -> None:
+    whole = {"a": (0, 10)}
+    tables = {
+        0: table(whole, {}, replica=0),
+        1: table(whole, {}, replica=1),
+        2: table({}, whole, replica=0),
+        3: table({}, whole, replica=1),
+    }
+    assert passages(tables) == [
+        Passage(0, 2, "a", True, 0, 0),
+        Passage(0, 2, "a", False, 0, 10),
+        Passage(1, 3, "a", True, 0, 0),
+        Passage(1, 3, "a", False, 0, 10),
+    ]
+
+
+def test_what_stays_as_it_is_goes_nowhere() -> None:
+    assert passages({0: table({"a": (2, 5)}, {"a": (2, 5)})}) == []
+
+
+def test_tensor_parallel_ranks_keep_to_themselves() -> None:
+    tables = {
+        rank: table(
+            {"a": (0, 4)} if rank < 2 else {}, {"a": (0, 4)} if rank > 1 else {}, 0, rank % 2
+        )
+        for rank in range(4)
+    }
+    assert {(way.source, way.target) for way in passages(tables)} == {(0, 2), (1, 3)}
+
+
+def test_shares_are_put_together_from_all_that_have_a_part() -> None:
+    """With the distributed optimizer every rank holds another run of elements, or none."""
+    for seed in range(30):
+        drawn = random.Random(seed)
+        size, ranks = drawn.randint(1, 40), drawn.randint(1, 4)
+
+        def cut(size: int = size, ranks: int = ranks, drawn: random.Random = drawn) -> list[Shares]:
+            edges = [0, *sorted(drawn.randint(0, size) for _ in range(ranks - 1)), size]
+            pairs = list(itertools.pairwise(edges))
+            drawn.shuffle(pairs)
+            return [{"a": pair if pair[0] < pair[1] else (0, 0)} for pair in pairs]
+
+        senders = drawn.choice(("same", "others"))
+        before, after = cut(), cut()
+        if senders == "same":
+            tables = {r: table(before[r], after[r], r) for r in range(ranks)}
+        else:
+            tables = {r: table(before[r], {}, r) for r in range(ranks)}
+            tables |= {ranks + r: table({}, after[r], r) for r in range(ranks)}
+        ways = passages(tables)
+        for rank, own in tables.items():
+            if not own.wants:
+                continue
+            low, high = own.wants["a"]
+            if own.had.get("a") == (low, high):
+                continue
+            covered = [
+                element
+                for way in ways
+                if way.target == rank and not way.is_weight
+                for element in range(way.start, way.end)
+            ]
+            assert sorted(covered) == list(range(low, high))
+        for way in ways:
+            if not way.is_weight:
+                low, high = tables[way.source].had["a"]
+                assert low <= way.start < way.end <= high

@@ -1,0 +1,75 @@
+"""All that is known of a rank counts, and counts for no more than it is worth."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from megatron.adaptive.trace.diagnose.baselines import ALIKE, Levels, levels_of
+from megatron.adaptive.trace.diagnose.measured import measure
+from megatron.adaptive.trace.read import read_run
+
+from .conftest import NOISE
+
+
+def fitted(folder: Path, **options: Any) -> Levels:
+    write_synthetic(folder, SyntheticRun(**{**NOISE, "iterations": 16, **options}))
+    return levels_of(measure(read_run(folder)))
+
+
+def drawn(seed: int, ranks: int = 4, count: int = 20) -> Levels:
+    """Ranks that are alike but for their noise."""
+    rng = np.random.default_rng(seed)
+    own, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
+    return Levels(
+        series=own + noise,
+        by_kind=np.stack([own + noise] * 3, axis=2),
+        lasting=100 + ALIKE**2 * np.eye(ranks),
+        passing=0.03**2 * np.eye(ranks),
+    )
+
+
+def test_errors_are_as_large_as_they_say() -> None:
+    sizes = np.concatenate([np.divide(*drawn(seed).errors()) for seed in range(300)])
+    assert float(np.std(sizes)) == pytest.approx(1, abs=0.1)
+
+
+def test_chance_is_no_shift() -> None:
+    shifts = [shift for seed in range(300) for shift in drawn(seed).scan(0.0, 3.2)]
+    assert sum(shift.excess > 0 for shift in shifts) <= 3
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 20), (12, 20), (5, 14)])
+def test_a_shift_is_found_where_it_is(first: int, end: int) -> None:
+    levels = drawn(1)
+    levels.series[first:end, 2] += 0.2
+    best = max(levels.scan(0.05, 3.2), key=lambda shift: shift.excess)
+    assert (best.column, best.first, best.end) == (2, first, end)
+    assert best.size == pytest.approx(0.2, abs=3 * best.error)
+    levels.remove(best)
+    assert max(shift.excess for shift in levels.scan(0.05, 3.2)) < 0
+
+
+def test_a_rank_that_is_not_trusted_says_nothing_of_others() -> None:
+    levels = drawn(2)
+    levels.series[:, 0] -= 0.5
+    assert levels.errors()[0][1] > 0.1
+    levels.distrust(0)
+    assert abs(levels.errors()[0][1]) < 0.05
+
+
+def test_more_is_known_with_peers_and_less_of_a_stage_with_a_head(tmp_path: Path) -> None:
+    alone = fitted(tmp_path / "a").errors()[1]
+    with_peers = fitted(tmp_path / "b", replicas=2).errors()[1]
+    with_head = fitted(tmp_path / "c", head=1.0).errors()[1]
+    assert with_peers.max() < alone.min()
+    assert with_head[3] > 2 * alone[3]
+
+
+def test_long_microbatches_make_no_noise_between_stages(tmp_path: Path) -> None:
+    plain = fitted(tmp_path / "a").errors()
+    long = fitted(tmp_path / "b", microbatch_sigma=0.3).errors()
+    assert long[1] == pytest.approx(plain[1], rel=0.3)
+    assert np.abs(long[0]).max() < 0.05
