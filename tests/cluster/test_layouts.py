@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cluster.layouts import Shape, choose_shape, is_better
+from megatron.adaptive.cluster.layouts import ParallelLayout, choose_layout, is_better
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.programs import Start, Trainer
-from megatron.adaptive.cluster.rank_arguments import assign
+from megatron.adaptive.cluster.ranks import Start, TrainerProgram, assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
 
@@ -21,17 +20,17 @@ FLAGS = (
 ).split()
 
 
-def chosen(slots: list[int], *extra: str) -> Shape:
-    shape = choose_shape([*FLAGS, *extra], slots)
-    assert shape is not None
-    return shape
+def chosen(slots: list[int], *extra: str) -> ParallelLayout:
+    layout = choose_layout([*FLAGS, *extra], slots)
+    assert layout is not None
+    return layout
 
 
 def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for() -> None:
     found = {
         count: chosen([1] * count, "--pipeline-model-parallel-size", "2") for count in range(1, 10)
     }
-    degrees = {count: (shape.pipeline, shape.data) for count, shape in found.items()}
+    degrees = {count: (layout.pipeline, layout.data) for count, layout in found.items()}
     assert degrees == {
         1: (1, 1),
         2: (2, 1),
@@ -44,17 +43,17 @@ def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for
         9: (2, 4),
     }
     assert found[5].partition == (1, 1, 2, 1, 1)
-    for shape in found.values():
-        config = parse([*FLAGS, *shape.flags], world_size=shape.world_size, last_wins=True)
-        assert config.layers_per_stage == shape.partition
+    for layout in found.values():
+        config = parse([*FLAGS, *layout.flags], world_size=layout.world_size, last_wins=True)
+        assert config.layers_per_stage == layout.partition
         assert config.batch.global_batch_size == 8
 
 
 def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
-    shape = chosen([3, 2, 1], "--tensor-model-parallel-size", "2")
-    assert (shape.tensor, shape.world_size) == (2, 4)
+    layout = chosen([3, 2, 1], "--tensor-model-parallel-size", "2")
+    assert (layout.tensor, layout.world_size) == (2, 4)
     nodes = [Node(name=name, slots=slots) for name, slots in (("a", 3), ("b", 1), ("c", 2))]
-    places = assign(nodes, shape)
+    places = assign(nodes, layout)
     assert [place.node.name for place in places] == ["a", "a", "c", "c"]
     assert [place.node_rank for place in places] == [0, 0, 1, 1]
     assert places[3].variables(3, 4) == {
@@ -64,7 +63,7 @@ def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
     }
-    assert choose_shape([*FLAGS, "--tensor-model-parallel-size", "2"], [1, 1, 1]) is None
+    assert choose_layout([*FLAGS, "--tensor-model-parallel-size", "2"], [1, 1, 1]) is None
 
 
 def test_a_job_moves_where_that_is_worth_it() -> None:
@@ -87,16 +86,16 @@ def test_chunks_are_kept_where_they_fit() -> None:
 
 def test_arguments_that_are_wrong_in_every_shape_are_refused() -> None:
     with pytest.raises(ConfigError, match="--hidden-size"):
-        choose_shape([*FLAGS, "--hidden-size", "33"], [2])
+        choose_layout([*FLAGS, "--hidden-size", "33"], [2])
 
 
 def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
     given = [*FLAGS, "--load", "other", "--finetune", "--ckpt-step", "5", "--trace-dir=traces"]
-    shape = chosen([2])
+    layout = chosen([2])
 
     def told(resumed: int) -> list[str]:
-        start = Start(shape=shape, epoch=3, resumed=resumed, progress=Path("progress"))
-        return Trainer(given, Path("own")).told(start)[0]
+        start = Start(layout=layout, incarnation=3, resumed=resumed, progress=Path("progress"))
+        return TrainerProgram(given, Path("own")).told(start)[0]
 
     first = parse(told(0), world_size=2, last_wins=True).checkpoint
     assert (first.load, first.save, first.finetune, first.ckpt_step) == ("other", "own", True, 5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cluster.machines import Machine, read_machines
+from megatron.adaptive.cluster.membership import Machine, read_machines
 from megatron.adaptive.errors import ConfigError
 
 

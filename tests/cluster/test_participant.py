@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster import participant as module
-from megatron.adaptive.cluster.layouts import ByRule
+from megatron.adaptive.cluster import manager as module
+from megatron.adaptive.cluster.layouts import RuleChooser
 from megatron.adaptive.cluster.lease import LeaseTakenError
-from megatron.adaptive.cluster.participant import Participant
-from megatron.adaptive.cluster.rank_arguments import EXIT_LEFT, JobSpec
+from megatron.adaptive.cluster.manager import Participant
+from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec
 
 
 class Part:
@@ -72,7 +72,7 @@ def test_a_notice_is_heeded_whenever_it_comes(
     monkeypatch.setattr(module, "Manager", Taken)
     monkeypatch.setattr(module, "Agent", Part(heeds, status))
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)
-    part = Participant(spec, ByRule(), name="a", slots=1, is_local=True)
+    part = Participant(spec, RuleChooser(), name="a", slots=1, is_local=True)
     former = signal.getsignal(signal.SIGTERM)
     try:
         assert asyncio.run(part.run()) == (EXIT_LEFT if status is None else status)

@@ -176,25 +176,25 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(tmp_path: Path) -> None
         state = job.state()
     finally:
         job.close()
-    epochs = state["epochs"]
-    assert len(epochs) == 5, job.said()
-    shapes = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1", "PP 1 x DP 1"]
-    assert [one["shape"].partition(",")[0] for one in epochs] == shapes
+    incarnations = state["epochs"]
+    assert len(incarnations) == 5, job.said()
+    layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1", "PP 1 x DP 1"]
+    assert [one["shape"].partition(",")[0] for one in incarnations] == layouts
     for number, done in ((2, first), (3, second)):
-        one = epochs[number - 1]
+        one = incarnations[number - 1]
         assert one["source"] == "copies in memory", job.said()
         assert one["resumed_iteration"] >= done - 1
         assert one["lost_steps"] <= 1
         last = max(job.steps(number - 1))
         assert one["resumed_iteration"] >= last - 1
         assert job.steps(number)[0] == one["resumed_iteration"] + 1
-    assert epochs[3]["source"] == "checkpoint"  # that was made for the node that came
-    assert epochs[3]["lost_steps"] == 0
+    assert incarnations[3]["source"] == "checkpoint"  # that was made for the node that came
+    assert incarnations[3]["lost_steps"] == 0
     # The copy of its neighbour's part may be of another step than what is left.
     nothing_left = r"checkpoint: no copy is left of what rank 1(, 2)? held"
-    assert re.fullmatch(nothing_left, epochs[4]["source"]), job.said()
-    assert epochs[4]["resumed_iteration"] < fourth
-    assert epochs[4]["lost_steps"] == max(job.steps(4)) - epochs[4]["resumed_iteration"]
+    assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
+    assert incarnations[4]["resumed_iteration"] < fourth
+    assert incarnations[4]["lost_steps"] == max(job.steps(4)) - incarnations[4]["resumed_iteration"]
     told = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
     assert told[1].endswith(" and 0.0 MiB sent")
     assert not told[2].endswith(" and 0.0 MiB sent")
@@ -207,10 +207,10 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(tmp_path: Path) -> None
             assert line["loss"] == pytest.approx(expected[line["iteration"]], rel=1e-5)
 
 
-def steps_in(job: ElasticJob, epoch: int, count: int) -> int:
+def steps_in(job: ElasticJob, incarnation: int, count: int) -> int:
     """Wait for some steps of an epoch; returns the last."""
-    job.until(lambda: len(job.steps(epoch)) >= count, f"{count} steps of epoch {epoch}")
-    return max(job.steps(epoch))
+    job.until(lambda: len(job.steps(incarnation)) >= count, f"{count} steps of epoch {incarnation}")
+    return max(job.steps(incarnation))
 
 
 def lose(job: ElasticJob, *names: str) -> None:

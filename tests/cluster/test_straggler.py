@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli.run import main
-from megatron.adaptive.cluster.job import Epoch, SlowRank
-from megatron.adaptive.cluster.layouts import ByRule, Offer, Shape, choose_shape
+from megatron.adaptive.cluster.job import Incarnation, SlowRank
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, RuleChooser, choose_layout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.rank_arguments import Policy, Running
+from megatron.adaptive.cluster.ranks import Policy, RunningRanks
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.errors import ConfigError
 
@@ -30,18 +30,20 @@ class Job:
     def __init__(self, policy: Policy, names: str, extra: Sequence[str] = ()) -> None:
         self.said: list[str] = []
         arguments = (*MODEL, *extra)
-        self.stragglers = Stragglers(policy, ByRule(), arguments, self.said.append)
+        self.stragglers = Stragglers(policy, RuleChooser(), arguments, self.said.append)
         self.nodes = [Node(name=name, slots=1, status="present") for name in names]
 
-    def choose(self) -> Shape:
-        shape = asyncio.run(self.stragglers.choose(self.nodes))
-        assert shape is not None
-        return shape
+    def choose(self) -> ParallelLayout:
+        layout = asyncio.run(self.stragglers.choose(self.nodes))
+        assert layout is not None
+        return layout
 
-    def heed(self, *found: SlowRank, shape: Shape | None = None) -> str:
-        epoch = Epoch(number=2, shape="", processes=3, nodes=(), reason="")
+    def heed(self, *found: SlowRank, layout: ParallelLayout | None = None) -> str:
+        incarnation = Incarnation(number=2, layout="", processes=3, nodes=(), reason="")
         where = {f"2/{at}": node.name for at, node in enumerate(self.nodes)}
-        running = Running(epoch=epoch, shape=shape or self.choose(), folder=Path(), where=where)
+        running = RunningRanks(
+            incarnation=incarnation, layout=layout or self.choose(), folder=Path(), where=where
+        )
         return asyncio.run(self.stragglers.heed(found, running, self.nodes))
 
 
@@ -116,16 +118,17 @@ def test_nothing_is_done_where_nobody_wants_it_or_nothing_helps() -> None:
 def test_a_node_that_is_as_slow_as_planned_is_no_straggler() -> None:
     job = Job("replan", "abc")
     planned = replace(job.choose(), step_s=1.0, pace={"a": 1.0, "b": 1.0, "c": 2.0})
-    assert job.heed(slow(2, 2.0), shape=planned) == ""
+    assert job.heed(slow(2, 2.0), layout=planned) == ""
     assert job.said == []
-    assert job.heed(slow(2, 3.0), shape=planned) == "c is slow, rank 2 takes 1.50 times as long"
+    assert job.heed(slow(2, 3.0), layout=planned) == "c is slow, rank 2 takes 1.50 times as long"
 
 
 def test_slowness_of_equal_nodes_changes_no_shape() -> None:
-    even = choose_shape(MODEL, [1, 1, 1])
-    assert choose_shape(MODEL, [1, 1, 1], [2.0, 2.0, 2.0]) == even
+    even = choose_layout(MODEL, [1, 1, 1])
+    assert choose_layout(MODEL, [1, 1, 1], [2.0, 2.0, 2.0]) == even
     assert (
-        asyncio.run(ByRule().choose(MODEL, [Offer(name=name, slots=1) for name in "abc"])) == even
+        asyncio.run(RuleChooser().choose(MODEL, [Offer(name=name, slots=1) for name in "abc"]))
+        == even
     )
 
 

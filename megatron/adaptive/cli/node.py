@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.adaptive.cluster.command import ROOT, NodePlace, check_trainer
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
-from megatron.adaptive.cluster.network import (
+from megatron.adaptive.cluster.host import (
+    count_gpus,
     interface_of,
     interface_variables,
     is_loopback,
@@ -32,10 +32,15 @@ from megatron.adaptive.cluster.network import (
     rdma_variables,
     resolve,
 )
-from megatron.adaptive.cluster.node import run_node
-from megatron.adaptive.cluster.preflight import check_files, make_folder
+from megatron.adaptive.cluster.node import (
+    ROOT,
+    NodePlace,
+    check_files,
+    check_trainer,
+    make_folder,
+    run_node,
+)
 from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
-from megatron.adaptive.cluster.sampler import count_gpus
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500

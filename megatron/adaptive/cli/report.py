@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cluster.command import ROOT
-from megatron.adaptive.cluster.report import gather
-from megatron.adaptive.cluster.report_page import write_report
+from megatron.adaptive.cluster.node import ROOT
+from megatron.adaptive.cluster.report import gather, write_report
 
 
 def main(argv: Sequence[str]) -> int:

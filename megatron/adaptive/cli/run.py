@@ -24,7 +24,7 @@ from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.rank_arguments import JobSpec, Policy
+    from megatron.adaptive.cluster.ranks import JobSpec, Policy
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
@@ -157,11 +157,9 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.adaptive.cluster.layouts import choose_shape
-    from megatron.adaptive.cluster.manager import Manager
-    from megatron.adaptive.cluster.participant import Participant
-    from megatron.adaptive.cluster.programs import is_trainer
-    from megatron.adaptive.cluster.rank_arguments import JobSpec
+    from megatron.adaptive.cluster.layouts import choose_layout
+    from megatron.adaptive.cluster.manager import Manager, Participant
+    from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
     from megatron.adaptive.cluster.snapshot_placement import CopySpec
 
     script = options.script
@@ -182,7 +180,7 @@ def _run(options: argparse.Namespace) -> int:
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Says what is wrong with the trainer's arguments before anything starts.
-        choose_shape(arguments, [1])
+        choose_layout(arguments, [1])
         on_straggler = _on_straggler(options.on_straggler, arguments)
     spec = JobSpec(
         script=script.resolve(),
@@ -253,25 +251,25 @@ def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """What chooses shapes; a planner is started, checked, and closed with the stack."""
     from megatron.adaptive.cluster.job import say
-    from megatron.adaptive.cluster.layouts import ByRule
-    from megatron.adaptive.cluster.plan_process import ByPlan, PlanProcess
-    from megatron.adaptive.cluster.programs import model_file
+    from megatron.adaptive.cluster.layouts import RuleChooser
+    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
+    from megatron.adaptive.cluster.ranks import model_file
 
     if spec.is_pipeline:
-        from megatron.adaptive.cluster.script_planning import ByMeasuring
+        from megatron.adaptive.cluster.plan_process import MeasuringChooser
 
         model = model_file(spec.checkpoints)
         planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
-        return ByMeasuring(model, planner, options.plan_within, say)
+        return MeasuringChooser(model, planner, options.plan_within, say)
     if not options.plan_with:
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
                 " --plan-with FILE, or leave it out"
             )
-        return ByRule()
+        return RuleChooser()
     if spec.machines is not None:
-        from megatron.adaptive.cluster.machines import read_machines
+        from megatron.adaptive.cluster.membership import read_machines
 
         read_machines(spec.machines)  # what is wrong with them comes before plans
     process = stack.enter_context(
@@ -279,7 +277,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     )
     if late := process.check(spec.machines):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return ByPlan(process, options.plan_within, say)
+    return PlannerChooser(process, options.plan_within, say)
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.adaptive.cluster.command import ROOT
+from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.cluster.status import JobStatus, NodeStatus, read_status
 from megatron.adaptive.errors import ConfigError
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cluster.command import ROOT, check_trainer
 from megatron.adaptive.cluster.conf import load_conf
-from megatron.adaptive.cluster.preflight import check_files, make_folder
+from megatron.adaptive.cluster.node import ROOT, check_files, check_trainer, make_folder
 from megatron.adaptive.cluster.slurm import batch_script, check_cluster, submit
 
 

@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.adaptive import extension
-from megatron.adaptive.cluster.network import interface_of, is_loopback, own_address, rdma_ports
-from megatron.adaptive.cluster.preflight import check_port
-from megatron.adaptive.cluster.sampler import why_no_gpu_use
+from megatron.adaptive.cluster.host import (
+    interface_of,
+    is_loopback,
+    own_address,
+    rdma_ports,
+    why_no_gpu_use,
+)
+from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.errors import AdaptiveError
 
 __all__ = ["Check", "answer_peers", "check_node", "check_way"]

@@ -25,13 +25,13 @@ from megatron.adaptive.errors import ConfigError
 
 __all__ = [
     "MEASURES",
-    "Epoch",
-    "EpochProgress",
+    "Incarnation",
+    "IncarnationProgress",
     "ProgressReader",
     "SlowRank",
     "StateFile",
-    "end_epochs",
-    "epoch_folder",
+    "end_incarnations",
+    "incarnation_folder",
     "job_folder",
     "phases",
     "read_state",
@@ -59,7 +59,7 @@ def job_folder(checkpoints: Path) -> Path:
     return checkpoints / _FOLDER
 
 
-def epoch_folder(job: Path, number: int, secret: str) -> Path:
+def incarnation_folder(job: Path, number: int, secret: str) -> Path:
     """Where the ranks of a shape tell how far they are.
 
     Args:
@@ -70,14 +70,14 @@ def epoch_folder(job: Path, number: int, secret: str) -> Path:
     return job / f"{_EPOCH}-{number}-{secret[:8]}"
 
 
-def end_epochs(job: Path) -> None:
+def end_incarnations(job: Path) -> None:
     """Keep all ranks that were ever started, and may live on unseen, from saving checkpoints."""
     for folder in job.glob(f"{_EPOCH}-*"):
         mark_over(folder)
 
 
 @dataclass(kw_only=True)
-class Epoch:
+class Incarnation:
     """One shape of the job, from its start to the next morph.
 
     Attributes:
@@ -100,7 +100,7 @@ class Epoch:
     """
 
     number: int
-    shape: str
+    layout: str
     processes: int
     nodes: tuple[str, ...]
     reason: str
@@ -109,7 +109,7 @@ class Epoch:
     source: str = ""
     marks_ns: dict[str, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
-    before: EpochProgress | None = None
+    before: IncarnationProgress | None = None
     predicted_s: float | None = None
     step_s: float | None = None
 
@@ -123,7 +123,7 @@ class Epoch:
         """What the state holds of it."""
         return {
             "epoch": self.number,
-            "shape": self.shape,
+            "shape": self.layout,
             "processes": self.processes,
             "nodes": list(self.nodes),
             "reason": self.reason,
@@ -159,7 +159,7 @@ _SLOW = tuple(one.name for one in fields(SlowRank))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochProgress:
+class IncarnationProgress:
     """What the ranks of one shape wrote about themselves.
 
     Attributes:
@@ -203,9 +203,9 @@ class ProgressReader:
         self._found: dict[str, Any] = {}
         self._slow: list[SlowRank] = []
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
-        self._progress = EpochProgress()
+        self._progress = IncarnationProgress()
 
-    def read(self, folder: Path) -> EpochProgress:
+    def read(self, folder: Path) -> IncarnationProgress:
         """Return what is known by now; a line that is just being written is left for later.
 
         Args:
@@ -231,7 +231,7 @@ class ProgressReader:
             self._note(told)
         if self._steps_ms:
             self._found["step_s"] = statistics.median(self._steps_ms) / 1e3
-        self._progress = EpochProgress(**self._found, slow=tuple(self._slow))
+        self._progress = IncarnationProgress(**self._found, slow=tuple(self._slow))
         return self._progress
 
     def _note(self, told: Mapping[str, Any]) -> None:
@@ -256,14 +256,14 @@ class ProgressReader:
             found["ended"] = told["ended"]
 
 
-def phases(epoch: Epoch, now: EpochProgress) -> dict[str, float]:
+def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
     """Seconds of each part of a morph, as far as they are known.
 
     Args:
         epoch: the new shape.
         now: what its own ranks wrote.
     """
-    marks, before, found = epoch.marks_ns, epoch.before, dict[str, float]()
+    marks, before, found = incarnation.marks_ns, incarnation.before, dict[str, float]()
     notice, ended = marks.get("notice"), marks.get("ended")
     if notice is not None and ended is not None:
         saved = None if before is None else before.saved_ns
@@ -371,9 +371,11 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     return told
 
 
-def _morphs(epochs: Sequence[Mapping[str, Any]]) -> int:
+def _morphs(incarnations: Sequence[Mapping[str, Any]]) -> int:
     """How often the shape changed; the one that measured a model is none."""
-    return max(0, sum(not epoch["shape"].endswith(MEASURES) for epoch in epochs) - 1)
+    return max(
+        0, sum(not incarnation["shape"].endswith(MEASURES) for incarnation in incarnations) - 1
+    )
 
 
 def render_state(told: Mapping[str, Any]) -> str:
@@ -397,17 +399,17 @@ def render_state(told: Mapping[str, Any]) -> str:
     if earlier:
         lines.append(f"epochs under managers before: {len(earlier)}")
     lines.append("epochs:")
-    for epoch in told["epochs"]:
+    for one in told["epochs"]:
         lines.append(
-            f"  {epoch['epoch']:3} {epoch['shape']} on {', '.join(epoch['nodes'])}; from iteration"
-            f" {epoch['resumed_iteration']}; {epoch['reason']}; lost {epoch['lost_steps']}"
-            + (f", from {epoch['source']}" if epoch.get("source", "") not in ("", "start") else "")
+            f"  {one['epoch']:3} {one['shape']} on {', '.join(one['nodes'])}; from iteration"
+            f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"
+            + (f", from {one['source']}" if one.get("source", "") not in ("", "start") else "")
         )
-        if epoch.get("predicted_step_s") is not None:
-            seen = f", {epoch['step_s']:.4g} s measured" if epoch["step_s"] else ""
-            lines.append(f"      a step of {epoch['predicted_step_s']:.4g} s predicted{seen}")
-        parts = [f"{n} {epoch['phases_s'][n]:.2f} s" for n in _PHASES if n in epoch["phases_s"]]
+        if one.get("predicted_step_s") is not None:
+            seen = f", {one['step_s']:.4g} s measured" if one["step_s"] else ""
+            lines.append(f"      a step of {one['predicted_step_s']:.4g} s predicted{seen}")
+        parts = [f"{n} {one['phases_s'][n]:.2f} s" for n in _PHASES if n in one["phases_s"]]
         if parts:
-            whole = epoch["phases_s"].get("whole")
+            whole = one["phases_s"].get("whole")
             lines.append("      " + ", ".join(parts) + (f": {whole:.2f} s" if whole else ""))
     return "\n".join(lines)

@@ -20,12 +20,12 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
-    "ByRule",
+    "RuleChooser",
     "Chooser",
     "Offer",
-    "Shape",
+    "ParallelLayout",
     "as_asked",
-    "choose_shape",
+    "choose_layout",
     "is_better",
     "relative_time",
 ]
@@ -53,7 +53,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ParallelLayout:
     """A shape and the flags that stand for it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Shape:
         return not self.partition
 
     @property
-    def layout(self) -> tuple[object, ...]:
+    def identity(self) -> tuple[object, ...]:
         """What two shapes differ in, however they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
@@ -124,7 +124,9 @@ class Chooser(Protocol):
 
     why: str
 
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
         """Choose the best shape.
 
         Args:
@@ -135,7 +137,7 @@ class Chooser(Protocol):
             The shape, ``None`` where none fits.
         """
 
-    def is_better(self, shape: Shape, running: Shape) -> bool:
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
         """Whether a job should leave a shape for another one.
 
         Args:
@@ -144,25 +146,27 @@ class Chooser(Protocol):
         """
 
 
-class ByRule:
+class RuleChooser:
     """Chooses by the rule of this module."""
 
     why = ""
 
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
         """See :class:`Chooser`."""
-        return choose_shape(
+        return choose_layout(
             arguments, [one.slots for one in offers], [one.slowness for one in offers]
         )
 
-    def is_better(self, shape: Shape, running: Shape) -> bool:
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
         """See :class:`Chooser`."""
-        return is_better(shape, running)
+        return is_better(layout, running)
 
 
-def choose_shape(
+def choose_layout(
     arguments: Sequence[str], slots: Sequence[int], slowness: Sequence[float] = ()
-) -> Shape | None:
+) -> ParallelLayout | None:
     """Choose a shape by the rule above.
 
     Args:
@@ -193,48 +197,48 @@ def choose_shape(
             if chunks == 1 and len(set(by_rank)) > 1:
                 weights = _by_stage(by_rank, pipeline, replicas * tensor)
                 partition = _weighted_split(asked.model.num_layers, weights)
-            shape = _shape(asked, arguments, pipeline, replicas, partition)
-            if shape is not None:
-                return shape
+            layout = _layout(asked, arguments, pipeline, replicas, partition)
+            if layout is not None:
+                return layout
     return None
 
 
-def is_better(shape: Shape, running: Shape) -> bool:
+def is_better(layout: ParallelLayout, running: ParallelLayout) -> bool:
     """Whether a job should leave a shape for another one.
 
     Args:
         shape: the other one.
         running: the present one.
     """
-    if shape.step_s is not None and running.step_s is not None:
-        return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
-    if shape.step_s is not None:  # the planner had no answer in time before
-        return shape.layout != running.layout
-    return shape.world_size > running.world_size
+    if layout.step_s is not None and running.step_s is not None:
+        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+    if layout.step_s is not None:  # the planner had no answer in time before
+        return layout.identity != running.identity
+    return layout.world_size > running.world_size
 
 
-def relative_time(shape: Shape, slowness: Sequence[float]) -> float:
+def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
     """What a step takes, in forwards and backwards of one layer and sample.
 
     Args:
         shape: the shape.
         slowness: of the node of each rank.
     """
-    layers: Sequence[float] = shape.partition
-    if shape.widths:
-        ends = list(accumulate(shape.widths, initial=0))
+    layers: Sequence[float] = layout.partition
+    if layout.widths:
+        ends = list(accumulate(layout.widths, initial=0))
         # Each replica has one of so many microbatches.
         paces = [
             count * max(slowness[begin:end]) / (end - begin)
             for count, (begin, end) in zip(layers, pairwise(ends), strict=True)
         ]
-        microbatches = shape.microbatches * shape.widths[0]
-        return (microbatches + shape.pipeline - 1) * shape.micro_batch * max(paces)
-    weights = _by_stage(slowness, shape.pipeline, shape.world_size // shape.pipeline)
-    if len(layers) != shape.pipeline:  # several chunks on a rank
-        layers = [sum(layers) / shape.pipeline] * shape.pipeline
+        microbatches = layout.microbatches * layout.widths[0]
+        return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
+    weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
+    if len(layers) != layout.pipeline:  # several chunks on a rank
+        layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
-    return (shape.microbatches + shape.pipeline - 1) * shape.micro_batch * pace
+    return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
@@ -315,13 +319,13 @@ def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
     return iter(sorted(found, key=rank))
 
 
-def _shape(
+def _layout(
     asked: TrainerConfig,
     arguments: Sequence[str],
     pipeline: int,
     replicas: int,
     partition: tuple[int, ...],
-) -> Shape | None:
+) -> ParallelLayout | None:
     """The flags of a shape, ``None`` where the trainer would refuse them."""
     tensor = asked.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
@@ -335,7 +339,7 @@ def _shape(
         parse([*arguments, *flags], world_size=tensor * pipeline * replicas, last_wins=True)
     except ConfigError:
         return None
-    return Shape(
+    return ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         data=replicas,

@@ -29,11 +29,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, Shape, choose_shape, is_better
-from megatron.adaptive.cluster.machines import Machine, read_machines
+from megatron.adaptive.cluster.layouts import (
+    WORTH_A_MORPH,
+    Offer,
+    ParallelLayout,
+    choose_layout,
+    is_better,
+)
+from megatron.adaptive.cluster.membership import Machine, read_machines
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.measured_module import MeasuredModule
 
-__all__ = ["ByPlan", "PlanProcess", "main"]
+__all__ = ["MeasuringChooser", "PlannerChooser", "PlanProcess", "main"]
+
+_FIRST_S = 180.0
+"""Time limit of the first plan on a machine, which compiles the search."""
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MODULE = "megatron.adaptive.cluster.plan_process"
@@ -102,7 +112,7 @@ class PlanProcess:
             raise ConfigError(answer["wrong"])
         return ""
 
-    def ask(self, offers: Sequence[Offer], within_s: float) -> tuple[Shape | None, str]:
+    def ask(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
         """Have the nodes planned for that are there. Blocks up to the limit; threads take turns.
 
         Returns:
@@ -116,7 +126,7 @@ class PlanProcess:
         if "shape" not in answer:
             return None, str(answer.get("none", answer.get("wrong")))
         strange = ", ".join(answer["unknown"])
-        return _shape_of(answer["shape"]), strange and f"{strange}: in no file of --plan-with"
+        return _layout_of(answer["shape"]), strange and f"{strange}: in no file of --plan-with"
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -165,7 +175,7 @@ class PlanProcess:
         return line
 
 
-class ByPlan:
+class PlannerChooser:
     """Chooses shapes by the planner, and by the rule where that has no answer in time.
 
     Args:
@@ -178,10 +188,12 @@ class ByPlan:
         self._process = process
         self._within_s = within_s
         self._say = say
-        self._known: dict[tuple[Offer, ...], tuple[Shape | None, str]] = {}
+        self._known: dict[tuple[Offer, ...], tuple[ParallelLayout | None, str]] = {}
         self.why = ""
 
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
         """See ``shapes.Chooser``."""
         nodes = tuple(offers)
         if nodes not in self._known:
@@ -191,21 +203,84 @@ class ByPlan:
                 self._say(f"warning: no plan: {error}; the shape is chosen without it")
                 self.why = ""
                 slots = [one.slots for one in offers]
-                return choose_shape(arguments, slots, [one.slowness for one in offers])
+                return choose_layout(arguments, slots, [one.slowness for one in offers])
             self._known[nodes] = found
             if found[0] is not None and found[1]:
                 self._say(f"warning: left out: {found[1]}")
-        shape, text = self._known[nodes]
-        self.why = "" if shape is not None else text
-        return shape
+        layout, text = self._known[nodes]
+        self.why = "" if layout is not None else text
+        return layout
 
-    def is_better(self, shape: Shape, running: Shape) -> bool:
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
         """See ``shapes.Chooser``."""
-        return is_better(shape, running)
+        return is_better(layout, running)
 
 
-def _shape_of(told: dict[str, Any]) -> Shape:
-    return Shape(
+class MeasuringChooser:
+    """Chooses shapes of a script: all processes to measure its model, then those of its plan.
+
+    Args:
+        model: file of what was measured.
+        process: that plans.
+        within_s: time limit of a plan.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self, model: Path, process: PlanProcess, within_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._model = model
+        self._process = process
+        self._within_s = within_s
+        self._say = say
+        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
+        self.why = ""
+
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
+        """See ``shapes.Chooser``."""
+        module = MeasuredModule.read(self._model)
+        if module is None:
+            return _to_measure(offers)
+        key = (module.signature, module.micro_batch_size, *offers)
+        if key not in self._known:
+            limit_s = self._within_s if self._known else max(_FIRST_S, self._within_s)
+            try:
+                found = await asyncio.to_thread(self._process.ask, tuple(offers), limit_s)
+            except SetupError as error:
+                self._say(f"warning: no plan: {error}; the busiest stage alone decides")
+                try:
+                    from megatron.adaptive.cluster.script_planning import ScriptPlanning
+
+                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
+                except ConfigError as none:
+                    found = None, str(none)
+            self._known[key] = found
+        layout, text = self._known[key]
+        self.why = "" if layout is not None else text
+        return layout
+
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        """See ``shapes.Chooser``: more processes, or as many and faster."""
+        if running.is_to_be_measured or layout.is_to_be_measured:
+            return False
+        if layout.world_size != running.world_size:
+            return layout.world_size > running.world_size
+        if layout.step_s is None or running.step_s is None:
+            return False
+        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+
+
+def _to_measure(offers: Sequence[Offer]) -> ParallelLayout | None:
+    count = sum(one.slots for one in offers)
+    if not count:
+        return None
+    return ParallelLayout(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
+
+
+def _layout_of(told: dict[str, Any]) -> ParallelLayout:
+    return ParallelLayout(
         **{
             **told,
             "partition": tuple(told["partition"]),
@@ -261,8 +336,8 @@ def _answer(planning: Any, question: dict[str, Any]) -> dict[str, Any]:
                 planning.plan(offers)
             return {}
         offers = [Offer(**{**one, "hosts": tuple(one["hosts"])}) for one in question["offers"]]
-        shape = planning.plan(offers, question["within_s"] * _SEARCH)
-        return {"shape": asdict(shape), "unknown": planning.unknown(offers)}
+        layout = planning.plan(offers, question["within_s"] * _SEARCH)
+        return {"shape": asdict(layout), "unknown": planning.unknown(offers)}
     except (ConfigError, SetupError) as error:
         return {"wrong" if question.get("check") else "none": str(error)}
 

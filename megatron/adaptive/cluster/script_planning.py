@@ -13,25 +13,21 @@ first one that was.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Offer, Shape
-from megatron.adaptive.cluster.plan_inputs import NodeKind, cluster_of, profile_of
-from megatron.adaptive.cluster.plan_process import PlanProcess
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
+from megatron.adaptive.cluster.planning import NodeKind, cluster_of, profile_of
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.running import Option, Running, choose_option, least_largest_of
 
-__all__ = ["ByMeasuring", "ScriptPlanning"]
+__all__ = ["ScriptPlanning"]
 
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
-_FIRST_S = 180.0
-"""For the first plan on a machine, which compiles the search."""
 
 
 class ScriptPlanning:
@@ -50,7 +46,7 @@ class ScriptPlanning:
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
-    ) -> Shape:
+    ) -> ParallelLayout:
         """Find the best shape.
 
         Args:
@@ -80,7 +76,7 @@ class ScriptPlanning:
                 except ConfigError as error:
                     first = first or error
                     continue
-                return _shape(module, option, places, timed=timed)
+                return _layout(module, option, places, timed=timed)
         assert first is not None
         raise first
 
@@ -128,65 +124,6 @@ class ScriptPlanning:
             split=None if split is None else profile_of(split, list(counts)),
             cap=module.cap,
         )
-
-
-class ByMeasuring:
-    """Chooses shapes of a script: all processes to measure its model, then those of its plan.
-
-    Args:
-        model: file of what was measured.
-        process: that plans.
-        within_s: time limit of a plan.
-        say: prints a line for the user.
-    """
-
-    def __init__(
-        self, model: Path, process: PlanProcess, within_s: float, say: Callable[[str], None]
-    ) -> None:
-        self._model = model
-        self._process = process
-        self._within_s = within_s
-        self._say = say
-        self._known: dict[tuple[object, ...], tuple[Shape | None, str]] = {}
-        self.why = ""
-
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
-        """See ``shapes.Chooser``."""
-        module = MeasuredModule.read(self._model)
-        if module is None:
-            return _to_measure(offers)
-        key = (module.signature, module.micro_batch_size, *offers)
-        if key not in self._known:
-            limit_s = self._within_s if self._known else max(_FIRST_S, self._within_s)
-            try:
-                found = await asyncio.to_thread(self._process.ask, tuple(offers), limit_s)
-            except SetupError as error:
-                self._say(f"warning: no plan: {error}; the busiest stage alone decides")
-                try:
-                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
-                except ConfigError as none:
-                    found = None, str(none)
-            self._known[key] = found
-        shape, text = self._known[key]
-        self.why = "" if shape is not None else text
-        return shape
-
-    def is_better(self, shape: Shape, running: Shape) -> bool:
-        """See ``shapes.Chooser``: more processes, or as many and faster."""
-        if running.is_to_be_measured or shape.is_to_be_measured:
-            return False
-        if shape.world_size != running.world_size:
-            return shape.world_size > running.world_size
-        if shape.step_s is None or running.step_s is None:
-            return False
-        return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
-
-
-def _to_measure(offers: Sequence[Offer]) -> Shape | None:
-    count = sum(one.slots for one in offers)
-    if not count:
-        return None
-    return Shape(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
 
 
 def _host(offer: Offer) -> str:
@@ -269,10 +206,10 @@ def _with_memory(
     return replace(cluster, groups=tuple(groups))
 
 
-def _shape(
+def _layout(
     module: MeasuredModule, option: Option, places: Sequence[tuple[Offer, int]], *, timed: bool
-) -> Shape:
-    return Shape(
+) -> ParallelLayout:
+    return ParallelLayout(
         tensor=1,
         pipeline=option.pipeline_size,
         data=option.replicas,

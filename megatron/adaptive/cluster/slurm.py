@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.adaptive.cluster.command import ROOT, python_of
-from megatron.adaptive.cluster.conf import LaunchConf, NodeGroup
-from megatron.adaptive.cluster.node import EXIT_STOPPED_EARLY
+from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup
+from megatron.adaptive.cluster.node import EXIT_STOPPED_EARLY, ROOT, python_of
 from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = ["batch_script", "check_cluster", "settings_text", "slurm", "submit"]
@@ -163,7 +162,7 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     return options + shlex.split(conf["SLURM_FLAGS"] or "")
 
 
-def _group_options(conf: LaunchConf, group: NodeGroup) -> list[str]:
+def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1"]
     for name, flag in (
         ("CPUS_PER_TASK", "cpus-per-task"),
@@ -233,7 +232,7 @@ def check_cluster(conf: LaunchConf) -> None:
         _check_group(conf, group, [one for one in offers if group.partition in ("", one.name)])
 
 
-def _check_group(conf: LaunchConf, group: NodeGroup, offers: Sequence[_Partition]) -> None:
+def _check_group(conf: LaunchConf, group: LaunchGroup, offers: Sequence[_Partition]) -> None:
     place = f"partition {group.partition}" if group.partition else "the cluster"
     if not group.partition and offers:
         most = max(_sums(offers).values())

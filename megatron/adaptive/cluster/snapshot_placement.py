@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.cluster import restore_snapshots as restore
-from megatron.adaptive.cluster.job import EpochProgress, say
+from megatron.adaptive.cluster.job import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
 from megatron.adaptive.cluster.snapshot_keeper import Keeper
 from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
@@ -204,7 +204,7 @@ class Copies:
             }
         return found
 
-    def begun(self, resumed: int, before: EpochProgress | None) -> tuple[str, int]:
+    def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
         """Say where an epoch goes on from, and how many steps are done again.
 
         Args:
