@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.adaptive.config.partition import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.profile import load_profile
+from megatron.adaptive.schedule.workload import load_profile
 from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.trace.files import replaced

@@ -14,10 +14,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.modules.assembly import Cut, check_weights
 from megatron.adaptive.modules.forwards import Forward
 from megatron.adaptive.modules.mesh import Job, check_pipeline_size
-from megatron.adaptive.modules.module_profile import ModuleProfile
 from megatron.adaptive.modules.orders import Orders, choose_placement
 from megatron.adaptive.modules.partition import balanced, given_partition
-from megatron.adaptive.modules.profiler import ProfileRequest, measure_profile
+from megatron.adaptive.modules.profiler import ModuleProfile, ProfileRequest, measure_profile
 from megatron.adaptive.planner.running import Option, Running, choose_option
 
 __all__ = ["Chosen", "Wanted", "check_wanted", "choose_shape", "measure"]

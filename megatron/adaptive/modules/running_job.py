@@ -28,7 +28,7 @@ from megatron.adaptive.modules.assembly import Cut, check_weights
 from megatron.adaptive.modules.automatic import Chosen, Wanted, choose_shape, measure
 from megatron.adaptive.modules.forwards import Forward
 from megatron.adaptive.modules.mesh import Job, Mesh, join_job, make_mesh
-from megatron.adaptive.modules.module_profile import ModuleProfile
+from megatron.adaptive.modules.profiler import ModuleProfile
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 
 __all__ = ["JobEnded", "Placed", "place"]
@@ -188,7 +188,6 @@ def _module(
                 type=name,
                 gpu=node["facts"]["gpu"],
                 processes=node["processes"],
-                cores=node["workers"],
                 memory_bytes=node["limit"],
                 shares_memory=not job.accelerator.is_cuda,
             ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
+from megatron.adaptive.schedule.workload import StageProfile
 from megatron.adaptive.schedule.registry import (
     is_rule,
     make_policies,
@@ -123,7 +123,7 @@ def make_candidate(
 def evaluate(
     candidate: Candidate,
     num_microbatches: int,
-    profile: Profile,
+    profile: StageProfile,
     seeds: Sequence[int],
     *,
     compiled: bool = True,
