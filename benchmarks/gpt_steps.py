@@ -106,8 +106,7 @@ class Rank:
         import torch
 
         from megatron.adaptive.engine.deferred_layers import attach_stores
-        from megatron.adaptive.gpt.dropout import DropoutKeys
-        from megatron.adaptive.gpt.forward import GptForward
+        from megatron.adaptive.gpt.forward import DropoutKeys, GptForward
         from megatron.adaptive.gpt.initialize import start_job
         from megatron.adaptive.gpt.setup import build_run, make_loader
 

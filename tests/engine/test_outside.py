@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.engine.outside import OutsideTrace
-from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder

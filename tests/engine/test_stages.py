@@ -31,7 +31,7 @@ from .split_gpt import (
 
 # isort: split
 from megatron.adaptive.engine.deferred_layers import attach_stores
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.stages import GradientSync
 
 

@@ -17,7 +17,7 @@ from megatron.adaptive.engine.progress import PROGRESS_NAME, mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
-from megatron.adaptive.modules.running_job import JobEnded
+from megatron.adaptive.modules.sizes import JobEnded
 
 
 class Net(torch.nn.Module):

@@ -46,9 +46,13 @@ from megatron.adaptive.gpt.initialize import (  # noqa: E402
     seed_everything,
     start_job,
 )
-from megatron.adaptive.gpt.layout import placement_of  # noqa: E402
-from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
-from megatron.adaptive.gpt.optimizer import build_optimizer, build_scheduler  # noqa: E402
+from megatron.adaptive.gpt.model import (  # noqa: E402  # noqa: E402
+    build_chunks,
+    build_optimizer,
+    build_scheduler,
+    transformer_config,
+)
+from megatron.adaptive.gpt.placement import placement_of  # noqa: E402
 
 Flags = dict[str, str | None]
 

@@ -60,7 +60,7 @@ from megatron.adaptive.engine.build import gather_places  # noqa: E402
 from megatron.adaptive.gpt.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
-from megatron.adaptive.rebalance.move_layers import restage  # noqa: E402
+from megatron.adaptive.rebalance.move_layers import move_layers  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 
 VOCAB_SIZE = 256
@@ -170,7 +170,7 @@ def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
         if (layers := case.get("moves", {}).get(str(iteration))) is not None:
-            run = restage(run, layers)
+            run = move_layers(run, layers)
             step = Step(run)
             checkpoints = Checkpoints(run.job, run.chunks, run.optimizer, run.scheduler)
     if config.checkpoint.save is not None:

@@ -7,8 +7,7 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.auto import Choice, candidates, choose
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.workload import StageProfile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
 def pick(

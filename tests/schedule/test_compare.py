@@ -7,8 +7,7 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.compare import evaluate, make_candidate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.workload import StageProfile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 EQUAL = StageProfile(times=StageTimes.equal(8, forward_s=0.5, backward_s=0.5, weight_s=0.5))
 

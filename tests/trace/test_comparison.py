@@ -9,9 +9,8 @@ from matplotlib.image import imread
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.compare import evaluate, make_candidate
-from megatron.adaptive.schedule.workload import StageProfile
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.comparison import write_comparison
 from megatron.adaptive.trace.views.palette import chunk_color
 

@@ -27,7 +27,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.flops import flops_per_token
+from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line
 
 SMALL = (

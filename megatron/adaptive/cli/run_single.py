@@ -21,6 +21,15 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 _ROOT = Path(__file__).resolve().parents[3]
 _SCRIPT = _ROOT / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
+_REPARTITION_INTERVAL = 20
+_FIXED_STAGES = {
+    "--partition",
+    "--pipeline-model-parallel-size",
+    "--pipeline-schedule",
+    "--plan",
+    "--stage-data-parallel-sizes",
+}
+"""Options of the trainer after which layers stay where they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,9 @@ def main(argv: Sequence[str]) -> int:
         return status  # it has said why
     before = _latest(runs)
     run_dir = _run_dir(runs, shape, resume=options.resume)
-    defaults = _default_flags(shape)
+    defaults = _default_flags(shape, trainer)
+    if options.resume:
+        defaults += ["--load", str(run_dir / "checkpoints")]
     status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
         _tell(shape, run_dir, stopped=status != 0)
@@ -166,14 +177,21 @@ def _shape(options: argparse.Namespace) -> _Shape:
     )
 
 
-def _default_flags(shape: _Shape) -> list[str]:
-    """Options of the trainer that depend on shape and machine; the user's own come after them."""
-    from megatron.adaptive.config.partition import format_partition, nearly_even_split
+def _default_flags(shape: _Shape, trainer: Sequence[str]) -> list[str]:
+    """Options of the trainer that depend on the shape; the user's own come after them.
+
+    Embedding and loss make stages of equal layers unequal, so layers are moved once the stages'
+    times are measured, unless the user gives a partition.
+    """
+    from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 
     flags = []
     stages = shape.pipeline_parallel * shape.model_chunks
     if _LAYERS % stages:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
+    given = {word.split("=", 1)[0] for word in trainer}
+    if shape.pipeline_parallel > 1 and shape.schedule != "megatron" and not given & _FIXED_STAGES:
+        flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
     return flags
 
 

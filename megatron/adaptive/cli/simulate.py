@@ -16,10 +16,9 @@ from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.simulate_unequal import ALL, simulate_unequal
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
-from megatron.adaptive.schedule.workload import StageProfile, load_profile
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.schedule.render import render_timeline
-from megatron.adaptive.schedule.workload import Link, StageTimes
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
 _BAR = 40

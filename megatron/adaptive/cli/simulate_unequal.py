@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.partition import parse_widths
+from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.workload import load_profile
 from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.workload import load_profile
 from megatron.adaptive.trace.files import replaced
 
 __all__ = ["ALL", "simulate_unequal"]

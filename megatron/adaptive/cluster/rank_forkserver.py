@@ -36,9 +36,9 @@ __all__ = ["main"]
 
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
-    *("training.pretrain", "training.loop", "training.logging", "training.profiler"),
+    *("training.pretrain", "training.loop", "training.hooks", "training.logging"),
     *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
-    *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.running_job"),
+    *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
 )
 
 

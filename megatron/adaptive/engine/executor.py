@@ -1,4 +1,4 @@
-"""The engine: runs one step of one pipeline rank in the order that its policy picks.
+"""Runs one step of one pipeline rank in the order that its policy picks.
 
 A static schedule and a run-time rule go through the same loop::
 
@@ -9,15 +9,16 @@ A static schedule and a run-time rule go through the same loop::
 A device runs behind the process that launches work on it. A run-time rule is therefore asked late,
 when all but the last few launched actions are done: it then knows what has arrived meanwhile.
 
-The engine owns the state of the step, the tensors between stages and the clock; it knows neither
+The executor owns the state of the step, the tensors between stages and the clock; it knows neither
 megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
 one tensor-parallel group keep together is an ``Agreement``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,14 +26,18 @@ import torch
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
-from megatron.adaptive.engine.step_log import StepLog
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.reasons import reasons_of
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
+from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
+
+__all__ = ["ActivationMeter", "StepLog"]
+
 
 _NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
 
@@ -418,3 +423,170 @@ class Executor:
             return  # word about a step that ended: nobody waits for it
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
+
+
+_TRACE_NUMBER = {kind: KINDS.index(kind.value) for kind in ActionKind}
+_WAIT, _SEND, _RECEIVE = (KINDS.index(kind) for kind in ("wait", "send", "receive"))
+_REASON = {word: number for number, word in enumerate(REASONS)}
+_INPUT, _MEMORY, _ORDER, _GROUP = (_REASON[word] for word in ("input", "memory", "order", "group"))
+_SEEN, _FOUND = _REASON["seen"], _REASON["found"]
+
+SHORT_NS = 20_000
+"""A follower gets every decision from its leader; from here on that is a wait."""
+
+
+class StepLog:
+    """Gathers the rows of one step of one rank.
+
+    Args:
+        policy: what picks the actions.
+        num_chunks: chunks of the rank.
+    """
+
+    __slots__ = (
+        "_by_group",
+        "_cause",
+        "_num_chunks",
+        "_policy",
+        "_rows",
+        "_since_ns",
+        "_until_ns",
+        "_waker",
+    )
+
+    def __init__(self, policy: Policy, num_chunks: int) -> None:
+        self._policy = policy
+        self._num_chunks = num_chunks
+        self._rows: list[Row] = []
+        self._since_ns = 0  # of the present wait, 0 if there is none
+        self._until_ns = 0
+        self._cause = _INPUT
+        self._waker = -1
+        self._by_group = False  # a member's word ended it
+
+    def wait_begins(self, now_ns: int, state: RankState) -> None:
+        """Nothing can start; a wait that nothing came of goes on."""
+        if self._since_ns:
+            return
+        self._since_ns = now_ns
+        self._cause = _INPUT
+        ready = state.ready()
+        if ready:
+            fits = any(state.fits(action) for action in ready)
+            self._cause = _ORDER if fits else _MEMORY
+
+    def wait_ends(self, now_ns: int, item: Item) -> None:
+        """Something arrived, which may let an action start."""
+        self._until_ns = now_ns
+        self._waker = item.peer
+        self._by_group = isinstance(item, Notice)
+
+    def decision(self, asked_ns: int, now_ns: int, state: RankState) -> None:
+        """The leader's decision came."""
+        if now_ns - asked_ns < SHORT_NS:
+            return
+        self.wait_begins(asked_ns, state)
+        if self._cause == _ORDER:
+            self._cause = _GROUP  # this rank could have gone on
+        self._until_ns = now_ns
+        self._waker = -1
+        self._by_group = True
+
+    def present_cause(self) -> str:
+        """The cause of the wait that goes on, empty if none does."""
+        return REASONS[self._cause] if self._since_ns else ""
+
+    def begins(
+        self, action: Action, now_ns: int, peer: int, nbytes: int, arrived_ns: int, is_exact: bool
+    ) -> None:
+        """An action starts.
+
+        Args:
+            action: the action.
+            now_ns: now.
+            peer: global rank that its input came from, -1 if it came from none.
+            nbytes: size of the input.
+            arrived_ns: when it arrived, or was found to be there.
+            is_exact: which of the two.
+        """
+        kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
+        if self._since_ns:
+            times, cause, waker = (self._since_ns, self._until_ns), self._cause, peer
+            if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
+                cause = _GROUP  # the input had been here, but not on all members
+            if peer < 0 or cause == _GROUP:
+                waker = self._waker
+            self._rows.append(
+                (_WAIT, chunk, microbatch, action.piece, *times, 0, 0, 0, waker, kind, cause)
+            )
+            self._since_ns = 0
+        if peer >= 0:
+            reason = _SEEN if is_exact else _FOUND
+            self._rows.append(
+                (
+                    *(_RECEIVE, chunk, microbatch, 0, arrived_ns, now_ns),
+                    *(nbytes, 0, 0, peer, kind, reason),
+                )
+            )
+
+    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int, end_ns: int) -> None:
+        """The transport took a message, the input of ``of`` on ``peer``."""
+        kind = _TRACE_NUMBER[of.kind]
+        self._rows.append(
+            (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
+        )
+
+    def rows(
+        self,
+        done: Sequence[tuple[Action, int, int, int, int, int]],
+        codes: Sequence[int],
+    ) -> list[Row]:
+        """Everything that was noted and every action.
+
+        Args:
+            done: per action its start and end, bytes moved, memory held and inputs waiting.
+            codes: the actions as ``reasons_of`` takes them.
+        """
+        words = reasons_of(self._policy, codes, self._num_chunks)
+        for (action, start_ns, end_ns, nbytes, held, depth), word in zip(done, words, strict=True):
+            self._rows.append(
+                (
+                    *(_TRACE_NUMBER[action.kind], action.chunk, action.microbatch, action.piece),
+                    *(start_ns, end_ns, nbytes, held, depth, -1, -1, _REASON[word]),
+                )
+            )
+        return self._rows
+
+
+class ActivationMeter:
+    """Measures what one forward of each chunk keeps for its backward.
+
+    Counts the distinct storages that autograd saves during the first forward of a chunk, without
+    those of parameters. Later forwards run unobserved.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def bytes_of(self, chunk: int) -> int:
+        """Bytes of one microbatch of the chunk, 0 before its first forward."""
+        return self._bytes.get(chunk, 0)
+
+    @contextlib.contextmanager
+    def measure(self, chunk: int, model: torch.nn.Module) -> Iterator[None]:
+        """Observe a forward of ``chunk`` unless one was observed before."""
+        if chunk in self._bytes:
+            yield
+            return
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self._bytes[chunk] = sum(seen.values())

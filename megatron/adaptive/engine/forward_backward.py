@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.record import Replay
 from megatron.adaptive.engine.stages import MegatronStages, default_process_groups
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore

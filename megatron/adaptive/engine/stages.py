@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.placement import Placement

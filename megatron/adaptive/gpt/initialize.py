@@ -19,9 +19,12 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.build import gather_places
-from megatron.adaptive.gpt.embedding import embedding_ranks
-from megatron.adaptive.gpt.layout import placement_of, widths_of
-from megatron.adaptive.gpt.unequal import set_up_unequal_mesh
+from megatron.adaptive.gpt.placement import (
+    embedding_ranks,
+    placement_of,
+    set_up_unequal_mesh,
+    widths_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

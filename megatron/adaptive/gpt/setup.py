@@ -24,17 +24,23 @@ from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, inputs_in_flight
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
-from megatron.adaptive.engine.outside import OutsideTrace
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, load_on_all
-from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.embedding import finalize_gradients
-from megatron.adaptive.gpt.flops import stage_work
 from megatron.adaptive.gpt.initialize import Job
-from megatron.adaptive.gpt.layout import placement_of, widths_of
-from megatron.adaptive.gpt.model import build_chunks, transformer_config
-from megatron.adaptive.gpt.optimizer import build_optimizer, build_scheduler
-from megatron.adaptive.gpt.unequal import UnequalGradients
+from megatron.adaptive.gpt.model import (
+    build_chunks,
+    build_optimizer,
+    build_scheduler,
+    stage_work,
+    transformer_config,
+)
+from megatron.adaptive.gpt.placement import (
+    UnequalGradients,
+    finalize_gradients,
+    placement_of,
+    widths_of,
+)
 from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Schedule

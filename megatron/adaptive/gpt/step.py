@@ -12,8 +12,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.engine.executor import StepTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
-from megatron.adaptive.gpt.dropout import DropoutKeys
-from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, GptForward
+from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
 from megatron.adaptive.gpt.setup import Run
 
 

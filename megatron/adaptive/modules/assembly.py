@@ -10,16 +10,21 @@ import torch
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.modules.batch import BatchShape
-from megatron.adaptive.modules.forwards import Forward, Forwards
-from megatron.adaptive.modules.holding import keep_only, shared_weights, unused_parameters
+from megatron.adaptive.modules.cutting import (
+    StagePlan,
+    balanced,
+    check_shared,
+    check_stages,
+    given_partition,
+    keep_only,
+    shared_weights,
+    slice_tape,
+    unused_parameters,
+)
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.partition import balanced, check_stages, given_partition
-from megatron.adaptive.modules.program import StageProgram
+from megatron.adaptive.modules.program import Held, Layout, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
-from megatron.adaptive.modules.slices import StagePlan, check_shared, slice_tape
-from megatron.adaptive.modules.stages import Held
-from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
 
@@ -36,7 +41,7 @@ class Cut:
         groups: names of shared weights.
         partition: segments of each stage; ``None`` for a balanced one.
         weights: what each segment costs; ``None`` to measure it.
-        slicing: see :class:`~megatron.adaptive.modules.forwards.Forwards`.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
     """
 
     groups: Sequence[Sequence[str]] = ()

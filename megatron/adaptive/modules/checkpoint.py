@@ -24,10 +24,9 @@ from megatron.adaptive.modules.checkpoint_folder import (
     PipelineFolder,
     read_manifest,
 )
-from megatron.adaptive.modules.gradients import LossScale
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.saving import STATE, Saver, all_see, first_line, on_first
-from megatron.adaptive.modules.update import Update
+from megatron.adaptive.modules.update import LossScale, Update
 
 __all__ = ["Checkpointer"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.snapshots import CopySettings, NoCopies, StateCopies
-from megatron.adaptive.config.job import JobOrder
+from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import (
     COMPLETE,
@@ -34,7 +34,7 @@ from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.running_job import JobEnded
+from megatron.adaptive.modules.sizes import JobEnded
 
 __all__ = ["NO_LOOP", "Loop", "LoopSettings"]
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.orders import Orders
-from megatron.adaptive.modules.program import RandomKey, StageProgram
-from megatron.adaptive.modules.stages import Held, ProgramStages
+from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
 
 __all__ = ["Passes"]
 

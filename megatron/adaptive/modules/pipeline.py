@@ -15,20 +15,22 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
-from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.engine.executor import StepTimes  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
-from megatron.adaptive.modules.automatic import Wanted  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
-from megatron.adaptive.modules.forwards import PRECISIONS, Forward, Slicing  # noqa: E402
-from megatron.adaptive.modules.holding import check_groups  # noqa: E402
+from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
 from megatron.adaptive.modules.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
 from megatron.adaptive.modules.orders import Orders, choose_placement  # noqa: E402
 from megatron.adaptive.modules.passes import Passes  # noqa: E402
 from megatron.adaptive.modules.program import RandomKey  # noqa: E402
-from megatron.adaptive.modules.running_job import place  # noqa: E402
+from megatron.adaptive.modules.recording import PRECISIONS, Forward, Slicing  # noqa: E402
+from megatron.adaptive.modules.sizes import (  # noqa: E402
+    Wanted,
+    place,
+)
 from megatron.adaptive.modules.traces import start_trace  # noqa: E402
 from megatron.adaptive.modules.wiring import connect  # noqa: E402
 

@@ -25,9 +25,15 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
-from megatron.adaptive.modules.forwards import PRECISIONS, Forward, Forwards, Slicing  # noqa: E402
-from megatron.adaptive.modules.holding import check_groups  # noqa: E402
+from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
+from megatron.adaptive.modules.recording import (  # noqa: E402
+    PRECISIONS,
+    Forward,
+    Forwards,
+    Slicing,
+    Tape,
+)
 from megatron.adaptive.modules.segments import (  # noqa: E402
     MakeOptimizer,
     SegmentSample,
@@ -36,8 +42,6 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     tensors_of,
     tied_parameters,
 )
-from megatron.adaptive.modules.slices import check_shared  # noqa: E402
-from megatron.adaptive.modules.tape import Tape  # noqa: E402
 from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType  # noqa: E402
 from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, module_model  # noqa: E402
@@ -161,7 +165,7 @@ class ProfileRequest:
         forward: the model, wholly there.
         sample: a batch; microbatches larger than it repeat its samples.
         groups: names of shared weights.
-        slicing: see :class:`~megatron.adaptive.modules.forwards.Forwards`.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
         sizes: samples of microbatches; empty to double them from 1 on.
         most: samples of the largest, where they double.
         split: measure backwards in halves as well.

@@ -7,7 +7,7 @@ One piece after the other is put on the device, so that the whole model need not
        F, B whole             F, B whole                   gradients are made up: their sizes count
        F, B by inputs, W      F, B by inputs, W            where backwards are split
 
-What runs is :class:`~megatron.adaptive.modules.stages.ProgramStages`, messages packed and all;
+What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all;
 ``profiling.timing`` runs and times it. Also holds the recorded forward against the model itself.
 """
 
@@ -19,16 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.forwards import Forward, Forwards
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.program import RandomKey, StageProgram
-from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.slices import StagePlan, slice_tape
-from megatron.adaptive.modules.stages import Held, ProgramStages
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.cutting import StagePlan, slice_tape
+from megatron.adaptive.modules.program import Held, Layout, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape, undisturbed
 from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
 __all__ = [

@@ -227,7 +227,7 @@ def _curve(
     times: int = 1,
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = (),
 ) -> LinkSpeed:
-    """Makes a link of a row; ``times`` are pairs whose bandwidths add up, for the file holds that of one."""
+    """Makes a link of a row; bandwidths of ``times`` pairs add up: the file holds that of one."""
     sizes = tuple((float(size), float(speed) * times) for size, speed in sorted(row["sizes"]))
     return LinkSpeed(
         bytes_per_s=sizes[-1][1],
@@ -247,7 +247,9 @@ def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def renamed(content: Mapping[str, Any], gpus: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def renamed(
+    content: Mapping[str, Any], gpus: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
     """Gives the node types of a profile the names that a cluster has for them.
 
     A type that the cluster does not name is taken for the one with the same GPU, if there is one
@@ -270,7 +272,8 @@ def renamed(content: Mapping[str, Any], gpus: Mapping[str, str]) -> tuple[dict[s
         for row in content.get("links", [])
     ]
     changed["all_reduce"] = [
-        {**row, "node": names.get(row["node"], row["node"])} for row in content.get("all_reduce", [])
+        {**row, "node": names.get(row["node"], row["node"])}
+        for row in content.get("all_reduce", [])
     ]
     used = {one for row in changed["links"] for one in row["nodes"]}
     used |= {row["node"] for row in changed["all_reduce"]}

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 from megatron.adaptive.schedule.compare import Candidate, evaluate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.workload import StageProfile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 __all__ = ["Loads", "Proposal", "propose", "quickest_pace", "simulated_step", "travelling"]
 

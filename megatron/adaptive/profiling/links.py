@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.ranks import Ranks
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.timing import now

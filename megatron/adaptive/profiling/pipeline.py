@@ -125,9 +125,9 @@ def rank_factors(
     """Estimates how much slower each rank is than the typical one, from transformer layers alone.
 
     A rank's stages in the middle of the pipeline hold nothing but layers, so that their time per
-    layer shows its speed. In a V the first rank has the first and the last stage: there it is the
-    backward of the first stage that shows it, if split, for the embedding has no gradient of inputs;
-    else its forward, as the look-up takes little.
+    layer shows its speed. In a V the first rank has the first and the last stage: there the
+    backward of the first stage shows it, if split, as the embedding has no gradient of inputs; else
+    its forward, as the look-up takes little.
 
     Args:
         times: measured seconds of each stage, by kind.

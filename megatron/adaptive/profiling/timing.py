@@ -3,7 +3,7 @@
 ::
 
     F 0, B 0, W 0   F 1, B 1, W 1   F 2, B 2, W 2 ...      microbatches of one stage, alone
-    └─ warm-up ─┘   └────────── counted: medians ─────────
+    └─ warm-up ─┘   └───── count: their medians ─────
 
 The layers of megatron-core's GPT and the segments of a recorded module both run through
 :func:`time_microbatches`; what builds them is in ``training`` and ``modules``.
@@ -22,7 +22,7 @@ import torch
 
 __all__ = ["WARM_UP", "now", "spread", "time_call", "time_microbatches"]
 
-WARM_UP = 2
+WARM_UP = 1
 """Runs that do not count."""
 _LEAST_LOGS = 4
 _QUARTILES_OF_SIGMA = 1.349  # between the quartiles of a normal distribution

@@ -3,7 +3,7 @@
 Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
-placement: then the loop moves the stages first (``relocate.py``).
+placement: then the loop moves the stages first (``change_placement.py``).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron.adaptive.gpt.setup import Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.schedule.placement import PlacementKind
 
-__all__ = ["can_move", "discard", "pack", "take_down", "unpack"]
+__all__ = ["can_move", "change_placement", "discard", "pack", "take_down", "unpack"]
 
 _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look there
 
@@ -40,8 +41,40 @@ def can_move(job: Job) -> bool:
     return len(machines) == 1 or job.config.checkpoint.save is not None
 
 
+def change_placement(
+    box: list[Run], kind: PlacementKind, progress: Progress, release: Callable[[], None]
+) -> Run:
+    """Goes on under another placement, from the same state. Collective over all ranks.
+
+    Args:
+        box: holds the run, between two steps, and is empty once the run is taken down.
+        kind: how stages lie from here on.
+        progress: how far the run has come.
+        release: drops every other reference to the run; called before anything is taken down, and
+            not at all where the state could not be written.
+
+    Returns:
+        The run that takes its place.
+
+    Raises:
+        CheckpointError: the state could not be written, and nothing has changed; or, after
+            ``release``, it could not be read back and is lost.
+    """
+    job = box[0].job
+    folder = pack(box[0], progress)
+    failed = True
+    try:
+        release()
+        take_down(box.pop())
+        run = unpack(job, kind, folder)
+        failed = False
+    finally:
+        discard(job, folder, failed=failed)
+    return run
+
+
 def pack(run: Run, progress: Progress) -> Path:
-    """Write the training state into a temporary folder. Collective over all ranks.
+    """Writes the training state into a temporary folder. Collective over all ranks.
 
     Args:
         run: the built run, between two steps.
@@ -74,7 +107,7 @@ def pack(run: Run, progress: Progress) -> Path:
 
 
 def take_down(run: Run) -> None:
-    """Close the run's channels and traces; it cannot take another step. Collective."""
+    """Closes the run's channels and traces; it cannot take another step. Collective."""
     run.tracing.close()
     if run.wiring is not None:
         run.wiring.close()
@@ -82,7 +115,7 @@ def take_down(run: Run) -> None:
 
 
 def unpack(job: Job, kind: PlacementKind, folder: Path) -> Run:
-    """Build the run anew under another placement and load the state. Collective over all ranks.
+    """Builds the run anew under another placement and load the state. Collective over all ranks.
 
     The caller has let go of everything of the old run, whose memory is freed first.
 
@@ -110,7 +143,7 @@ def unpack(job: Job, kind: PlacementKind, folder: Path) -> Run:
 
 
 def discard(job: Job, folder: Path, *, failed: bool) -> None:
-    """Remove the folder of :func:`pack`. Collective, unless something failed."""
+    """Removes the folder of :func:`pack`. Collective, unless something failed."""
     if not failed:
         dist.barrier(group=job.control_group)
     if failed or job.is_first:
@@ -127,7 +160,7 @@ def _make_folder(save: str | None) -> Path:
 
 
 def _checkpoints(run: Run, folder: Path) -> Checkpoints:
-    """Save and load everything, in ``folder``, whatever the run's own checkpoints hold."""
+    """Makes what saves and loads everything in ``folder``, whatever the run's settings say."""
     config = run.job.config
     settings = dataclasses.replace(
         config.checkpoint,

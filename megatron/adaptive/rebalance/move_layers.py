@@ -21,16 +21,14 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.state import unwrapped
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.embedding import finalize_gradients
 from megatron.adaptive.gpt.initialize import Job
-from megatron.adaptive.gpt.layout import PlacedLayout
-from megatron.adaptive.gpt.model import build_layer, wrap
-from megatron.adaptive.gpt.optimizer import build_optimizer
+from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
+from megatron.adaptive.gpt.placement import PlacedLayout, finalize_gradients
 from megatron.adaptive.gpt.setup import Run, connect_chunks, open_trace
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.rebalance.layer_state import (
@@ -43,10 +41,10 @@ from megatron.adaptive.rebalance.layer_state import (
     steps_of,
 )
 
-__all__ = ["restage", "with_partition"]
+__all__ = ["move_layers", "with_partition"]
 
 
-def restage(run: Run, partition: Sequence[int]) -> Run:
+def move_layers(run: Run, partition: Sequence[int]) -> Run:
     """Go on with other layers per stage. Collective over all ranks, between two steps.
 
     ``run`` must not be used any more. Losses, gradients and checkpoints are those of a run that had

@@ -23,13 +23,13 @@ from megatron.adaptive.schedule.compare import (
 )
 from megatron.adaptive.schedule.memory import default_cap, least_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.workload import StageProfile
 from megatron.adaptive.schedule.registry import (
     is_rule,
     make_schedule,
     placement_for,
     splits_backward,
 )
+from megatron.adaptive.schedule.workload import StageProfile
 
 __all__ = ["Choice", "candidates", "choose"]
 

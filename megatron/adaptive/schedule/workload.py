@@ -1,8 +1,9 @@
 """Describes what a simulated step has to do: how long every action and message takes.
 
-Owns durations, links and random factors, and the profile that they are read from. Factors are drawn before the step, per pipeline stage and
-microbatch, so that the same seed gives every schedule the same work. Whole picoseconds, so that two
-moments meant to coincide do, however their times were summed.
+Owns durations, links, the profile that they are read from, and random factors. These are drawn
+before the step, per pipeline stage and microbatch, so that the same seed gives every schedule the
+same work. Whole picoseconds, so that two moments meant to coincide do, however their times were
+summed.
 
 A profile is a JSON file::
 
@@ -30,7 +31,16 @@ import numpy as np
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Jitter", "Link", "SlowWindow", "StageProfile", "StageTimes", "Workload", "draw", "load_profile"]
+__all__ = [
+    "Jitter",
+    "Link",
+    "SlowWindow",
+    "StageProfile",
+    "StageTimes",
+    "Workload",
+    "draw",
+    "load_profile",
+]
 
 PS_PER_S = 10**12
 _LONGEST_S = 10**5
@@ -390,6 +400,8 @@ def _read_links(path: Path, entries: Any, link: Link) -> dict[tuple[int, int], L
             )
         links[int(entry["from"]), int(entry["to"])] = Link(
             latency_s=_read_number(path, "latency_s", entry.get("latency_s", link.latency_s)),
-            occupancy_s=_read_number(path, "occupancy_s", entry.get("occupancy_s", link.occupancy_s)),
+            occupancy_s=_read_number(
+                path, "occupancy_s", entry.get("occupancy_s", link.occupancy_s)
+            ),
         )
     return links

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -84,9 +85,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
+    from megatron.adaptive.training.hooks import make_profiler
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer
-    from megatron.adaptive.training.profiler import make_profiler
 
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
@@ -113,15 +114,14 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             log.tell(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
-            tell_position = _position_teller(watcher)
-            trainer = Trainer(run, log, profiler, stop, progress, tell_position, connect, local)
+            report_position = partial(setattr, watcher, "position")
+            trainer = Trainer(run, log, profiler, stop, progress, report_position, connect, local)
             del run  # the trainer's, which may replace it
             reason = trainer.train()
             log.ends(reason)
             if reason == Trainer.COMPLETE:
                 trainer.evaluate_at_end()
         finally:
-            profiler.close()
             log.close()
         trainer.run.tracing.close()
         if trainer.run.wiring is not None:
@@ -141,13 +141,6 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
             put(error)
 
     return connect
-
-
-def _position_teller(watcher: Watcher) -> Callable[[str], None]:
-    def tell(position: str) -> None:
-        watcher.position = position
-
-    return tell
 
 
 def _no_meeting(environment: Environment, error: Exception) -> Exception:

@@ -42,11 +42,9 @@ from megatron.adaptive.engine.stages import (  # noqa: E402
     default_process_groups,
 )
 from megatron.adaptive.errors import ConfigError, SetupError, TransportError  # noqa: E402
-from megatron.adaptive.gpt.dropout import DropoutKeys  # noqa: E402
-from megatron.adaptive.gpt.forward import ChunkFeed, GptForward  # noqa: E402
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
-from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
-from megatron.adaptive.gpt.optimizer import build_optimizer  # noqa: E402
+from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config  # noqa: E402
 from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
 from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
@@ -150,9 +148,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         return profile_file.document(
             {"name": options.name, "arguments": list(options.arguments)},
             layers,
-            nodes={
-                one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes
-            },
+            nodes={one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes},
             links=links,
             all_reduce=reductions,
             optimizer_s_per_parameter=_medians(others["optimizer"]),
@@ -214,6 +210,7 @@ def _measure(
     first: bool,
 ) -> list[dict[str, Any]]:
     """Measures all kinds for one width and size; returns the rows of all GPUs, on every rank."""
+
     def stage(number: int, layers: int, *, optimizer: bool = False) -> Any:
         config = _stage_config(options, tp, size, layers, job.environment.world_size)
         multiple = config.model.make_vocab_size_divisible_by * tp
@@ -306,7 +303,8 @@ def layer_samples(
         last: of the stage with the loss.
 
     Returns:
-        A sample of one layer by kind, ``embedding``, ``transformer`` or ``head``, and the seconds that a forward costs beyond its layers.
+        A sample of one layer by kind, ``embedding``, ``transformer`` or ``head``, and the seconds
+        that a forward costs beyond its layers.
     """
 
     def each(name: str) -> float:

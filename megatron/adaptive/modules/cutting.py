@@ -1,4 +1,4 @@
-"""Cuts a tape into stages: which calls, parameters and tensors each of them has.
+"""Cuts a tape into stages: calls, parameters and tensors of each, and the rank that keeps them.
 
 ::
 
@@ -15,14 +15,106 @@ makes it itself, of the inputs that it is given anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.tape import Call, Tape, Value
+import torch
 
-__all__ = ["StagePlan", "check_shared", "slice_tape"]
+from megatron.adaptive.config.schedule import format_partition, parse_partition
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.recording import Call, Tape, Value
+
+__all__ = [
+    "SharedWeight",
+    "StagePlan",
+    "balanced",
+    "check_groups",
+    "check_shared",
+    "check_stages",
+    "given_partition",
+    "keep_only",
+    "shared_weights",
+    "slice_tape",
+    "unused_parameters",
+]
+
+
+def check_stages(num_segments: int, num_stages: int) -> None:
+    """Refuse more stages than segments.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if num_stages > num_segments:
+        raise ConfigError(
+            f"{num_segments - 1} cut points make {num_segments} segments, and {num_stages} stages "
+            f"were asked for: mark at least {num_stages - 1} cut points, or lower pipeline_size or "
+            "chunks"
+        )
+
+
+def given_partition(
+    given: str | Sequence[int], num_segments: int, num_stages: int
+) -> tuple[int, ...]:
+    """Read a user's partition, segments of each stage such as ``3-4-5``.
+
+    Raises:
+        ConfigError: it does not fit the model or the pipeline.
+    """
+    try:
+        partition = parse_partition(given) if isinstance(given, str) else tuple(map(int, given))
+    except ValueError as error:
+        raise ConfigError(f"partition: {error}") from None
+    if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
+        raise ConfigError(
+            f"partition {format_partition(partition)} was given for {num_segments} segments and "
+            f"{num_stages} stages: give {num_stages} numbers from 1 on whose sum is {num_segments}"
+        )
+    return partition
+
+
+def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Divide segments so that the largest stage is as small as possible.
+
+    Of several such divisions the one with the least sum of squares.
+
+    Args:
+        weights: what each segment costs, in any unit, at least 0.
+        num_stages: stages, each of at least one segment.
+
+    Raises:
+        ConfigError: a weight is negative or not finite, or there are too few segments.
+    """
+    check_stages(len(weights), num_stages)
+    for segment, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(
+                f"weight {weight} of segment {segment}: give a finite number that is not negative"
+            )
+    before = [0.0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    # best[end]: largest stage, sum of squares and stages of the segments up to `end`.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())]
+    best += [None] * len(weights)
+    for _ in range(num_stages):
+        grown: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(weights) + 1)
+        for end in range(1, len(weights) + 1):
+            for start in range(end):
+                rest = best[start]
+                if rest is None:
+                    continue
+                cost = before[end] - before[start]
+                found = (max(rest[0], cost), rest[1] + cost * cost, (*rest[2], end - start))
+                if grown[end] is None or found < grown[end]:  # type: ignore[operator]
+                    grown[end] = found
+        best = grown
+    answer = best[-1]
+    assert answer is not None
+    return answer[2]
+
 
 # Calls that a stage may repeat rather than be sent their result.
 _MOST_REPEATED = 64
@@ -251,3 +343,101 @@ class _Slicer:
                 f"seen through another one in stage {max(where)}: use the operation that returns "
                 "a new tensor, or move the cut point"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeight:
+    """A parameter that several ranks of a pipeline hold.
+
+    Attributes:
+        name: its first name.
+        positions: of those ranks, ascending.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+
+
+def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Check declared groups of shared weights.
+
+    Raises:
+        ConfigError: a name is unknown, or a group is not one parameter.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for group in groups:
+        if isinstance(group, str):
+            raise ConfigError(
+                f"shared_weights holds {group!r}: give a list of groups, each a list of names"
+            )
+        for name in group:
+            if name not in named:
+                raise ConfigError(
+                    f"shared_weights names {name!r}, which is no parameter of the model"
+                )
+            if named[name] is not named[group[0]]:
+                raise ConfigError(
+                    f"shared_weights says that {group[0]} and {name} are one parameter, but the "
+                    f"model has two: assign one to the other before"
+                )
+
+
+def shared_weights(uses: Mapping[str, Iterable[int]], order: Sequence[str]) -> list[SharedWeight]:
+    """Return the parameters that several ranks hold.
+
+    Args:
+        uses: positions that use each parameter.
+        order: names of all parameters.
+    """
+    found = []
+    for name in order:
+        positions = tuple(sorted(set(uses.get(name, ()))))
+        if len(positions) > 1:
+            found.append(SharedWeight(name, positions))
+    return found
+
+
+def keep_only(
+    model: torch.nn.Module, names: Iterable[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Move what the rank keeps to its device, and free the rest.
+
+    Parameters stay the same objects. What goes is replaced by a tensor on the ``meta`` device: its
+    shape stays known, its memory is free.
+
+    Args:
+        model: the whole model.
+        names: first names of the parameters and buffers to keep.
+        device: the rank's.
+
+    Returns:
+        What was kept, by name.
+    """
+    keep = set(names)
+    by_id: dict[int, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    for name, parameter in list(model.named_parameters()):
+        if name in keep:
+            parameter.data = parameter.data.to(device)
+            held[name] = parameter
+        else:
+            by_id[id(parameter)] = torch.nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+    for name, buffer in list(model.named_buffers()):
+        if name in keep:
+            by_id[id(buffer)] = held[name] = buffer.to(device)
+        else:
+            by_id[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, one in tensors.items():
+                if one is not None and id(one) in by_id:
+                    tensors[key] = by_id[id(one)]  # type: ignore[assignment]
+    return held
+
+
+def unused_parameters(model: torch.nn.Module, tapes: Iterable[Tape]) -> list[str]:
+    """Return the parameters that no forward uses."""
+    used = {value.name for tape in tapes for value in tape.values if value.source == "parameter"}
+    return [name for name, _ in model.named_parameters() if name not in used]
