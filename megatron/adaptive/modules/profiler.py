@@ -232,7 +232,7 @@ class DeviceSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleProfile:
-    """A measured model with cut points.
+    """Holds a measured model with cut points.
 
     Attributes:
         name: of the model.
@@ -269,7 +269,7 @@ class ModuleProfile:
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """Summarizes the profile in one line."""
         sizes = ", ".join(map(str, self.micro_batch_sizes))
         return (
             f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of {sizes} "
@@ -277,7 +277,7 @@ class ModuleProfile:
         )
 
     def weights(self, micro_batch: int) -> tuple[float, ...]:
-        """Seconds of forward and backward of each piece on rank 0's device."""
+        """Returns seconds of forward and backward of each piece on rank 0's device."""
         return tuple(one.seconds for one in self.samples if one.micro_batch == micro_batch)
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
@@ -331,11 +331,11 @@ class ModuleProfile:
 
     @cached_property
     def model(self) -> Model:
-        """The pieces as the planner sees them: parameters, gradients and Adam in their own type."""
+        """Describes the pieces as the planner sees them: parameters, gradients and Adam in their own type."""
         return module_model(self._model(), self.name, self.parts[0].element_bytes)
 
     def times(self, *, split: bool) -> Profile:
-        """The durations as the planner sees them.
+        """Returns the durations as the planner sees them.
 
         Args:
             split: of backwards in two halves.
@@ -344,7 +344,7 @@ class ModuleProfile:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The job's nodes; memory is what a process may use."""
+        """Describes the job's nodes; memory is what a process may use."""
         profile = self.times(split=False)
         groups: dict[str, list[Mapping[str, Any]]] = {}
         for name, node in zip(self.names, self.nodes, strict=True):

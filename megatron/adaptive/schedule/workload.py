@@ -52,7 +52,7 @@ _NAMES = ("version", *_LISTS, *_NUMBERS, "links")
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """How long one microbatch takes on each stage.
+    """Holds the seconds of one microbatch on each stage.
 
     Attributes:
         forward_s: seconds of a forward, per stage in pipeline order.
@@ -73,7 +73,7 @@ class StageTimes:
     def equal(
         cls, num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0
     ) -> StageTimes:
-        """The same times on every stage."""
+        """Returns the same times on every stage."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -83,7 +83,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Random factors on durations and latencies: lognormal with mean 1.
+    """Holds spreads of random factors on durations and latencies: lognormal with mean 1.
 
     Attributes:
         seed: of all draws.
@@ -108,7 +108,7 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a message meets between two ranks.
+    """Describes what delays a message between two ranks.
 
     Attributes:
         latency_s: seconds from leaving the link to arriving.
@@ -181,7 +181,7 @@ class SlowWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The drawn times of one step, in whole picoseconds.
+    """Holds the drawn times of one step, in whole picoseconds.
 
     Attributes:
         durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
@@ -212,7 +212,7 @@ def draw(
     rank_factors: Sequence[float] | None = None,
     slow: Sequence[SlowWindow] = (),
 ) -> Workload:
-    """Draw the times of one step.
+    """Draws the times of one step.
 
     Args:
         placement: which rank holds which stage.
@@ -261,7 +261,7 @@ def draw(
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Latency after each stage's F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
+    """Returns latency after each stage's F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
     ranks, stages = placement.num_ranks, placement.num_stages
     latency = np.zeros((2, stages))
     occupancy = np.zeros((ranks, ranks))
