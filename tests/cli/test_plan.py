@@ -17,7 +17,7 @@ from megatron.adaptive.cluster.node import check_trainer, trainer_flags
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset
 
 CLUSTER = """\
 format: 1

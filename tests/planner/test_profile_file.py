@@ -10,8 +10,7 @@ import pytest
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset, read_model
 from megatron.adaptive.planner.profile_file import profile_of_cut_points
 
 CSV = """\

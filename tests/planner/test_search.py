@@ -10,10 +10,9 @@ import pytest
 from benchmarks.planning.small import better, brute_force, random_problem, solve
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.options import SearchOptions
-from megatron.adaptive.planner.pareto import pareto
+from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.search import Searcher, search
+from megatron.adaptive.planner.search_space import Objective, SearchOptions
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -76,14 +76,14 @@ def test_averages_go_on_where_another_rank_writes() -> None:
     logs = [make_log(settings(), streams[rank], is_writer=rank == 0) for rank in range(2)]
     for log in logs:
         log.iteration(report(1))
-    told: list[object] = []
+    gathered: list[object] = []
 
-    def tell(mine: object) -> list[object]:
-        told.append(mine)
-        return told
+    def gather(mine: object) -> list[object]:
+        gathered.append(mine)
+        return gathered
 
-    logs[0].hand_over(1, is_writer=False, tell=tell)
-    logs[1].hand_over(1, is_writer=True, tell=tell)
+    logs[0].hand_over(1, is_writer=False, gather=gather)
+    logs[1].hand_over(1, is_writer=True, gather=gather)
     for log in logs:
         log.iteration(report(2))
     assert streams[0].getvalue() == ""

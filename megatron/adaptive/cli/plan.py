@@ -22,9 +22,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.files import quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.plan_file import plan_document, write_conf, write_plan
-from megatron.adaptive.planner.presets import PRESETS
+from megatron.adaptive.planner.model_file import PRESETS
+from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -32,8 +31,8 @@ from megatron.adaptive.planner.propose import (
     Request,
     propose,
 )
-from megatron.adaptive.planner.report import explain, table
 from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_space import Objective
 from megatron.adaptive.schedule.registry import policy_names
 
 

@@ -1,24 +1,38 @@
-"""What ``plan`` and ``validate`` are given alike: model, cluster, and what was measured of both."""
+"""Reads the inputs that ``plan`` and ``validate`` share: model, cluster, measured durations.
+
+``--calibrate`` fits a profile to the traces of runs. Owns the options and what the runs do not say
+themselves; fitting is ``planner.calibrate``'s.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from megatron.adaptive.cli.plan_calibrate import add_calibrate_arguments, calibrated
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.cluster_file import read_cluster
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate
+from megatron.adaptive.planner.cluster import Cluster, known_gpu, read_cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import complete_profile
+from megatron.adaptive.trace.read import RunTrace, read_run
 
-__all__ = ["Inputs", "add_input_arguments", "read_inputs"]
+__all__ = [
+    "Inputs",
+    "add_input_arguments",
+    "calibrated",
+    "read_inputs",
+    "traced_run",
+    "types_of_hosts",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +111,157 @@ def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
         half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
         default = told["model"].get("precision", half)
     return read_model(options.model, options.precision, default=default, fused=fused)
+
+
+PROGRESS = "progress.jsonl"
+
+
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of calibration."""
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--calibrate",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="TRACE_DIR",
+        help="fit layers and links to the traces of a run of this model; may be repeated",
+    )
+    group.add_argument(
+        "--calibrate-host",
+        action="append",
+        default=[],
+        metavar="HOST=TYPE",
+        help="node type of a host of these runs; needed where the cluster has several",
+    )
+
+
+def calibrated(
+    options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile | None
+) -> Profile | None:
+    """Put what the traces tell over a profile.
+
+    Args:
+        options: with those of :func:`add_calibrate_arguments`.
+        model: that the runs trained.
+        cluster: whose node types the runs' hosts are of.
+        profile: measured otherwise; None for none.
+
+    Returns:
+        The profile given where no run is.
+
+    Raises:
+        ConfigError: a run does not say what is needed, or trained another model.
+        TraceError: a trace is damaged.
+    """
+    if not options.calibrate:
+        return profile
+    hosts = types_of_hosts(options, cluster)
+    runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
+    found = calibrate(model, runs)
+    base = profile or Profile(model=model.name)
+    return replace(
+        base,
+        layers={**base.layers, **found.layers},
+        links={**base.links, **found.links},
+        intra_links={**base.intra_links, **found.intra_links},
+        all_reduce={**base.all_reduce, **found.all_reduce},
+        optimizer_s_per_parameter={
+            **base.optimizer_s_per_parameter,
+            **found.optimizer_s_per_parameter,
+        },
+        step_s={**base.step_s, **found.step_s},
+    )
+
+
+def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:
+    """Node type by host, as ``--calibrate-host`` says it.
+
+    Raises:
+        ConfigError: it is not HOST=TYPE, or the cluster has no such type.
+    """
+    given: Sequence[str] = options.calibrate_host
+    names = [node.name for node in cluster.types]
+    hosts = {}
+    for text in given:
+        host, sign, name = text.partition("=")
+        if not (host and sign and name in names):
+            raise ConfigError(
+                f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
+                f" {', '.join(names)}"
+            )
+        hosts[host] = name
+    return hosts
+
+
+def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
+    """A run with all that its traces do not say.
+
+    Args:
+        folder: of its traces, with the trainer's progress beside them.
+        model: that it trained.
+        cluster: whose node types its hosts are of.
+        hosts: node type by host; a cluster of one type needs none.
+
+    Raises:
+        ConfigError: the type of a host is not told, or it was another model.
+        TraceError: a trace is damaged.
+    """
+    trace = read_run(folder)
+    types = {node.name: node for node in cluster.types}
+    nodes = {}
+    for host in sorted({rank.header.host for rank in trace.ranks.values()}):
+        if host not in hosts and len(types) > 1:
+            raise ConfigError(
+                f"{folder}: the cluster has several node types: say of which host"
+                f" {host} is, with --calibrate-host {host}=TYPE"
+            )
+        nodes[host] = hosts.get(host, next(iter(types)))
+    return TracedRun(
+        trace=trace,
+        micro_batch=_micro_batch(folder, trace, model),
+        nodes=nodes,
+        gpus={host: types[name].gpu for host, name in nodes.items()},
+    )
+
+
+def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
+    """Samples of a microbatch, from the tokens of a step that the run told beside its traces."""
+    tokens = [
+        line["tokens_per_s"] * line["step_ms"] / 1e3
+        for line in _lines(folder / PROGRESS)
+        if line.get("tokens_per_s") and line.get("step_ms")
+    ]
+    if not tokens:
+        raise ConfigError(
+            f"{folder}: {PROGRESS} beside the traces does not say how many tokens a"
+            " step had: give the folder as the trainer wrote it"
+        )
+    headers = [rank.header for rank in trace.ranks.values()]
+    replicas = 1 + max(header.dp_rank for header in headers)
+    microbatches = replicas * headers[0].num_microbatches
+    samples: float = median(tokens) / model.tokens_per_sample / microbatches
+    size = round(samples)
+    if size < 1 or abs(samples - size) > 0.05 * size:
+        raise ConfigError(
+            f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
+            f" microbatches, which are no samples of {model.tokens_per_sample} tokens: give the"
+            " model that was trained"
+        )
+    return size
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue  # a line that was cut off at the end of a run that was killed
+        if isinstance(value, dict):
+            found.append(value)
+    return found

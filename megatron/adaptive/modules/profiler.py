@@ -43,7 +43,7 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     tied_parameters,
 )
 from megatron.adaptive.planner import profile_file  # noqa: E402
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType  # noqa: E402
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType  # noqa: E402
 from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, module_model  # noqa: E402
 from megatron.adaptive.planner.model import Model  # noqa: E402
 from megatron.adaptive.planner.profile import Profile  # noqa: E402
@@ -331,7 +331,7 @@ class ModuleProfile:
 
     @cached_property
     def model(self) -> Model:
-        """Describes the pieces as the planner sees them: parameters, gradients and Adam in their own type."""
+        """Describes the pieces: parameters, gradients and Adam in their own type."""
         return module_model(self._model(), self.name, self.parts[0].element_bytes)
 
     def times(self, *, split: bool) -> Profile:
@@ -350,7 +350,7 @@ class ModuleProfile:
         for name, node in zip(self.names, self.nodes, strict=True):
             groups.setdefault(name, []).append(node)
         made = [
-            NodeGroup(
+            NodePool(
                 type=NodeType(
                     name=name,
                     gpu=nodes[0]["facts"]["gpu"],

@@ -267,7 +267,7 @@ def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the part of a backward that is the gradient by weights: half of all that is not attention."""
+    """Returns the share of weight gradients in a backward: half of all but attention."""
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0

@@ -1,10 +1,13 @@
-"""The search's inner loops, compiled: lower bounds by dynamic programming, then an exact search.
+"""Compiles the search's inner loops: bounds by dynamic programming, then an exact search.
 
-A pipeline is built from its end. A *level* says which nodes the stages so far stand on and what
-class the foremost has; over it come the layers that they hold. For 1F1B everything a stage needs to
-know of the others is behind it: ``j`` stages follow, so it holds ``min(j + 1, m)`` microbatches and
-runs ``min(j, m - 1)`` forwards ahead. One table therefore serves all lengths of pipelines and all
-parts of a cluster.
+A pipeline is built from its end. A *level* is a state of ``shapes.DpStates``: it gives the nodes
+that the stages so far stand on and the class of the foremost; over it come the layers that they
+hold. For 1F1B everything a stage needs to know of the others is behind it: ``j`` stages follow, so
+it holds ``min(j + 1, m)`` microbatches and runs ``min(j, m - 1)`` forwards ahead. One table
+therefore serves all lengths of pipelines and all parts of a cluster.
+
+This module is apart from ``search``, and loaded late, because numba takes half a second to import.
+The compiled code is kept on disk.
 
 Bounds, for a stage with forward ``f``, backward ``b``, ``m`` microbatches, ``w`` forwards ahead
 and ``r`` seconds from the end of a forward to the start of that microbatch's backward::
@@ -28,12 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-__all__ = ["Shape", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
+__all__ = ["ShapeArrays", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
 
 _INF = np.inf
 
 
-class Shape(NamedTuple):
+class ShapeArrays(NamedTuple):
     """Arrays of one shape; ``c`` classes, ``n`` layers, a stage holds layers ``l`` to ``k - 1``.
 
     Attributes:
@@ -474,7 +477,7 @@ bound_levels: Any = njit(_bound_levels, cache=True)
 search_level: Any = njit(_search_level, cache=True)
 
 
-def make_walk(shape: Shape, stages: int) -> Walk:
+def make_walk(shape: ShapeArrays, stages: int) -> Walk:
     """Room for an enumeration of so many stages."""
     layers = shape.forward.shape[1] - 1
     width = layers * max(1, int(np.diff(shape.level_edges).max(initial=1)))

@@ -21,7 +21,7 @@ from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import boundary_s
 from megatron.adaptive.planner.plan import Plan, StagePlace
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.timing import StepTimes
+from megatron.adaptive.planner.timing import ScheduleTimes
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.widths import Widths
 
@@ -85,7 +85,7 @@ def hop_s(
     return max(both, key=sum)
 
 
-def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> StepTimes:
+def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
     """Time one step by simulation.
 
     Args:
@@ -107,7 +107,7 @@ def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) ->
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
     ends, busy = np.array(step.ends_s), np.array(step.busy_s)
-    return StepTimes(
+    return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),
     )

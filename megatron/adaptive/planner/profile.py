@@ -54,7 +54,7 @@ class LayerTimes:
         return self.backward_input_s + self.backward_weight_s
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns the same for work that is so many times larger; launching it takes what it took."""
+        """Returns the same for work so many times larger; launching it takes what it took."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,

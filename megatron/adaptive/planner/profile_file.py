@@ -24,12 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import schema
-from megatron.adaptive.planner.cluster import LinkSpeed
-from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
+from megatron.adaptive.planner.files import check_schema, read_file
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.presets import arguments_model
+from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 __all__ = [
@@ -66,7 +64,7 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
             " again with python -m megatron.adaptive profile"
         )
-    schema.check(content, "profile", str(path))
+    check_schema(content, "profile", str(path))
     checked: dict[str, Any] = content
     return checked
 
@@ -77,7 +75,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: the content breaks a rule, or the file cannot be written.
     """
-    schema.check(content, "profile", str(path))
+    check_schema(content, "profile", str(path))
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -99,7 +97,7 @@ def document(
     """
     made = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     content = {"format": FORMAT, "made": made, "model": dict(model), "layers": list(layers), **more}
-    schema.check(content, "profile", "profile")
+    check_schema(content, "profile", "profile")
     return content
 
 

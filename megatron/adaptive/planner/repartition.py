@@ -26,7 +26,7 @@ from megatron.adaptive.schedule.compare import Candidate, evaluate
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
-__all__ = ["Loads", "Proposal", "propose", "quickest_pace", "simulated_step", "travelling"]
+__all__ = ["Loads", "PartitionMove", "propose", "quickest_pace", "simulated_step", "travelling"]
 
 Partition = tuple[int, ...]
 Times = tuple[float, float, float]
@@ -114,7 +114,7 @@ class Loads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
+class PartitionMove:
     """A partition that is worth a move.
 
     Attributes:
@@ -199,7 +199,9 @@ def simulated_step(
     return step_s
 
 
-def propose(loads: Loads, step_s: Callable[[Partition], float], gain: float) -> Proposal | None:
+def propose(
+    loads: Loads, step_s: Callable[[Partition], float], gain: float
+) -> PartitionMove | None:
     """Find the partition to move to.
 
     Args:
@@ -234,7 +236,7 @@ def propose(loads: Loads, step_s: Callable[[Partition], float], gain: float) -> 
         (partition for partition, seconds in tried.items() if seconds <= limit),
         key=lambda partition: (travelling(present, partition, loads.placement), tried[partition]),
     )
-    found = Proposal(partition=choice, present_s=tried[present], step_s=tried[choice])
+    found = PartitionMove(partition=choice, present_s=tried[present], step_s=tried[choice])
     return found if choice != present and found.gain >= gain else None
 
 

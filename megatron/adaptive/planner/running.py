@@ -24,12 +24,10 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import layer_table
-from megatron.adaptive.planner.memory import in_flight, state_bytes
+from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.runtime import Runtime
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 

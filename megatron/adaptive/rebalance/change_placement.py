@@ -36,7 +36,7 @@ _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look t
 
 
 def can_move(job: Job) -> bool:
-    """Whether there is a folder that all ranks reach: on one machine always, else ``--save``."""
+    """Returns whether all ranks reach one folder: on one machine always, else with ``--save``."""
     machines = {place["machine"] for place in job.places}
     return len(machines) == 1 or job.config.checkpoint.save is not None
 

@@ -261,7 +261,7 @@ def draw(
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns latency after each stage's F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
+    """Returns latency after F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
     ranks, stages = placement.num_ranks, placement.num_stages
     latency = np.zeros((2, stages))
     occupancy = np.zeros((ranks, ranks))

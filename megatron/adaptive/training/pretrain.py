@@ -111,7 +111,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             padded_vocab_size=run.padded_vocab_size,
         )
         if progress is not None:
-            log.tell(loaded_s=time.perf_counter() - begin_s)
+            log.report(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             report_position = partial(setattr, watcher, "position")

@@ -44,7 +44,7 @@ def make_copies(run: Run, log: TrainingLog, progress: Callable[[], Progress]) ->
         RunState(run, progress),
         run.job,
         CopySettings.read(told),
-        lambda text: log.tell(copies=text),
+        lambda text: log.report(copies=text),
         log.message,
     )
 

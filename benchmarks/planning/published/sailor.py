@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
-from megatron.adaptive.planner.datasets.measured import Measured, read_csv, read_json
+from benchmarks.planning.published.deepspeed import DEEPSPEED
+from benchmarks.planning.published.files import read_csv, read_json
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, Profile
-from megatron.adaptive.planner.runtime import DEEPSPEED
+from megatron.adaptive.planner.validate import MeasuredRun
 
 __all__ = ["read_sailor"]
 
@@ -38,7 +39,7 @@ _LOSS_COPIES = 3
 """Of the logits, while the loss is computed: shifted, their softmax, and their gradient."""
 
 
-def read_sailor(folder: Path) -> list[Measured]:
+def read_sailor(folder: Path) -> list[MeasuredRun]:
     """All runs; ``doubt`` tells which figures the set itself calls unsound.
 
     Raises:
@@ -56,11 +57,11 @@ def read_sailor(folder: Path) -> list[Measured]:
     return [_run(plan, model, cluster, profile) for plan in measured]
 
 
-def _run(given: Mapping[str, Any], model: Model, cluster: Cluster, profile: Profile) -> Measured:
+def _run(given: Mapping[str, Any], model: Model, cluster: Cluster, profile: Profile) -> MeasuredRun:
     doubts = " ".join(given["doubts"])
     copied = "digit for digit" in doubts
     unsound = copied or "leave the memory out" in doubts
-    return Measured(
+    return MeasuredRun(
         name=str(given["id"]),
         plan=_plan(given, cluster),
         model=model,
@@ -136,7 +137,7 @@ def _cluster(types: list[Mapping[str, Any]], links: list[Mapping[str, Any]]) -> 
         )
 
     groups = tuple(
-        NodeGroup(
+        NodePool(
             type=NodeType(
                 name=str(one["gpu"]),
                 gpu=str(one["gpu"]),

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import DataError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
@@ -212,7 +212,7 @@ class Fasop:
         for told in self._clusters["node_types"][types]:
             count = counts.get(told["symbol"], 0)
             if count:
-                groups.append(NodeGroup(type=_node(told), count=count))
+                groups.append(NodePool(type=_node(told), count=count))
         return Cluster(groups=tuple(groups), name=types)
 
     def _json(self, name: str) -> Any:

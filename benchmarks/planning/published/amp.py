@@ -29,12 +29,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
-from megatron.adaptive.planner.datasets.measured import Measured, read_csv, read_json
+from benchmarks.planning.published.deepspeed import DEEPSPEED
+from benchmarks.planning.published.files import read_csv, read_json
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
-from megatron.adaptive.planner.runtime import DEEPSPEED
+from megatron.adaptive.planner.validate import MeasuredRun
 
 __all__ = ["SETS", "read_amp"]
 
@@ -64,7 +65,7 @@ weight to fp16 (4 + 2)."""
 _PRECISION = Precision(name="fp16", gradient_bytes=2, reduce_bytes=4)
 
 
-def read_amp(folder: Path, name: str) -> list[Measured]:
+def read_amp(folder: Path, name: str) -> list[MeasuredRun]:
     """Runs of a set that gave a time.
 
     Args:
@@ -82,7 +83,7 @@ def read_amp(folder: Path, name: str) -> list[Measured]:
     cluster = _cluster(read_json(folder / "cluster.json")["clusters"][name]["nodes"])
     batch = int(described["global_batch_size"])
     return [
-        Measured(
+        MeasuredRun(
             name=f"{row['amp_rank']}",
             plan=_plan(row, batch, cluster),
             model=model,
@@ -210,7 +211,7 @@ def _cluster(nodes: list[Mapping[str, Any]]) -> Cluster:
         memory_bytes=float(first["memory_gb_per_gpu"]) * 2**30,
         intra=LinkSpeed(bytes_per_s=float(first["intra_node_bits_per_s"]) / 8, shared=False),
     )
-    return Cluster(groups=(NodeGroup(type=kind, count=len(nodes)),), network=network)
+    return Cluster(groups=(NodePool(type=kind, count=len(nodes)),), network=network)
 
 
 def _plan(row: Mapping[str, str], batch: int, cluster: Cluster) -> Plan:

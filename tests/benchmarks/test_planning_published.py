@@ -1,18 +1,17 @@
-"""Readers of measured runs, the comparison, and the command around it."""
+"""Readers of published runs, and the comparison with predictions."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.validate import main
-from megatron.adaptive.planner.datasets.amp import read_amp
-from megatron.adaptive.planner.datasets.sailor import read_sailor
-from megatron.adaptive.planner.validate import compare, rank_correlation, read_sets
+from benchmarks.planning.measured import read_sets
+from benchmarks.planning.published.amp import read_amp
+from benchmarks.planning.published.sailor import read_sailor
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.validate import compare, rank_correlation
 
 from .published import GPT_S, WIDE_S, sailor_plan, write_amp, write_sailor
 
@@ -98,46 +97,25 @@ def test_sets_are_found_below_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("folder", "text"),
     [
-        (["--data", "missing"], "no such folder"),
-        (["--data", "empty"], "no data set"),
-        (["--data", "amp", "--set", "sailor mit"], "has amp homogeneous"),
-        (["--data", "damaged"], "cannot be read"),
-        (["--data", "single"], "comparing needs 2"),
-        ([], "--data"),
+        ("missing", "no such folder"),
+        ("empty", "no data set"),
+        ("damaged", "cannot be read"),
     ],
 )
-def test_errors_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    text: str,
-) -> None:
-    write_amp(tmp_path / "amp", RUNS)
-    write_amp(tmp_path / "single", RUNS[:1])
+def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
     (write_amp(tmp_path / "damaged", RUNS) / "model.json").write_text("{", encoding="utf-8")
     (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert run_cli(main, arguments) == 2
-    message = capsys.readouterr().err
-    assert text in message
-    assert message.count("\n") == 1
+    with pytest.raises(ConfigError, match=text) as info:
+        read_sets(tmp_path / folder)
+    assert "\n" not in str(info.value)
 
 
-def test_command_prints_a_table_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_amp(tmp_path, RUNS)
-    assert main(["--data", str(tmp_path), "--rows"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == ["amp", "homogeneous", "3"]
-    assert any(line.startswith("1 ") and "1-1-1-1" in line for line in lines)
-    assert main(["--data", str(tmp_path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["runs"] == 3
-    assert len(found["rows"]) == 3
+def test_a_run_without_a_time_is_refused(tmp_path: Path) -> None:
+    runs = [sailor_plan("a", doubts=["digit for digit"])]
+    with pytest.raises(ConfigError, match="no run has a time"):
+        compare("s", read_sailor(write_sailor(tmp_path, runs)))
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="PLANNER_DATA names no folder of published sets")

@@ -1,10 +1,11 @@
-"""Times of 1F1B where sends and receives are calls in the stream of the device, as in DeepSpeed.
+"""Times 1F1B where sends and receives are calls in the stream of the device, as in DeepSpeed.
 
-There every rank calls them one after the other, between its forwards and backwards. A message
-that fits into the library's buffers leaves as soon as it is sent; a larger one moves when both
-ranks have come to it, and holds up both. The engine alternates forwards and backwards: before a
-forward a rank sends a gradient to the rank before and then receives an activation, before a
-backward it receives a gradient from the rank after and then sends it an activation:
+The published runs were made with it. Every rank calls them one after the other, between its
+forwards and backwards. A message that fits into the library's buffers leaves as soon as it is sent;
+a larger one moves when both ranks have come to it, and holds up both. The engine alternates
+forwards and backwards: before a forward a rank sends a gradient to the rank before and then
+receives an activation, before a backward it receives a gradient from the rank after and then sends
+it an activation:
 
 ::
 
@@ -22,9 +23,40 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.planner.timing import StepTimes
+from megatron.adaptive.planner.cost import StageSums
+from megatron.adaptive.planner.layers import Runtime
+from megatron.adaptive.planner.plan import Plan
+from megatron.adaptive.planner.timing import ScheduleTimes
 
-__all__ = ["rendezvous_times"]
+__all__ = ["DEEPSPEED", "rendezvous_times"]
+
+_BUFFER_BYTES = 4 * 2**20
+"""Up to this size a message leaves without its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
+
+
+def _pipeline(plan: Plan, stages: StageSums) -> ScheduleTimes | None:
+    """Times a plan's pipeline; returns None for schedules other than 1F1B.
+
+    With tensor parallelism the output of a stage is sent in as many parts, beside their sizes. The
+    receiver's CPU reads the sizes before it launches anything, so that launching is not hidden.
+    """
+    if plan.schedule != "1f1b":
+        return None
+    widths = np.array([max(one.tp for one in place.replicas) for place in plan.places])
+    sizes = stages.message_bytes / np.stack([widths, np.roll(widths, 1)])
+    launch = np.where(widths > 1, 0.0, stages.launch_s[:2])
+    whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
+    return rendezvous_times(
+        plan.num_microbatches,
+        whole,
+        stages.latency_s + stages.occupancy_s,
+        launch_s=launch,
+        buffered=sizes <= _BUFFER_BYTES,
+    )
+
+
+DEEPSPEED = Runtime(sliced_messages=True, pipeline=_pipeline)
+"""DeepSpeed's pipeline engine up to 2023 (``PartitionedTensor.from_meta`` for the slices)."""
 
 
 class _Call(NamedTuple):
@@ -38,7 +70,7 @@ class _Call(NamedTuple):
 
 def rendezvous_times(
     num_microbatches: int, durations_s: Any, message_s: Any, *, launch_s: Any, buffered: Any
-) -> StepTimes:
+) -> ScheduleTimes:
     """Time one step, one stage on each rank.
 
     Args:
@@ -51,7 +83,7 @@ def rendezvous_times(
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered)
     while any(run.advance(rank) for rank in range(durations_s.shape[1])):
         pass
-    return StepTimes(end_s=run.free, busy_s=durations_s.sum(axis=0) * num_microbatches)
+    return ScheduleTimes(end_s=run.free, busy_s=durations_s.sum(axis=0) * num_microbatches)
 
 
 class _Run:

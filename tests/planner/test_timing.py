@@ -1,12 +1,11 @@
-"""What jitter adds to a step."""
+"""Times of fixed orders: launching that is hidden, and what jitter adds to a step."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron.adaptive.planner.jitter import jitter_s
-from megatron.adaptive.planner.timing import steps_of
+from megatron.adaptive.planner.timing import jitter_s, step_times, steps_of
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import Jitter, StageTimes, simulate
@@ -42,3 +41,15 @@ def test_as_much_as_the_simulator_finds() -> None:
     ]
     simulated = sum(steps) / len(steps) - 3.0 * (8 + 3)
     assert _added(4, 8, 0.2) == pytest.approx(simulated, rel=0.3)
+
+
+def test_static_order_hides_launching_in_the_bubble() -> None:
+    steps = steps_of("1f1b", 2, 1, 2)
+    durations = np.array([[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
+    launch = np.array([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]])
+    none = np.zeros((2, 2))
+    plain = step_times(steps, durations, none, none).seconds
+    hidden = step_times(steps, durations, none, none, launch_s=launch).seconds
+    # Rank 1 waits for F0 and rank 0 for B0 of rank 1, whose own B0 follows F0 at once.
+    assert plain == pytest.approx(9.0)
+    assert hidden == pytest.approx(8.0)
