@@ -289,6 +289,7 @@ class ModuleProfile:
         return profile_file.document(
             self._model(),
             [_layer_row(part.gpu, one, split) for part in self.parts for one in part.samples],
+            made=profile_file.timestamp(),
             nodes={
                 name: dict(node["facts"]) for name, node in zip(self.names, self.nodes, strict=True)
             },

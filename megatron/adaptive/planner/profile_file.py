@@ -41,6 +41,7 @@ __all__ = [
     "merge",
     "profile_of_cut_points",
     "renamed",
+    "timestamp",
     "write",
 ]
 
@@ -95,10 +96,14 @@ def document(
     Raises:
         ConfigError: an entry breaks a rule.
     """
-    made = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    content = {"format": FORMAT, "made": made, "model": dict(model), "layers": list(layers), **more}
+    content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
     check_schema(content, "profile", "profile")
     return content
+
+
+def timestamp() -> str:
+    """Returns the present moment as ``made`` of a profile file holds it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def cut_kind(number: int) -> str:

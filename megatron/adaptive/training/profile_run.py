@@ -148,6 +148,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         return profile_file.document(
             {"name": options.name, "arguments": list(options.arguments)},
             layers,
+            made=profile_file.timestamp(),
             nodes={one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes},
             links=links,
             all_reduce=reductions,
