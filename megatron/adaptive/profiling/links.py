@@ -77,6 +77,7 @@ def measure_link(
     payload: torch.Tensor,
     timeout_s: float,
     burst: int = _BURST,
+    rounds: int = _ROUNDS,
     seconds: float = 0.0,
     step: int = NO_STEP,
     clock: Callable[[], float] = time.perf_counter,
@@ -90,8 +91,8 @@ def measure_link(
         payload: a tensor as it travels in a step.
         timeout_s: limit of each wait.
         burst: messages of a long round, at least 2.
-        seconds: goes on for so long with short and with long rounds each, beyond eight of them;
-            that of the leader counts.
+        rounds: short and long ones each, at least 2; the first does not count.
+        seconds: more rounds of each are added for so long. Rounds and seconds of the leader count.
         step: a number that no step has.
         clock: seconds.
 
@@ -101,13 +102,13 @@ def measure_link(
     """
     medians = []
     for count in (1, burst):
-        rounds: list[float] = []
+        taken_s: list[float] = []
         first_s = clock()
         is_last = False
         while not is_last:
             begin_s = clock()
             if leads:
-                is_last = len(rounds) + 1 >= _ROUNDS and begin_s - first_s >= seconds
+                is_last = len(taken_s) + 1 >= rounds and begin_s - first_s >= seconds
                 _send(transport, peer, payload, step, count, _STOP if is_last else _GO)
                 receive(transport, peer, timeout_s).take()
             else:
@@ -116,8 +117,8 @@ def measure_link(
                     arrival.take()
                 is_last = arrival.label.action.chunk == _STOP
                 _send(transport, peer, payload, step, 1, _GO)
-            rounds.append(clock() - begin_s)
-        medians.append(statistics.median(rounds[1:]))
+            taken_s.append(clock() - begin_s)
+        medians.append(statistics.median(taken_s[1:]))
     there_and_back_s, burst_s = medians
     occupancy_s = max(0.0, (burst_s - there_and_back_s) / (burst - 1))
     occupancy_s = min(occupancy_s, there_and_back_s / 2)

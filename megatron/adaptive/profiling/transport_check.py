@@ -39,6 +39,7 @@ __all__ = ["ChannelSpeed", "TransportCheck"]
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
+_LEAST_ROUNDS = 3  # a slow network shall not take much longer than asked for
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
 _PATTERN = 251  # prime, so that a payload that is shifted by a slot is not the same
@@ -159,6 +160,7 @@ class TransportCheck:
                 payload=torch.zeros(size, dtype=torch.uint8, device=device),
                 timeout_s=_WAIT_S,
                 burst=_BURST,
+                rounds=_LEAST_ROUNDS,
                 seconds=part * seconds / 2,
             )
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
