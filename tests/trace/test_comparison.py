@@ -11,8 +11,8 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.compare import evaluate, make_candidate
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
-from megatron.adaptive.trace.comparison import write_comparison
 from megatron.adaptive.trace.views.palette import chunk_color
+from megatron.adaptive.trace.views.picture import write_comparison
 
 
 def steps(*names: str) -> list[tuple[str, SimResult]]:

@@ -100,6 +100,7 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
         if conf[name] is not None:
             flags += [flag, str(conf[name])]
     flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--progress-dir", str(run_dir)]
     if conf["MODEL_CHUNKS"] > 1:
         flags += ["--model-chunks", str(conf["MODEL_CHUNKS"])]
     flags += further_flags(conf.values)
