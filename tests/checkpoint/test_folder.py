@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whatever happens, a complete one is named; what is not whole is told."""
+"""Folders of checkpoints: a complete one is always named, what is not whole is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
     CheckpointFolder,
     Manifest,
+    PipelineFolder,
+    read_pipeline_manifest,
 )
 from megatron.adaptive.errors import CheckpointError
 
@@ -55,7 +57,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
     partial = folder.begin(iteration)
     (partial / "metadata.json").write_text("{}")
     (partial / "__0_0.distcp").write_bytes(content)
-    return folder.commit(iteration, MANIFEST)
+    return folder.commit(iteration, MANIFEST.to_dict())
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     assert partial.name.startswith(".")
     (partial / "metadata.json").write_text("{}")
     assert folder.latest() is None
-    path = folder.commit(10, MANIFEST)
+    path = folder.commit(10, MANIFEST.to_dict())
     assert path == folder.path / "iter_0000010"
     assert (folder.path / TRACKER).read_text() == "10"
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
@@ -251,6 +253,55 @@ def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: Checkp
     partial = folder.begin(20)
     (partial / "metadata.json").write_text("{}")
     with pytest.raises(CheckpointError, match="another process"):
-        folder.commit(20, MANIFEST, refuse)
+        folder.commit(20, MANIFEST.to_dict(), refuse)
     assert folder.latest() == 10
     assert not folder.complete_path(20).exists()
+
+
+def write_pipeline(folder: PipelineFolder, step: int, text: str = "tensors") -> Path:
+    (folder.begin(step) / "__0_0.distcp").write_text(text)
+    return folder.commit(step, {"step": step})
+
+
+def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    for step in (2, 10, 100_000_000):
+        assert write_pipeline(folder, step).is_dir()
+    (folder.begin(200_000_000) / "__0_0.distcp").write_text("half")
+    assert folder.latest() == 100_000_000
+    assert folder.find(None).name == "step_100000000"
+    assert folder.find(2).name == "step_00000002"
+    assert read_pipeline_manifest(folder.find(10))["step"] == 10
+    folder.keep(2)
+    folder.abandon(200_000_000)
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert names == ["step_00000010", "step_100000000"]
+
+
+def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    # As between the two renames of a commit.
+    write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        folder.find(None)
+    folder.begin(2)
+    assert (folder.find(None) / "__0_0.distcp").read_text() == "old"
+
+
+def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    path = write_pipeline(folder, 1)
+    (path / "__0_0.distcp").write_text("t")
+    with pytest.raises(CheckpointError, match="has 1 bytes and was written with 7"):
+        read_pipeline_manifest(path)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
+        read_pipeline_manifest(path)
+    (path / "pipeline.json").write_text('{"format": 9}')
+    with pytest.raises(CheckpointError, match="format is 9"):
+        read_pipeline_manifest(path)
+    (path / "pipeline.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_pipeline_manifest(path)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
+        folder.find(7)

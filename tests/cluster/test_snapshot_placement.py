@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
-from megatron.adaptive.cluster.snapshot_placement import Held, buddies, newest
+from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, buddies, newest
 
 from .jobs import ElasticJob
 from .test_morphs import undisturbed
@@ -26,8 +26,8 @@ SECRET = "known to the job"
 HEAD = {"extra_bytes": 64, "sent_bytes": 128, "tensor_bytes": 256, "needs": [], "has_common": True}
 
 
-def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> Held:
-    return Held(
+def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> HeldSnapshot:
+    return HeldSnapshot(
         node=node,
         socket=node,
         run="run",
@@ -87,8 +87,8 @@ def test_the_buddy_is_the_next_node_on_another_machine(
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    found = Keeper("127.0.0.1")
+def keeper() -> Iterator[SnapshotKeeper]:
+    found = SnapshotKeeper("127.0.0.1")
     found.prepare("run", SECRET, None)
     yield found
     found.close()
@@ -97,7 +97,7 @@ def keeper() -> Iterator[Keeper]:
 class Sender:
     """Sends copies as another node's keeper does, or not quite."""
 
-    def __init__(self, keeper: Keeper, **changes: object) -> None:
+    def __init__(self, keeper: SnapshotKeeper, **changes: object) -> None:
         head = json.dumps(HEAD).encode()
         told = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
         self.socket = socket.create_connection(("127.0.0.1", keeper.port), 10)
@@ -122,11 +122,11 @@ class Sender:
             return False
 
 
-def steps_of(keeper: Keeper) -> list[list[int]]:
+def steps_of(keeper: SnapshotKeeper) -> list[list[int]]:
     return [told["steps"] for told in keeper.inventory(10.0)]
 
 
-def test_a_step_counts_once_all_of_it_has_come(keeper: Keeper) -> None:
+def test_a_step_counts_once_all_of_it_has_come(keeper: SnapshotKeeper) -> None:
     sender = Sender(keeper)
     assert sender.send(1, 0)
     assert sender.send(2, 1)
@@ -135,14 +135,14 @@ def test_a_step_counts_once_all_of_it_has_come(keeper: Keeper) -> None:
 
 
 @pytest.mark.parametrize("fault", [{"wrong": 1}, {"extra": 65}])
-def test_damage_is_not_kept(keeper: Keeper, fault: dict[str, Any]) -> None:
+def test_damage_is_not_kept(keeper: SnapshotKeeper, fault: dict[str, Any]) -> None:
     sender = Sender(keeper)
     assert sender.send(1, 0)
     assert not sender.send(2, 1, **fault)
     assert steps_of(keeper) == [[1]]
 
 
-def test_strangers_and_others_runs_are_refused(keeper: Keeper) -> None:
+def test_strangers_and_others_runs_are_refused(keeper: SnapshotKeeper) -> None:
     assert not Sender(keeper, secret="guessed").send(1, 0)
     with socket.create_connection(("127.0.0.1", keeper.port), 10) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\n")

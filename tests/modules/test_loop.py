@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.engine.progress import PROGRESS_NAME, mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
 from megatron.adaptive.modules.sizes import JobEnded
 
 
@@ -147,19 +147,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def test_a_checkpoint_that_failed_behind_training_is_written_at_the_next(
-    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, folder = trained(), tmp_path / "checkpoints"
     folder.touch()  # no folder can be made there
 
     def make_room() -> None:
-        one.pipeline._checkpointer.saver._behind._pending.join()
+        one.pipeline._checkpointer.saver._writer._pending.join()
         folder.unlink()
 
     train(one.pipeline, 2, make_room, folder=folder, save_interval=2, async_save=True, keep=2)
     said = capsys.readouterr().out
-    assert f"warning: {folder}: File exists" in said
-    assert "training waits until that of iteration 4 is there in its place" in said
+    assert f"iteration 2 was not written to {folder}: File exists" in caplog.text
+    assert "training waits until that of iteration 4 is there in its place" in caplog.text
     assert "iteration       2" not in said
     for step in (4, 6, 8, 9):
         assert f"saved checkpoint from iteration {step:7d}" in said

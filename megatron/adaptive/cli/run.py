@@ -160,7 +160,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.layouts import choose_layout
     from megatron.adaptive.cluster.manager import Manager, Participant
     from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
-    from megatron.adaptive.cluster.snapshot_placement import CopySpec
+    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -195,7 +195,7 @@ def _run(options: argparse.Namespace) -> int:
         address=options.address,
         copies=None
         if not options.replicate_every
-        else CopySpec(
+        else SnapshotSpec(
             every=options.replicate_every,
             limit_bytes=options.replicate_memory,
         ),

@@ -174,5 +174,5 @@ def _checkpoints(run: Run, folder: Path) -> Checkpoints:
         finetune=False,
         exit_on_missing_checkpoint=True,
     )
-    job = dataclasses.replace(run.job, config=dataclasses.replace(config, checkpoint=settings))
-    return Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
+    config = dataclasses.replace(config, checkpoint=settings)
+    return Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.local import LocalDisk
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress
+from megatron.adaptive.checkpoint.local_disk import LocalDisk
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -33,7 +33,6 @@ from megatron.adaptive.rebalance.change_placement import change_placement
 from megatron.adaptive.rebalance.move_layers import move_layers
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
-from megatron.adaptive.training.snapshots import make_copies
 
 __all__ = [
     "Diagnosing",
@@ -139,10 +138,15 @@ class TrainingRun:
         self.run = run
         self.config = run.job.config
         self.checkpoints = Checkpoints(
-            run.job, run.chunks, run.optimizer, run.scheduler, self._local
+            run.job, run.job.config, run.chunks, run.optimizer, run.scheduler, self._local
         )
         self.step = Step(run)
-        self.snapshots = make_copies(run, self._log, lambda: self.progress)
+        self.snapshots = make_snapshots(
+            run,
+            lambda: self.progress,
+            lambda text: self._log.report(copies=text),
+            self._log.message,
+        )
 
     def release(self) -> None:
         """Drops the run and everything around it, so that its memory can be freed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron.adaptive.checkpoint.local import LocalDisk
+from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Progress
 from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.engine.progress import COMPLETE

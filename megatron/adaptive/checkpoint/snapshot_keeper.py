@@ -1,22 +1,34 @@
-"""Keeps copies of the state of a node's ranks, and of those of another node, in this one's memory.
+"""Keeps snapshots of the state of ranks in memory that outlives them.
 
 ::
 
-    rank ── descriptor, "taken" ──> Keeper ── head, steps ──> Keeper of the buddy
-         <── "kept" ──                     <── step ──
+    rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> that of the buddy
+         <── "kept" ──                             <── step ──
                                     |
     restore ── "open" ────────────> |  descriptor
 
+    [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each begins on a page
+                                    |
+                     [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
+
+A rank's file has no name: it is gone with the last process that holds its descriptor, however that
+ends. A rank writes its steps into the two slots by turns, and what it writes in a slot counts only
+once both marks bear the same step: whatever moment it is killed at, the older step is whole. A node
+that keeps snapshots for another one holds the same file without the last part.
+
 What a rank has copied is sent behind training, by a thread for each rank, in frames that end with a
-checksum; the rank is told once the buddy has a step whole. Ranks and whoever restores come over a
-local socket of this machine, which gives way to the same user alone; buddies over TCP, with the
-job's secret. Copies live as long as the process that keeps them.
+checksum; the rank gets an answer once the buddy has a step whole. Ranks and whoever restores come
+over a local socket of this machine, which gives way to the same user alone; buddies over TCP, with
+the job's secret. Snapshots live as long as the process that keeps them.
+
+Imports no torch: those who keep and send snapshots have none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import secrets
 import socket
@@ -28,10 +40,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.checkpoint.snapshot_file import CopyFile
+__all__ = [
+    "ALIGN",
+    "SLOTS",
+    "Buddy",
+    "SnapshotFile",
+    "SnapshotKeeper",
+    "slot_bytes",
+]
 
-__all__ = ["Buddy", "Keeper"]
-
+SLOTS = 2
+ALIGN = 64
+_PAGE = 4096
+_LENGTHS = struct.Struct("<QQ")  # bytes of the head, bytes of a slot
+_MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
+_MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # for a buddy to take in a piece
 _CONNECT_S = 10.0
 _RUN_S = 30.0  # for the buddy to hear of the same start
@@ -44,9 +67,115 @@ _KEPT = struct.Struct("<Q")  # step
 _CREDENTIALS = struct.Struct("3i")
 
 
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
+    """Return the size of a slot with so much in it."""
+    return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
+
+
+class SnapshotFile:
+    """Maps the snapshots of one rank.
+
+    Args:
+        descriptor: of the file; owned by this object from here on.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        head_bytes, self._slot_bytes = _LENGTHS.unpack_from(self.memory)
+        self.raw_head = self.memory[_LENGTHS.size : _LENGTHS.size + head_bytes]
+        self.head: dict[str, Any] = json.loads(self.raw_head)
+        self._first = _rounded(_LENGTHS.size + head_bytes, _PAGE)
+
+    @classmethod
+    def create(cls, head: bytes, *, whole: bool) -> SnapshotFile:
+        """Make a file with its memory.
+
+        Args:
+            head: JSON with at least ``extra_bytes``, the most that a step has besides tensors,
+                ``sent_bytes`` and ``tensor_bytes``.
+            whole: with all tensors, not only those that are sent.
+
+        Raises:
+            OSError: the memory cannot be had.
+        """
+        sizes = json.loads(head)
+        tensor_bytes = sizes["tensor_bytes" if whole else "sent_bytes"]
+        size = slot_bytes(sizes["extra_bytes"], tensor_bytes)
+        descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
+        try:
+            first = _rounded(_LENGTHS.size + len(head), _PAGE)
+            # Taken now: memory that is missing later kills who writes to it.
+            os.posix_fallocate(descriptor, 0, first + SLOTS * size)
+            os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def extra_offset(self, slot: int) -> int:
+        """Return where a slot's part besides tensors begins."""
+        return self._first + slot * self._slot_bytes + _MARKS_BYTES
+
+    def tensors_offset(self, slot: int) -> int:
+        """Return where a slot's tensors begin."""
+        return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
+
+    def begin(self, slot: int, step: int) -> None:
+        """Mark a slot that is about to be written; it holds nothing until :meth:`finish`."""
+        self._mark(slot, step, 0, 0)
+
+    def finish(self, slot: int, step: int, extra_bytes: int) -> None:
+        """Mark a slot as holding a step."""
+        self._mark(slot, step, 0, extra_bytes)
+        self._mark(slot, step, step, extra_bytes)
+
+    def steps(self) -> dict[int, int]:
+        """Return steps that are held whole, with their slots."""
+        found = {}
+        for slot in range(SLOTS):
+            begun, done, _ = self._marks(slot)
+            if done and begun == done:
+                found[done] = slot
+        return found
+
+    def extra(self, slot: int) -> memoryview:
+        """Return what a slot holds besides tensors."""
+        start = self.extra_offset(slot)
+        return memoryview(self.memory)[start : start + self._marks(slot)[2]]
+
+    def sent(self, slot: int) -> memoryview:
+        """Return the tensors of a slot that are sent."""
+        start = self.tensors_offset(slot)
+        return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
+
+    def close(self) -> None:
+        """Unmap it; the memory is free once nobody else has it. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(BufferError):  # a view of it is in use, and keeps it
+            self.memory.close()
+
+    def _marks(self, slot: int) -> tuple[int, int, int]:
+        begun, done, extra = _MARKS.unpack_from(self.memory, self.extra_offset(slot) - _MARKS_BYTES)
+        return begun, done, extra
+
+    def _mark(self, slot: int, begun: int, done: int, extra: int) -> None:
+        at = self.extra_offset(slot) - _MARKS_BYTES
+        _MARKS.pack_into(self.memory, at, begun, done, extra)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Buddy:
-    """The node that keeps copies for this one.
+    """Names the node that keeps snapshots for this one.
 
     Attributes:
         name: of the node.
@@ -65,12 +194,27 @@ class _Store:
     rank: int
     generation: int
     kind: str
-    file: CopyFile
+    file: SnapshotFile
     taken: int = 0
 
+    @classmethod
+    def of(cls, about: Mapping[str, Any], kind: str, file: SnapshotFile) -> _Store:
+        given = {name: about[name] for name in ("run", "rank", "generation")}
+        return cls(**given, kind=kind, file=file)
 
-class Keeper:
-    """Keeps copies until it is closed.
+    @property
+    def key(self) -> dict[str, Any]:
+        """What finds it."""
+        return {
+            "run": self.run,
+            "rank": self.rank,
+            "generation": self.generation,
+            "kind": self.kind,
+        }
+
+
+class SnapshotKeeper:
+    """Keeps snapshots until it is closed.
 
     Args:
         host: address to listen on for other nodes, the empty text for all.
@@ -96,12 +240,12 @@ class Keeper:
         self._start(self._accept, self._wide, self._serve_buddy)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
-        """Forget all copies and get ready for those of new ranks.
+        """Forget all snapshots and get ready for those of new ranks.
 
         Args:
             run: of the ranks that are about to start, the same for all nodes.
             secret: by which keepers of the job know each other.
-            buddy: who keeps copies for this node.
+            buddy: that keeps snapshots for this node.
         """
         with self._changed:
             for store in self._stores:
@@ -111,10 +255,10 @@ class Keeper:
             self._changed.notify_all()
 
     def inventory(self, within_s: float) -> list[dict[str, Any]]:
-        """Tell what is kept, once nobody writes or sends any more.
+        """List what is kept, once nobody writes or sends any more.
 
         Args:
-            within_s: for ranks that are about to end and copies on their way.
+            within_s: for ranks that are about to end and snapshots on their way.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -123,23 +267,20 @@ class Keeper:
             needs: set[tuple[str, int]] = set()
             found = []
             for store in self._stores:
-                told = {
-                    "run": store.run,
-                    "rank": store.rank,
-                    "generation": store.generation,
-                    "kind": store.kind,
+                one = {
+                    **store.key,
                     "steps": sorted(store.file.steps()),
                     "has_common": store.file.head["has_common"],
                     "socket": self.address,
                 }
                 if (store.run, store.generation) not in needs:
                     needs.add((store.run, store.generation))
-                    told["needs"] = store.file.head["needs"]
-                found.append(told)
+                    one["needs"] = store.file.head["needs"]
+                found.append(one)
             return found
 
     def close(self) -> None:
-        """Stop listening and forget all copies. Idempotent."""
+        """Stop listening and forget all snapshots. Idempotent."""
         for one in (self._local, self._wide):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes who accepts
@@ -152,7 +293,7 @@ class Keeper:
 
     @staticmethod
     def _start(action: Callable[..., None], *given: Any) -> None:
-        threading.Thread(target=action, args=given, name="copies", daemon=True).start()
+        threading.Thread(target=action, args=given, name="snapshots", daemon=True).start()
 
     def _accept(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         while True:
@@ -183,21 +324,17 @@ class Keeper:
         if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
             return
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
-        told = json.loads(data)
-        if told["what"] == "store":
-            self._serve_rank(connection, told, CopyFile(descriptors[0]))
-        elif (store := self._find(told)) is not None:
+        message = json.loads(data)
+        if message["what"] == "store":
+            self._serve_rank(connection, message, SnapshotFile(descriptors[0]))
+        elif (store := self._find(message)) is not None:
             socket.send_fds(connection, [b"{}"], [store.file.descriptor])
 
-    def _serve_rank(self, connection: socket.socket, told: dict[str, Any], file: CopyFile) -> None:
-        """Send on what a rank says that it has copied, until it ends."""
-        store = _Store(
-            run=told["run"],
-            rank=told["rank"],
-            generation=told["generation"],
-            kind="own",
-            file=file,
-        )
+    def _serve_rank(
+        self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
+    ) -> None:
+        """Send on what a rank reports as copied, until it ends."""
+        store = _Store.of(about, "own", file)
         with self._changed:
             buddy, secret = self._buddy, self._secret
         if not self._add(store):
@@ -223,24 +360,18 @@ class Keeper:
                 stream.close()
 
     def _serve_buddy(self, connection: socket.socket) -> None:
-        """Take in the copies of a rank of another node."""
+        """Take in the snapshots of a rank of another node."""
         connection.settimeout(_RUN_S)
-        told = _read_line(connection)
+        about = _read_line(connection)
         with self._changed:
-            ready = self._changed.wait_for(lambda: self._run == told["run"], _RUN_S)
-            shown, expected = str(told["secret"]).encode(), self._secret.encode()
+            ready = self._changed.wait_for(lambda: self._run == about["run"], _RUN_S)
+            shown, expected = str(about["secret"]).encode(), self._secret.encode()
             if not (ready and expected and secrets.compare_digest(shown, expected)):
                 return
-        head = bytearray(told["head_bytes"])
+        head = bytearray(about["head_bytes"])
         _receive(connection, memoryview(head))
-        file = CopyFile.create(bytes(head), whole=False)
-        store = _Store(
-            run=told["run"],
-            rank=told["rank"],
-            generation=told["generation"],
-            kind="sent",
-            file=file,
-        )
+        file = SnapshotFile.create(bytes(head), whole=False)
+        store = _Store.of(about, "sent", file)
         if not self._add(store):
             return
         connection.settimeout(None)  # the next step comes when it comes
@@ -256,7 +387,7 @@ class Keeper:
 
     @staticmethod
     def _take_in(
-        connection: socket.socket, file: CopyFile, step: int, slot: int, extra_bytes: int
+        connection: socket.socket, file: SnapshotFile, step: int, slot: int, extra_bytes: int
     ) -> None:
         if extra_bytes > file.head["extra_bytes"]:
             raise ValueError("more than there is room for")
@@ -275,14 +406,14 @@ class Keeper:
             if store.run != self._run:
                 store.file.close()
                 return False
-            for one in [one for one in self._stores if _same(one, store)]:
+            for one in [one for one in self._stores if one.key == store.key]:
                 self._stores.remove(one)
                 one.file.close()
             self._stores.append(store)
             return True
 
     def _count(self, store: _Store) -> None:
-        """Note a step; copies from before a move go once two steps after it are under way."""
+        """Count a step; snapshots from before a move go once two steps after it are under way."""
         store.taken += 1
         if store.taken != 2:
             return
@@ -290,24 +421,21 @@ class Keeper:
             old = [
                 one
                 for one in self._stores
-                if (one.run, one.rank, one.kind) == (store.run, store.rank, store.kind)
+                if {**one.key, "generation": store.generation} == store.key
                 and one.generation < store.generation
             ]
             self._stores = [one for one in self._stores if one not in old]
         for one in old:
             one.file.close()
 
-    def _find(self, told: Mapping[str, Any]) -> _Store | None:
-        names = ("run", "rank", "generation", "kind")
+    def _find(self, wanted: Mapping[str, Any]) -> _Store | None:
         with self._changed:
-            for store in self._stores:
-                if all(getattr(store, name) == told[name] for name in names):
-                    return store
-        return None
+            found = (one for one in self._stores if one.key.items() <= wanted.items())
+            return next(found, None)
 
 
 class _Stream:
-    """Sends the copies of one rank to a buddy."""
+    """Sends the snapshots of one rank to a buddy."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
@@ -315,14 +443,8 @@ class _Stream:
         self._socket.settimeout(_STEP_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         head = store.file.raw_head
-        told = {
-            "secret": secret,
-            "run": store.run,
-            "rank": store.rank,
-            "generation": store.generation,
-            "head_bytes": len(head),
-        }
-        self._socket.sendall(json.dumps(told).encode() + b"\n" + head)
+        about = {**store.key, "secret": secret, "head_bytes": len(head)}
+        self._socket.sendall(json.dumps(about).encode() + b"\n" + head)
 
     def send(self, step: int, slot: int) -> None:
         """Send a step and wait until the buddy has it whole."""
@@ -352,15 +474,6 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=128)
 
 
-def _same(one: _Store, other: _Store) -> bool:
-    return (one.run, one.rank, one.generation, one.kind) == (
-        other.run,
-        other.rank,
-        other.generation,
-        other.kind,
-    )
-
-
 def _read_line(connection: socket.socket) -> dict[str, Any]:
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < _LONGEST:
@@ -368,10 +481,10 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
         if not byte:
             raise OSError("it ended")
         line += byte
-    told = json.loads(line)
-    if not isinstance(told, dict):
+    found = json.loads(line)
+    if not isinstance(found, dict):
         raise ValueError("it is no object")
-    return told
+    return found
 
 
 def _receive(connection: socket.socket, into: memoryview, *, may_end: bool = False) -> bool:

@@ -1,12 +1,12 @@
-"""Turns copies in memory into a checkpoint; a program that a node's nursery runs.
+"""Turns snapshots in memory into a checkpoint; a program that a node's forkserver runs.
 
 ::
 
     write     on each node that keeps something of the step: its tensors, into one file
     assemble  on one node, after that: the index of all of them, and the checkpoint is complete
 
-Each is told by one argument, an object of JSON, and ends with status 0, or 2 after a line that says
-what went wrong. The checkpoint is the usual one, with one file for each node in place of one for
+Each takes one argument, an object of JSON, and ends with status 0, or 2 after a line that says what
+went wrong. The checkpoint is the usual one, with one file for each node in place of one for
 each rank, and appears whole or not at all.
 """
 
@@ -22,10 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.snapshot_file import CopyFile
+from megatron.adaptive.checkpoint.folder import (
+    CheckpointFolder,
+    PipelineFolder,
+    make_pipeline_manifest,
+)
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder, make_manifest
 
 __all__ = ["assemble", "main", "write"]
 
@@ -36,20 +39,20 @@ _MESSAGE = 1 << 16
 
 def main(arguments: Sequence[str]) -> int:
     """Do one part; returns the exit status."""
-    told = json.loads(arguments[0])
+    order = json.loads(arguments[0])
     try:
-        (assemble if told["what"] == "assemble" else write)(told)
+        (assemble if order["what"] == "assemble" else write)(order)
     except (AdaptiveError, OSError) as error:
-        print(f"error: copies of iteration {told['step']}: {error}", file=sys.stderr, flush=True)
+        print(f"error: copies of iteration {order['step']}: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-def write(told: Mapping[str, Any]) -> None:
-    """Write what this node gives.
+def write(order: Mapping[str, Any]) -> None:
+    """Write what this node keeps.
 
     Args:
-        told: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
+        order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
             ``step``; ``index`` of this node; ``has_common``, whether it writes what the whole
             checkpoint has once; and ``parts``, each with what finds a store with the keeper at
             ``socket``, and the indices of the needs that it meets.
@@ -60,14 +63,14 @@ def write(told: Mapping[str, Any]) -> None:
     """
     import torch
 
-    folder = _folder(told).partial_path(told["step"])
-    name = f"__{told['index']}_0.distcp"
+    folder = _folder(order).partial_path(order["step"])
+    name = f"__{order['index']}_0.distcp"
     index: list[dict[str, Any]] = []
     lines: list[Any] = []
-    files = [(part, _open(part)) for part in told["parts"]]
+    files = [(part, _open(part)) for part in order["parts"]]
     with (folder / name).open("wb") as output:
         for part, file in files:
-            slot = file.steps().get(told["step"])
+            slot = file.steps().get(order["step"])
             if slot is None:
                 raise CheckpointError(f"the copy of rank {part['rank']} is gone")
             lines.append(json.loads(_extra(file, slot)[0]))
@@ -78,28 +81,28 @@ def write(told: Mapping[str, Any]) -> None:
                     index.append({**entry, "path": name, "at": at, "length": output.tell() - at})
         output.flush()
         os.fsync(output.fileno())
-    if told["has_common"]:
+    if order["has_common"]:
         part, file = next(one for one in files if one[1].head["has_common"])
-        _write_common(folder, file, file.steps()[told["step"]])
+        _write_common(folder, file, file.steps()[order["step"]])
     part = {"entries": index, "lines": lines}
-    (folder / f"part-{told['index']}.json").write_text(json.dumps(part))
+    (folder / f"part-{order['index']}.json").write_text(json.dumps(part))
 
 
-def assemble(told: Mapping[str, Any]) -> None:
+def assemble(order: Mapping[str, Any]) -> None:
     """Complete the checkpoint that all nodes have written their part of.
 
     Args:
-        told: ``checkpoints``, ``is_pipeline``, ``step``, and ``count`` of the nodes.
+        order: ``checkpoints``, ``is_pipeline``, ``step``, and ``count`` of the nodes.
 
     Raises:
         CheckpointError: something is missing in it.
         OSError: the folder cannot be written.
     """
-    folder = _folder(told)
-    partial = folder.partial_path(told["step"])
+    folder = _folder(order)
+    partial = folder.partial_path(order["step"])
     entries: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
-    for number in range(told["count"]):
+    for number in range(order["count"]):
         path = partial / f"part-{number}.json"
         part = json.loads(path.read_text(encoding="utf-8"))
         entries += part["entries"]
@@ -111,18 +114,18 @@ def assemble(told: Mapping[str, Any]) -> None:
     head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
     (partial / _HEAD).unlink()
     if isinstance(folder, PipelineFolder):
-        folder.commit(told["step"], make_manifest(head, lines), None)
+        folder.commit(order["step"], make_pipeline_manifest(head, lines))
         return
     (partial / "metadata.json").write_text(json.dumps(head["format"]))
-    folder.commit(told["step"], Manifest(**{**head["manifest"], "progress": head["progress"]}))
+    folder.commit(order["step"], {**head["manifest"], "progress": head["progress"]})
 
 
-def _folder(told: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
-    kind = PipelineFolder if told["is_pipeline"] else CheckpointFolder
-    return kind(told["checkpoints"])
+def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
+    kind = PipelineFolder if order["is_pipeline"] else CheckpointFolder
+    return kind(order["checkpoints"])
 
 
-def _open(part: Mapping[str, Any]) -> CopyFile:
+def _open(part: Mapping[str, Any]) -> SnapshotFile:
     """Get a store from the keeper that has it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_ANSWER_S)
@@ -132,10 +135,10 @@ def _open(part: Mapping[str, Any]) -> CopyFile:
         _, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
     if not descriptors:
         raise CheckpointError(f"the copy of rank {part['rank']} is gone")
-    return CopyFile(descriptors[0])
+    return SnapshotFile(descriptors[0])
 
 
-def _tensor(file: CopyFile, slot: int, entry: Mapping[str, Any]) -> Any:
+def _tensor(file: SnapshotFile, slot: int, entry: Mapping[str, Any]) -> Any:
     import torch
 
     kind, size = getattr(torch, entry["type"]), entry["size"]
@@ -150,18 +153,18 @@ def _tensor(file: CopyFile, slot: int, entry: Mapping[str, Any]) -> Any:
     )
 
 
-def _extra(file: CopyFile, slot: int) -> tuple[bytes, bytes]:
-    """A line of JSON, and a file that belongs to the tensors."""
+def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
+    """Return a line of JSON, and a file that belongs to the tensors."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
-def _write_common(folder: Path, file: CopyFile, slot: int) -> None:
+def _write_common(folder: Path, file: SnapshotFile, slot: int) -> None:
     line, rest = _extra(file, slot)
     if rest:
         (folder / file.head["common"]).write_bytes(rest)
-    told = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
-    (folder / _HEAD).write_text(json.dumps({**told, **json.loads(line)}))
+    head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
+    (folder / _HEAD).write_text(json.dumps({**head, **json.loads(line)}))
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
@@ -178,7 +181,7 @@ def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _metadata(entries: Sequence[Mapping[str, Any]]) -> Any:
-    """The index of torch's distributed checkpoints."""
+    """Return the index of torch's distributed checkpoints."""
     import torch
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.metadata import (
