@@ -60,7 +60,7 @@ def candidates(
     model: Model,
     cluster: Cluster,
 ) -> Iterator[InterleavedPipeline]:
-    """Yields interleaved pipelines on all nodes, equal ones side by side, in all orders of types."""
+    """Yields interleaved pipelines on all nodes, equal ones side by side, in all type orders."""
     if model.splits:
         return
     speeds = []

@@ -29,7 +29,7 @@ __all__ = ["as_run", "dealt_times", "dealt_widths", "even_share", "held_of", "ho
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with one size of microbatches if the trainer can run it so, else as it is."""
+    """Returns the plan with one size of microbatches if the trainer can run it so."""
     plain = all(one.tp == 1 for place in plan.places for one in place.replicas)
     if plan.uniform or not plain or plan.chunks > 1 or plan.distributed_optimizer:
         return plan

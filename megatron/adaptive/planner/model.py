@@ -383,7 +383,7 @@ def _model(
 
 
 def _widest_tp(shape: TransformerShape) -> int:
-    """Returns the largest number that divides heads and feed-forward width, as Megatron needs it."""
+    """Returns the largest number that divides heads and feed-forward width."""
     return math.gcd(shape.heads, shape.ffn)
 
 

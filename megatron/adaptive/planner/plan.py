@@ -390,8 +390,8 @@ def conf_text(document: Mapping[str, Any]) -> str:
     values = plan_variables(dict(document), "the plan")
     lines = [
         "# shellcheck shell=bash disable=SC2034",
-        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned. Source it"
-        " in conf.sh, or copy it there.",
+        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned."
+        " Source it in conf.sh, or copy it there.",
     ]
     if document["model"] in MODELS:
         lines.append(f"MODEL={document['model']}")

@@ -198,7 +198,7 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         model: whose layers they are.
 
     Raises:
-        ConfigError: it does not sum to the model's layers.
+        ConfigError: it does not sum to the model's layers, or a stage holds none.
     """
     if not partition:
         return ()
@@ -216,7 +216,13 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         # With no layer of its own, the first stage has what comes before the first layer.
         ends.append(counted[done - 1] + 1 if done else counted[0])
     bounds = [0, *ends, model.num_layers]
-    return tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    whole = tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    if min(whole) < 1:
+        raise ConfigError(
+            f"--partition {format_partition(partition)}: stage {whole.index(min(whole))} holds no"
+            " layer: give each one"
+        )
+    return whole
 
 
 def check_request(request: Request, options: SearchOptions, model: Model, cluster: Cluster) -> None:

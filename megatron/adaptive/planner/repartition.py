@@ -242,7 +242,7 @@ def propose(
 
 
 def _balanced(loads: Loads, pace: float) -> Partition:
-    """Returns a partition of that pace: what is too much goes where it makes fewest layers travel."""
+    """Returns a partition of that pace; surplus layers go where fewest layers travel."""
     layers = list(loads.partition)
     room = [
         most - held for most, held in zip(_room(loads, pace), loads.layers_of(layers), strict=True)
@@ -268,7 +268,7 @@ def _balanced(loads: Loads, pace: float) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
-    """Returns the partitions with one layer elsewhere, from the slowest rank first, to the quickest first."""
+    """Yields partitions with one layer moved, slowest giver and quickest taker first."""
     paces = loads.paces(partition)
 
     def pace(stage: int) -> float:

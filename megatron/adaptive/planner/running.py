@@ -195,7 +195,7 @@ class _Shape:
         self._ranks = [self._rank(rank) for rank in range(size)]
 
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
-        """Returns the seconds and bytes ``[pieces + 1, pieces + 1]`` of every run of pieces, and the limit."""
+        """Returns seconds and bytes, ``[pieces + 1, pieces + 1]``, of runs of pieces; the limit."""
         running = self._running
         count = running.model.num_layers
         seconds, needed = np.zeros((2, count + 1, count + 1))

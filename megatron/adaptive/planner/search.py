@@ -35,7 +35,6 @@ from megatron.adaptive.planner.search_space import (
     SearchOptions,
     SearchResult,
     StageClass,
-    check_options,
     place_on,
     stage_classes,
 )
@@ -77,7 +76,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Identifies plans that compete for one place: those that differ only in how memory is saved."""
+        """Identifies plans that compete for one place: only their ways to save memory differ."""
         widths = tuple((one.tp, one.dp, one.micro_batch) for one in self.classes)
         return widths, used, stages
 
@@ -91,9 +90,6 @@ class Searcher:
         profile: how long it takes.
         global_batch: samples of a step.
         options: what may be chosen.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
 
     def __init__(
@@ -116,7 +112,6 @@ class Searcher:
         self.timed = 0
         self.configurations = 0
         self.placements = 0
-        check_options(self.options, model, global_batch)
 
     def search(self, objective: Objective | None = None) -> SearchResult:
         """Finds the best plans for an objective.
@@ -177,7 +172,7 @@ class Searcher:
                         yield SearchShape(classes=known, choice=choice, bound_s=bound)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
-        """Returns the sets of classes whose stages may meet in one pipeline, and its microbatches."""
+        """Yields classes whose stages may meet in one pipeline, and its microbatches."""
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch in self._widths():
             classes, whole = stage_classes(self.cluster, tp=tp, dp=dp, micro_batch=micro_batch)
@@ -216,7 +211,7 @@ class Searcher:
         )
 
     def _quick_bound(self, classes: Sequence[StageClass], choice: ShapeChoice) -> float:
-        """Returns the seconds of a pipeline whose work is divided evenly over all GPUs: none is faster."""
+        """Returns the seconds of work divided evenly over all GPUs: no pipeline is faster."""
         rates = []
         for index, group in enumerate(self.cluster.groups):
             for one in classes:
@@ -471,9 +466,6 @@ def search(
         global_batch: samples of a step.
         options: what may be chosen.
         objective: what to minimise under which limits.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
     searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=options)
     return searcher.search(objective)
@@ -561,7 +553,7 @@ def capacity_bound(
 
 
 def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
-    """Returns ``[n]``: least seconds in which a stage of the class runs 1, 2, ... layers; ascending."""
+    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
     forward, backward, weight, _, _, base, kept = ranges
     whole = microbatches * (forward + backward + weight)
     whole = np.where(base + kept <= 0, whole, np.inf)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "SearchOptions",
     "SearchResult",
     "StageClass",
-    "check_options",
     "place_on",
     "stage_classes",
 ]
@@ -50,7 +49,7 @@ class SearchOptions:
         unequal: whether stages may have different widths; the trainer runs those of width 1.
         top: how many plans to return.
         most_leaves: pipelines to time for one shape and set of nodes.
-        most_levels: see ``make_levels``.
+        most_levels: see ``shapes.make_dp_states``.
         most_interleaved: interleaved pipelines to try.
         most_cpu_s: CPU seconds after which what was not looked at only counts in the gap.
     """
@@ -72,35 +71,6 @@ class SearchOptions:
     most_levels: int = 20_000
     most_interleaved: int = 12
     most_cpu_s: float = 45.0
-
-
-def check_options(options: SearchOptions, model: Model, global_batch: int) -> None:
-    if global_batch < 1:
-        raise ConfigError(f"global batch of {global_batch} samples: it must be at least 1")
-    partition = options.partition
-    if partition and (sum(partition) != model.num_layers or min(partition) < 1):
-        raise ConfigError(
-            f"partition {'-'.join(map(str, partition))} has {sum(partition)} layers, model"
-            f" {model.name} has {model.num_layers} with embedding and head: give every layer one"
-            " stage and every stage a layer"
-        )
-    if partition and options.pp and len(partition) not in options.pp:
-        raise ConfigError(
-            f"partition of {len(partition)} stages contradicts {options.pp} pipeline ranks:"
-            " drop one of the two"
-        )
-    for recompute in options.recompute:
-        if recompute not in RECOMPUTE:
-            raise ConfigError(f"recompute is {recompute!r}: choose of {', '.join(RECOMPUTE)}")
-    for name in ("tp", "dp", "pp", "micro_batch"):
-        for value in getattr(options, name):
-            if value < 1:
-                raise ConfigError(f"{name} of {value}: it must be at least 1")
-    if options.dp and all(global_batch % dp for dp in options.dp):
-        raise ConfigError(
-            f"global batch of {global_batch} samples contradicts dp"
-            f" {', '.join(map(str, options.dp))}: no replica count divides it"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +106,7 @@ class Objective:
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
-        """Returns the seconds below which a plan keeps the limits and has a value below ``worst_value``."""
+        """Returns the seconds below which a plan keeps the limits and beats ``worst_value``."""
         if price_per_hour > self.most_price_per_hour:
             return 0.0
         # A limit may be met exactly.
@@ -306,7 +276,7 @@ def stage_classes(
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Returns the numbers of nodes of each type that have so many GPUs together, single types first."""
+    """Yields numbers of nodes of each type that have so many GPUs together, single types first."""
     if not gpus:
         if size == 0:
             yield ()

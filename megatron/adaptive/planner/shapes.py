@@ -224,7 +224,7 @@ class Tables:
         self._sizes = [0.0, *(size * model.precision.element_bytes for size in outputs)]
 
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Returns a stage of a class on the first nodes, or on those after ``skip``; None if too few."""
+        """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
         if (one, skip) in self._places:
             return self._places[one, skip]
         nodes: list[int] = []
@@ -295,7 +295,7 @@ class Tables:
         return self._ranges[key]
 
     def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
-        """Returns the forward, backward, what follows, bytes without and per microbatch, launching."""
+        """Returns forward, backward, what follows, bytes without and per microbatch, launching."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
         action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
@@ -411,7 +411,7 @@ class Tables:
     def _pair(
         self, one: StageClass, other: StageClass, kind: int
     ) -> tuple[StagePlace, StagePlace] | None:
-        """Returns the two neighbours of these classes; None where the cluster has no nodes for both."""
+        """Returns two neighbours of these classes; None if the cluster has no nodes for both."""
         first = self.place(one)
         second = first if kind else self.place(other, skip=one.nodes)
         return None if first is None or second is None else (first, second)
