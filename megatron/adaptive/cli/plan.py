@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster

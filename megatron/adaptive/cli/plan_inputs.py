@@ -23,6 +23,7 @@ from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import complete_profile
+from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
 
 __all__ = [
@@ -113,9 +114,6 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
         half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
         default = document["model"].get("precision", half)
     return read_model(options.model, options.precision, default=default, fused=fused)
-
-
-PROGRESS = "progress.jsonl"
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,12 +229,12 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
     tokens = [
         line["tokens_per_s"] * line["step_ms"] / 1e3
-        for line in _lines(folder / PROGRESS)
+        for line in _lines(progress_file(folder))
         if line.get("tokens_per_s") and line.get("step_ms")
     ]
     if not tokens:
         raise ConfigError(
-            f"{folder}: {PROGRESS} beside the traces does not say how many tokens a"
+            f"{folder}: {PROGRESS_NAME} beside the traces does not say how many tokens a"
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]

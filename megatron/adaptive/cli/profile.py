@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, CommandParser
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
@@ -24,6 +23,7 @@ from megatron.adaptive.cli.plan_inputs import (
     traced_run,
     types_of_hosts,
 )
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, stage_layers

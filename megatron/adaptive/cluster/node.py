@@ -91,6 +91,7 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
     if conf["TRAIN_ITERS"] is not None:
         flags += ["--train-iters", str(conf["TRAIN_ITERS"])]
     flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--progress-dir", str(run_dir)]
     flags += _data_flags(conf)
     if conf["CHECKPOINT_DIR"]:
         folder = str(conf.path("CHECKPOINT_DIR"))
