@@ -29,10 +29,10 @@ def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSourc
     """What can be restored from these nodes."""
     held, needs = [], {}
     for number, keeper in enumerate(keepers):
-        for told in keeper.inventory(within_s):
-            if "needs" in told:
-                needs[told["run"], told["generation"]] = told.pop("needs")
-            held.append(HeldSnapshot(node=str(number), **{**told, "steps": tuple(told["steps"])}))
+        for one in keeper.inventory(within_s):
+            if "needs" in one:
+                needs[one["run"], one["generation"]] = one.pop("needs")
+            held.append(HeldSnapshot(node=str(number), **{**one, "steps": tuple(one["steps"])}))
     return newest(held, needs)
 
 
@@ -41,6 +41,6 @@ def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     restore._folder(common).begin(source.step)
     parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
-    told = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
-    assert restore.main([json.dumps(told)]) == 0
+    order = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
+    assert restore.main([json.dumps(order)]) == 0
     assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0
