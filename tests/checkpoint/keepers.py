@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.checkpoint import restore_snapshots as restore
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
-from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, SnapshotSource, newest
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest, read_inventories
 
 
 @pytest.fixture
@@ -27,13 +27,8 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
     """What can be restored from these nodes."""
-    held, needs = [], {}
-    for number, keeper in enumerate(keepers):
-        for one in keeper.inventory(within_s):
-            if "needs" in one:
-                needs[one["run"], one["generation"]] = one.pop("needs")
-            held.append(HeldSnapshot(node=str(number), **{**one, "steps": tuple(one["steps"])}))
-    return newest(held, needs)
+    kept = [(str(at), one.inventory(within_s)) for at, one in enumerate(keepers)]
+    return newest(*read_inventories(kept))
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
