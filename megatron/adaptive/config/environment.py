@@ -50,7 +50,7 @@ class Environment:
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
         node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
         job: order of ``run`` to a script that trains a ``Pipeline``
-            (``MEGATRON_ADAPTIVE_JOB``), see :class:`~megatron.adaptive.config.environment.JobOrder`; ``None`` without it.
+            (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
     """
 
     rank: int = 0
