@@ -80,11 +80,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.training import (
-        Checkpoints,
-        finish_former,
-        make_local_disk,
-    )
+    from megatron.adaptive.checkpoint.training import finish_former, make_local_disk
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -104,8 +100,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        checkpoints = Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local)
-        progress = checkpoints.load()
+        progress = _load(job, run, local)
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -130,6 +125,13 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         trainer.run.tracing.close()
         if trainer.run.wiring is not None:
             trainer.run.wiring.close()
+
+
+def _load(job: Any, run: Any, local: Any) -> Any:
+    """Loads the run's checkpoint; keeps no reference to the run, which the trainer may replace."""
+    from megatron.adaptive.checkpoint.training import Checkpoints
+
+    return Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local).load()
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
