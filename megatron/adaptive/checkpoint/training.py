@@ -194,7 +194,7 @@ class Checkpoints:
         """
         self._saver.drain()
 
-    def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    def pieces(self, progress: Progress) -> tuple[Shards, dict[str, Any], bool]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
 
         Args:
@@ -202,22 +202,12 @@ class Checkpoints:
 
         Returns:
             megatron-core's sharded tensors and objects by their names in a checkpoint, also those
-            that another rank would write; and what is the same on all ranks.
+            that another rank would write; what is the same on all ranks; and whether tensors are
+            elsewhere than at the call before.
         """
-        sharded, common = save_preprocess(
-            self._state_to_save(progress), validate_access_integrity=False
-        )
-        return by_name(sharded), common
-
-    def refresh(self, common: dict[str, Any], progress: Progress) -> None:
-        """Bring the second part of :meth:`pieces` to now, in place; not of sharded optimizers."""
-        common |= {
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
-        }
-        if "optimizer" in common:
-            state.refresh_optimizer(common["optimizer"], self._optimizer)
+        if (again := self._again(progress)) is not None:
+            return (*again, False)
+        return (*self._apart(progress, is_whole=True), True)
 
     def manifest(self, progress: Progress) -> Manifest:
         """Return the manifest of a checkpoint of now."""
@@ -297,47 +287,61 @@ class Checkpoints:
             writer=self._writer,
         )
 
-    def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
-        """Take the state apart; returns what this rank writes, and what all have in common."""
+    def _apart(
+        self, progress: Progress, *, is_whole: bool = False
+    ) -> tuple[Shards, dict[str, Any]]:
+        """Take the state apart; returns this rank's part, and what all have in common.
+
+        Args:
+            progress: how far the run has come.
+            is_whole: also what another rank would write.
+        """
         sharded, common = save_preprocess(
             self._state_to_save(progress),
             # All of a run's checkpoints are cut alike.
-            validate_access_integrity=not self._is_checked,
+            validate_access_integrity=not (is_whole or self._is_checked),
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
         self._is_checked = True
-        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
             if self._sharing is None:
                 self._sharing = FullyParallelSaveStrategyWrapper(
                     self._writer, _replica_group(), do_cache_distribution=True
                 )
             self._sharing.apply_saving_parallelization(sharded)
-        shards = by_name(sharded, own=True)
+        shards = by_name(sharded, own=not is_whole)
         if self._settings.no_save_optim or not state.is_sharded(self._optimizer):
             self._standing = state.StandingState.of(shards, common, self._chunks, self._optimizer)
         return shards, common
 
     def _again(self, progress: Progress) -> tuple[Shards, dict[str, Any]] | None:
-        """The same at less cost, where the state is where it was when it was last taken apart."""
+        """Return the same at less cost, where the state is where it was when last taken apart."""
         standing = self._standing
         if standing is None:
             return None
         if standing.addresses != state.addresses(self._chunks, self._optimizer):
             self._standing = None
             return None
-        self.refresh(standing.common, progress)
+        standing.common.update(self._counters(progress))
+        if "optimizer" in standing.common:
+            state.refresh_optimizer(standing.common["optimizer"], self._optimizer)
         for shard in standing.random:
             shard.data = state.sharded_rng(self._config).data
         return standing.shards, standing.common
+
+    def _counters(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+        }
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = {
             _CONTENT: content,
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
+            **self._counters(progress),
             **weights,
         }
         if not self._settings.no_save_optim:
@@ -457,7 +461,7 @@ def _replica_group() -> dist.ProcessGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class _TakenRun:
-    """A run's state of one rank; see ``TakenState``."""
+    """Writes a run's state of one rank; see ``TakenState``."""
 
     shards: Shards
     common: memoryview
@@ -529,7 +533,7 @@ def make_snapshots(
 
 
 class RunState:
-    """One run's state for snapshots in memory; see ``SnapshotState``.
+    """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
 
     Args:
         run: the built run.
@@ -544,37 +548,29 @@ class RunState:
         config = dataclasses.replace(config, checkpoint=settings)
         self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
         self._common: dict[str, Any] = {}
-        self._stays: bool | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:
-        """See ``SnapshotState``."""
+        """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
         gather_parameters(self._run)
-        progress = self._progress()
-        if self._stays:
-            self._checkpoints.refresh(self._common, progress)
+        shards, self._common, is_new = self._checkpoints.pieces(self._progress())
+        if not is_new:
             return None
-        sharded, self._common = self._checkpoints.pieces(progress)
-        shards = _parts(sharded)
-        if self._stays is None:
-            whole = [shard.data for shard in shards.values() if shard.data.numel()]
-            stays = state.lives_in_place(whole, self._run.chunks, self._run.optimizer)
-            self._stays = all(self._run.job.gather(stays))  # else all take the state apart again
         return {
             part: Piece(
                 tensor=shard.data,
                 size=[1] * shard.prepend_axis_num + list(shard.local_shape),
                 whole=list(shard.global_shape),
             )
-            for part, shard in shards.items()
+            for part, shard in _parts(shards).items()
         }
 
     def extra(self) -> bytes:
-        """See ``SnapshotState``."""
+        """Return the progress and what all ranks have in common; see ``SnapshotState``."""
         line = {"progress": dataclasses.asdict(self._progress())}
         return json.dumps(line).encode() + b"\n" + common_bytes(self._common)
 
     def head(self) -> Mapping[str, Any]:
-        """See ``SnapshotState``."""
+        """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
             "common": COMMON_STATE_FNAME,
             "has_common": state.has_parameters(self._run.optimizer),
@@ -583,7 +579,7 @@ class RunState:
         }
 
     def is_changed(self) -> bool:
-        """See ``SnapshotState``: never."""
+        """Return false: its pieces stay those of the first snapshot."""
         return False
 
 
@@ -695,7 +691,7 @@ def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> 
 
 
 def _is_without_effect(name: str, model: ModelConfig) -> bool:
-    """Whether a setting changes nothing in ``model``; the kind of position is compared itself."""
+    """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
     if name == "max_position_embeddings":
         return model.position_embedding_type != "learned_absolute"
     if name == "rope_scaling_factor":
@@ -704,14 +700,14 @@ def _is_without_effect(name: str, model: ModelConfig) -> bool:
 
 
 def _is_implied(name: str, saved: ModelConfig, own: ModelConfig) -> bool:
-    """Whether another setting of the list tells the difference already."""
+    """Return whether another setting of the list names the difference already."""
     return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 
 
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, own: TrainerConfig, own_rows: int
 ) -> bool:
-    """Whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+    """Return whether both numbers of rows can be one vocabulary, padded for each run's mesh.
 
     Rows that only pad may come and go with the tensor parallel size; others may not.
     """

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["IterationReport", "Throughput", "TrainingLog", "startup_line"]
 
 _MAIN_LOSS = "lm loss"
+_SIZES = (  # of the run, see ``startup_line``
+    "world_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
 _OVER_ITERATIONS_ALONE = {
     "bubble-fraction",
     "iteration-time",
@@ -140,6 +146,7 @@ class TrainingLog:
         self._padded_vocab_size = padded_vocab_size
         self._is_writer = is_writer
         self._total_iterations = total_iterations
+        self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._interval = _Interval()
         self._consumed_samples: int | None = None
@@ -160,7 +167,11 @@ class TrainingLog:
     def _open_progress(self, start_iteration: int) -> None:
         self._progress.close()
         self._progress = ProgressFile(self._cfg.progress_dir)
-        self._progress.begins(start_iteration, self._total_iterations)
+        parallel = self._cfg.parallel
+        sizes = {name: getattr(parallel, name) for name in _SIZES}
+        if start_iteration != self._begun_at:
+            sizes["moved"] = True
+        self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[object]]
@@ -320,6 +331,7 @@ class TrainingLog:
                 f"global batch size: {report.global_batch_size:5d}",
                 "batch-size",
                 report.global_batch_size,
+                entry=("global_batch_size", report.global_batch_size),
             ),
             *losses,
             _Figure(entry=("loss", report.losses.get(_MAIN_LOSS))),
