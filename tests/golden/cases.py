@@ -8,7 +8,6 @@ import io
 import json
 import platform
 import re
-import shutil
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
