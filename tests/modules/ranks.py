@@ -22,7 +22,7 @@ from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, slice_tape
 from megatron.adaptive.modules.measure import tensors_of
 from megatron.adaptive.modules.orders import Orders, choose_placement
-from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
@@ -164,7 +164,7 @@ class Case:
             programs=programs,
             microbatches=[self.microbatch(number) for number in range(self.count)],
             random=RandomKey(7, 0, CPU),
-            held=Held(held),
+            held=held,
             device=CPU,
             meter=ActivationMeter(),
             stores=[WeightGradientStore() for _ in programs] if split else None,

@@ -218,7 +218,7 @@ def build_run(job: Job) -> Run:
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
         outside = OutsideTrace(get_forward_backward_func(), tracing)
-        tracing.watch(outside.look)
+        tracing.watch(outside.snapshot)
         forward_backward = outside
     else:
         wiring = build_executor(
@@ -233,7 +233,7 @@ def build_run(job: Job) -> Run:
             in_flight=_inputs_in_flight(config, placement),
             widths=widths,
         )
-        tracing.watch(wiring.executor.look)
+        tracing.watch(wiring.executor.snapshot)
         replay = _replay(job, placement)
         forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
     return Run(

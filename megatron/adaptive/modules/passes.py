@@ -11,7 +11,7 @@ from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.orders import Orders
-from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 
 __all__ = ["Passes"]
 
@@ -37,7 +37,7 @@ class Passes:
     orders: Orders
     executor: Executor
     random: RandomKey
-    held: Held
+    held: Mapping[str, torch.Tensor]
     device: torch.device
     stores: Sequence[WeightGradientStore] | None
 

@@ -16,7 +16,7 @@ _accelerator.install()
 _accelerator.quiet_libraries()
 
 from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
-from megatron.adaptive.engine.executor import StepTimes  # noqa: E402
+from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
@@ -125,7 +125,7 @@ class Pipeline:
         check_groups(model, shared_weights)
         self.model = model
         self.grad_norm = self.loss = 0.0
-        self.times: StepTimes | None = None
+        self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
         self._step = 0
@@ -172,7 +172,7 @@ class Pipeline:
             recorder=self._tracing.recorder,
             timeout_s=timeout_s,
         )
-        self._tracing.watch(self._wiring.executor.look)
+        self._tracing.watch(self._wiring.executor.snapshot)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
         split = self._orders.weight_pieces > 0
         self._passes = Passes(
@@ -182,7 +182,7 @@ class Pipeline:
             orders=self._orders,
             executor=self._wiring.executor,
             random=self._random,
-            held=made.for_meter,
+            held=made.held,
             device=self.device,
             stores=[WeightGradientStore() for _ in made.programs] if split else None,
         )

@@ -22,7 +22,7 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape
 from megatron.adaptive.modules.measure import now, tensors_of
-from megatron.adaptive.modules.program import Held, Layout, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import MessageLayout, ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Tape, undisturbed
 
 __all__ = ["SegmentSample", "measure_segments", "optimizer_seconds", "tied_parameters"]
@@ -168,7 +168,7 @@ class _Bench:
             programs=[self._program],
             microbatches=[self._inputs] * self._count,
             random=RandomKey(0, 0, device),
-            held=Held(self._held),
+            held=self._held,
             device=device,
             meter=meter,
             stores=[WeightGradientStore()] if split else None,
@@ -200,7 +200,7 @@ class _Bench:
         return rows, output.detach(), kept, max(0, peak - before - kept)
 
 
-def _made_up(layout: Layout) -> torch.Tensor:
+def _made_up(layout: MessageLayout) -> torch.Tensor:
     """Return a message of gradients."""
     host = torch.device("cpu")
     values = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]

@@ -113,7 +113,7 @@ class StepTrace:
 
     def watch(self, executor: Executor) -> None:
         """Let who looks at the running job see what this rank does."""
-        self._tracing.watch(executor.look)
+        self._tracing.watch(executor.snapshot)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Trace what the block does on the device, as a span of ``kind``."""

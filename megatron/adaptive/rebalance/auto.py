@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.gpt.setup import Run, payload_shape
@@ -74,7 +74,7 @@ class Tuner:
         self._steps = 0
         self._sample = Sample(pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
-    def after_step(self, times: StepTimes, num_microbatches: int) -> Decision | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
         """Take note of a training step; after the last measured one, decide. Collective then.
 
         What needs no move is in use when this returns.

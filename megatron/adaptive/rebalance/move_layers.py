@@ -251,5 +251,5 @@ def _with_new_trace(run: Run) -> Run:
     tracing = open_trace(run.job, run.placement, run.padded_vocab_size)
     run.core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
     run.wiring.executor.trace_to(tracing.recorder)
-    tracing.watch(run.wiring.executor.look)
+    tracing.watch(run.wiring.executor.snapshot)
     return dataclasses.replace(run, tracing=tracing)

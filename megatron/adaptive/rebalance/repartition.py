@@ -25,7 +25,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
 from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import Job
@@ -194,7 +194,7 @@ class Repartitioner:
         assert self._share is not None
         self._share.begin()
 
-    def after_step(self, times: StepTimes, num_microbatches: int) -> Move | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Take note of a training step; every interval, look. Collective then.
 
         Args:
@@ -336,7 +336,7 @@ def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
     }
 
 
-def _medians(times: StepTimes) -> Lanes:
+def _medians(times: RankTimes) -> Lanes:
     sample = Sample(pp_rank=0)
     sample.add(times.actions)
     return {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
