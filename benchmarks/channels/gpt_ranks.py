@@ -56,7 +56,7 @@ class TransportsRank(gpt_steps.Rank):
     def _over(self, name: str) -> Callable[..., list[Any]]:
         from megatron.core import parallel_state
 
-        from megatron.adaptive.config.transport import TransportConfig
+        from megatron.adaptive.config.parallel import TransportConfig
         from megatron.adaptive.engine.build import build_executor
         from megatron.adaptive.engine.forward_backward import ForwardBackward
         from megatron.adaptive.gpt.setup import payload_shape

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.config.partition import parse_partition  # noqa: E402
+from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 

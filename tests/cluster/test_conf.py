@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf
 from megatron.adaptive.cluster.node import NodePlace, check_trainer, node_command, trainer_flags
-from megatron.adaptive.config.models import MODELS
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

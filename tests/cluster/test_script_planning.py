@@ -13,7 +13,7 @@ from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.plan_process import MeasuringChooser
 from megatron.adaptive.cluster.ranks import ScriptProgram, Start, is_trainer, model_file
 from megatron.adaptive.cluster.script_planning import ScriptPlanning
-from megatron.adaptive.config.job import JOB_VARIABLE, JobOrder
+from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 

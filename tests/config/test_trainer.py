@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.trainer import TrainerConfig, groups
-from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError
 
 from .conftest import Parse

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
-from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.files import quantity

@@ -183,7 +183,7 @@ def _default_flags(shape: _Shape, trainer: Sequence[str]) -> list[str]:
     Embedding and loss make stages of equal layers unequal, so layers are moved once the stages'
     times are measured, unless the user gives a partition.
     """
-    from megatron.adaptive.config.partition import format_partition, nearly_even_split
+    from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 
     flags = []
     stages = shape.pipeline_parallel * shape.model_chunks

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.partition import parse_widths
+from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.profile import load_profile
 from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate

@@ -27,7 +27,7 @@ from typing import Any
 from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
 _SECONDS = 2.0

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import add_input_arguments
 from megatron.adaptive.cli.validate_runs import find_runs, read_own_runs
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.datasets.measured import Measured
 from megatron.adaptive.planner.model import RECOMPUTE

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.adaptive.config.partition import parse_partition, parse_widths
 from megatron.adaptive.config.plan import read_plan
+from megatron.adaptive.config.schedule import parse_partition, parse_widths
 from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = [

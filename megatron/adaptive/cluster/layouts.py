@@ -15,7 +15,7 @@ from typing import Protocol
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.partition import format_partition, nearly_even_split
+from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 

@@ -34,9 +34,9 @@ import psutil
 from megatron.adaptive.cluster.conf import LaunchConf
 from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.models import model_flags
-from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import further_flags
+from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = [

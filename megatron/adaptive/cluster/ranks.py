@@ -3,7 +3,7 @@
 =============  ================================  ==========================================
                the trainer                       a script with a ``Pipeline``
 =============  ================================  ==========================================
-gets           flags after the user's own        one environment variable, ``config.job``
+gets           flags after the user's own        one environment variable, ``config.environment``
 checkpoints    ``checkpoint.folder``             ``modules.checkpoint_folder``
 layout for     its arguments                     what its ranks measured, at the first start
 =============  ================================  ==========================================
@@ -24,7 +24,7 @@ from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.snapshot_placement import CopySpec
-from megatron.adaptive.config.job import EXIT_MEASURED, JOB_VARIABLE, JobOrder
+from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.modules.checkpoint_folder import PipelineFolder, read_manifest
 from megatron.adaptive.planner.measured_module import MeasuredModule

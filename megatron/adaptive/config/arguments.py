@@ -19,8 +19,8 @@ from megatron.adaptive.config.check_training import check_output_folders
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.expand import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.flags import FieldSpec, fields_of
-from megatron.adaptive.config.partition import format_partition
 from megatron.adaptive.config.refused import reason_for, refused_flags
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 

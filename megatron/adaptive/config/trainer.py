@@ -8,25 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.batch import BatchConfig
-from megatron.adaptive.config.checkpoint import CheckpointConfig
-from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.logging import LoggingConfig
-from megatron.adaptive.config.model import ModelConfig
-from megatron.adaptive.config.optimizer import OptimizerConfig
-from megatron.adaptive.config.parallel import ParallelConfig
-from megatron.adaptive.config.partition import even_split
-from megatron.adaptive.config.precision import PrecisionConfig
-from megatron.adaptive.config.recompute import RecomputeConfig
-from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
+from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
+from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.adaptive.config.schedule import (
     SPLIT_SCHEDULES,
     PlacementKind,
     ScheduleConfig,
     default_placement,
+    even_split,
 )
-from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["TrainerConfig", "groups"]

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, Alone, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.engine.executor import Executor

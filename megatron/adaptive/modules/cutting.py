@@ -22,7 +22,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron.adaptive.config.partition import format_partition, parse_partition
+from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recording import Call, Tape, Value
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.snapshots import CopySettings, NoCopies, StateCopies
-from megatron.adaptive.config.job import JobOrder
+from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import (
     COMPLETE,

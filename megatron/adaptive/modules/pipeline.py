@@ -15,7 +15,7 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
-from megatron.adaptive.config.transport import TransportConfig  # noqa: E402
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.config.job import EXIT_MEASURED, JobOrder
-from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
+from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import Cut, check_weights
 from megatron.adaptive.modules.cutting import balanced, given_partition

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.config.schedule import KEEPING_ALL
-from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.engine.build import build_executor, inputs_in_flight
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.orders import Orders

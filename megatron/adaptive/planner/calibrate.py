@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.planner.model import Model

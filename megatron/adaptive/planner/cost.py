@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import memory
 from megatron.adaptive.planner.binding import binding

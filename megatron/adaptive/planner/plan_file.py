@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.models import MODELS
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster

@@ -1,6 +1,6 @@
 """Models by name, and models from a list of Megatron's arguments.
 
-GPT and Llama models are those of ``config.models``, which the trainer takes as well. BERT and T5
+GPT and Llama models are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts.
 """
 
@@ -15,9 +15,8 @@ from pathlib import Path
 
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.model import ModelConfig
-from megatron.adaptive.config.models import MODELS
-from megatron.adaptive.config.precision import PrecisionConfig
+from megatron.adaptive.config.model import MODELS, ModelConfig
+from megatron.adaptive.config.optimizer import PrecisionConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.model import Model, Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, Prediction

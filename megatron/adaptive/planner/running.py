@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.config.schedule import KEEPING_ALL
-from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
     build_executor,

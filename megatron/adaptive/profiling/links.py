@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.ranks import Ranks
 from megatron.adaptive.profiling.running_pipeline import measure_link
 from megatron.adaptive.transport.connect import (

@@ -21,7 +21,7 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.state import unwrapped
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from tqdm import tqdm
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.gpt.model import flops_per_token

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.transport import TRANSPORTS, TransportConfig
+from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.transport.connect import (
     Payloads,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.partition import parse_partition
+from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import DataError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision

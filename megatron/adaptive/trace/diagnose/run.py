@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding, Period
 from megatron.adaptive.trace.diagnose.links import find_slow_links
 from megatron.adaptive.trace.diagnose.measured import Measured, measure

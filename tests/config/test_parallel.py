@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.adaptive.config.transport import TRANSPORTS
+from megatron.adaptive.config.parallel import TRANSPORTS
 
 from .conftest import Complaint, Parse
 

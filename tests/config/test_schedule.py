@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.adaptive.config.partition import (
+from megatron.adaptive.config.schedule import (
     even_split,
     format_partition,
     nearly_even_split,
