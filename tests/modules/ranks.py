@@ -17,13 +17,14 @@ from megatron.adaptive import accelerator
 from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, slice_tape
 from megatron.adaptive.modules.measure import tensors_of
-from megatron.adaptive.modules.orders import Orders, choose_placement
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards
+from megatron.adaptive.modules.sizes import choose_orders, choose_placement
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 accelerator.install()  # the examples import what needs it
@@ -129,7 +130,7 @@ class Case:
             try:
                 losses.extend(
                     self._run_rank(
-                        Orders(schedule=schedule, placement=placement, pp_rank=rank),
+                        choose_orders(schedule, size, rank, chunks=chunks),
                         tape, plans, held[rank], Wire(rank, network), forward_only,
                     )
                 )  # fmt: skip

@@ -9,12 +9,12 @@ from pathlib import Path
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
 from megatron.adaptive.checkpoint.upload import Parcel
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 
 __all__ = ["LocalDisk", "finish_former", "make_local_disk", "parcel_of"]
 
 
-def make_local_disk(job: Job) -> LocalDisk | None:
+def make_local_disk(job: TrainingJob) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
     settings = job.config.checkpoint
     if settings.save_local is None:
@@ -30,7 +30,7 @@ def make_local_disk(job: Job) -> LocalDisk | None:
     return LocalDisk(job, _Shared(str(settings.save), settings.keep_checkpoints), wanted)
 
 
-def finish_former(local: LocalDisk, job: Job) -> None:
+def finish_former(local: LocalDisk, job: TrainingJob) -> None:
     """Finish the copy of a newer checkpoint that ranks before these had written. Collective.
 
     Only where the run goes on from the newest of its own; see :meth:`LocalDisk.finish_former`.

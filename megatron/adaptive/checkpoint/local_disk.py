@@ -34,8 +34,8 @@ import torch.distributed as dist
 from megatron.adaptive.checkpoint.collective_errors import Exchange
 from megatron.adaptive.checkpoint.step_folders import StepFolders, write_durably
 from megatron.adaptive.checkpoint.upload import Parcel, Shared, Upload, share_out
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import require_current
-from megatron.adaptive.engine.ranks import Ranks
 from megatron.adaptive.errors import CheckpointError
 
 __all__ = ["LocalDisk", "LocalSettings"]
@@ -81,7 +81,7 @@ class LocalDisk:
             that were done again since, and goes with the first checkpoint.
     """
 
-    def __init__(self, job: Ranks, shared: Shared, settings: LocalSettings) -> None:
+    def __init__(self, job: Job, shared: Shared, settings: LocalSettings) -> None:
         self._job = job
         self._settings = settings
         self._shared = shared
@@ -398,7 +398,7 @@ class LocalDisk:
             _LOG.warning("WARNING: " + text, *values)
 
 
-def _place(base: Path, node: str, job: Ranks) -> tuple[Any, ...]:
+def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
     """What ranks have in common that share a folder, also where machines have one name."""
     own: tuple[int, ...] = ()
     with contextlib.suppress(OSError):

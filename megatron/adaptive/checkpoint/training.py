@@ -38,7 +38,7 @@ from megatron.adaptive.checkpoint.match import require_same_model, require_same_
 from megatron.adaptive.checkpoint.saver import InProcessSaver, Shards
 from megatron.adaptive.checkpoint.writer import CheckpointWriter
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 
 __all__ = ["Checkpoints", "Progress"]
 
@@ -77,7 +77,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
         scheduler: Any,

@@ -14,7 +14,7 @@ from megatron.adaptive.checkpoint.local import LocalDisk, parcel_of
 from megatron.adaptive.checkpoint.saver import InProcessSaver, Shards
 from megatron.adaptive.engine.progress import is_over, require_current
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 
 __all__ = ["CheckpointWriter"]
 
@@ -28,7 +28,7 @@ class CheckpointWriter:
         local: the node's own disk, ``None`` for none.
     """
 
-    def __init__(self, job: Job, saver: InProcessSaver, local: LocalDisk | None) -> None:
+    def __init__(self, job: TrainingJob, saver: InProcessSaver, local: LocalDisk | None) -> None:
         self._job = job
         self._settings = job.config.checkpoint
         self._saver = saver

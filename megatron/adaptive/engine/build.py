@@ -6,7 +6,6 @@ are made by all ranks together, in one order.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +21,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, Alone, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.unequal import default_cap as unequal_cap
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.connect import (
@@ -85,7 +82,7 @@ def build_executor(
         timeout_s: limit of every wait of the executor.
         recorder: where spans go.
         transport: how to connect the ranks; chosen for each pair where ``None``.
-        in_flight: most inputs that a rank keeps at a time, see :func:`inputs_in_flight`.
+        in_flight: most inputs that a rank keeps at a time, see ``Orders``.
         widths: of the stages where they are unequal.
     """
     pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -129,39 +126,6 @@ def build_executor(
 def gather_places() -> list[dict[str, Any]]:
     """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
     return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
-
-
-def inputs_in_flight(
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    cap: float | None,
-    keeps_all: bool = False,
-    widths: Widths | None = None,
-) -> int:
-    """Most inputs from other stages that a rank keeps at a time, for the size of its channels.
-
-    Args:
-        placement: where stages live.
-        num_microbatches: microbatches of a step; of the whole job where stages are unequal.
-        cap: activations that a rank may hold, in whole-rank microbatches; ``None`` for the default.
-        keeps_all: the schedule runs all forwards before the first backward.
-        widths: of the stages where they are unequal.
-    """
-    if widths is not None:
-        # Channels are alike on both sides: the most that any rank keeps.
-        own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
-        if keeps_all:
-            return max(own)
-        return max(
-            min(n, math.ceil(unequal_cap(widths, s, n) if cap is None else cap))
-            for s, n in enumerate(own)
-        )
-    everything = num_microbatches * placement.num_chunks
-    if keeps_all:
-        return everything
-    limit = default_cap(placement, num_microbatches) if cap is None else cap
-    return min(everything, math.ceil(limit * placement.num_chunks))
 
 
 def _gather(value: Any) -> list[Any]:

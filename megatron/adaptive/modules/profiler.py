@@ -21,6 +21,7 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
+from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import (  # noqa: E402
@@ -28,7 +29,7 @@ from megatron.adaptive.modules.cutting import (  # noqa: E402
     check_shared,
 )
 from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
-from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
+from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.module_profile import ModuleProfile, Part  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
     PRECISIONS,

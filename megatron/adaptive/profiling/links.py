@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.running_pipeline import measure_link
 from megatron.adaptive.transport.connect import (
     Payloads,
@@ -127,7 +127,7 @@ def _one_and_all(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def measure_links(
-    job: Ranks, names: Sequence[str], *, most_bytes: float = math.inf
+    job: Job, names: Sequence[str], *, most_bytes: float = math.inf
 ) -> list[LinkSample]:
     """Measure every kind of link once. Collective over all ranks.
 
@@ -164,7 +164,7 @@ def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
 
 
 def _measure(
-    job: Ranks, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
+    job: Job, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
 ) -> list[tuple[int, float]]:
     points: list[tuple[int, float]] = []
     for size in sizes:
@@ -187,7 +187,7 @@ def _mean(told: Sequence[list[tuple[int, float]]]) -> tuple[tuple[int, float], .
     return tuple((column[0][0], statistics.fmean(s for _, s in column)) for column in columns)
 
 
-def _connect(job: Ranks, peers: list[int]) -> Transport | None:
+def _connect(job: Job, peers: list[int]) -> Transport | None:
     """Connect this rank with its peer, as a run would. Collective over all ranks."""
     payloads = Payloads(shape=None, dtype=torch.uint8, in_flight=_IN_FLIGHT)
     options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
@@ -228,7 +228,7 @@ def _connect(job: Ranks, peers: list[int]) -> Transport | None:
 
 
 def measure_reductions(
-    job: Ranks, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
+    job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
 ) -> list[ReduceSample]:
     """Measure all-reduces of neighbouring ranks within nodes. Collective over all ranks.
 
@@ -258,7 +258,7 @@ def measure_reductions(
     return samples
 
 
-def _reduce(job: Ranks, group: Any, sizes: Sequence[int]) -> list[tuple[int, float]]:
+def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> list[tuple[int, float]]:
     points = []
     accelerator = job.accelerator
     for size in sizes:

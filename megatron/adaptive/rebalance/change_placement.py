@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.gpt.initialize import Job, remake_mesh
+from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.schedule.placement import PlacementKind
@@ -35,7 +35,7 @@ __all__ = ["can_move", "change_placement", "discard", "pack", "take_down", "unpa
 _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look there
 
 
-def can_move(job: Job) -> bool:
+def can_move(job: TrainingJob) -> bool:
     """Whether there is a folder that all ranks reach: on one machine always, else ``--save``."""
     machines = {place["machine"] for place in job.places}
     return len(machines) == 1 or job.config.checkpoint.save is not None
@@ -114,7 +114,7 @@ def take_down(run: Run) -> None:
     run.job.accelerator.synchronize()
 
 
-def unpack(job: Job, kind: PlacementKind, folder: Path) -> Run:
+def unpack(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
     """Builds the run anew under another placement and load the state. Collective over all ranks.
 
     The caller has let go of everything of the old run, whose memory is freed first.
@@ -142,7 +142,7 @@ def unpack(job: Job, kind: PlacementKind, folder: Path) -> Run:
     return run
 
 
-def discard(job: Job, folder: Path, *, failed: bool) -> None:
+def discard(job: TrainingJob, folder: Path, *, failed: bool) -> None:
     """Removes the folder of :func:`pack`. Collective, unless something failed."""
     if not failed:
         dist.barrier(group=job.control_group)

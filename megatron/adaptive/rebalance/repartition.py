@@ -28,7 +28,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
@@ -125,7 +125,7 @@ def make_repartitioner(run: Run, tell: Callable[[str], None]) -> Repartitioner |
     return None if run.job.config.schedule.repartition == "off" else Repartitioner(run, tell)
 
 
-def resume_partition(job: Job) -> Job:
+def resume_partition(job: TrainingJob) -> TrainingJob:
     """Take the partition that the job had when the checkpoint to load was written. Collective.
 
     Only under ``--repartition auto``, and where the checkpoint is of a pipeline of this shape. One
