@@ -1,4 +1,4 @@
-"""Puts a rank's executor together from the process groups of megatron-core.
+"""Puts a rank's executor and trace together from the process groups of megatron-core.
 
 Every rank of the job calls :func:`build_executor` at the same point: channels and process groups
 are made by all ranks together, in one order.
@@ -6,6 +6,9 @@ are made by all ranks together, in one order.
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +24,13 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, Alone, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.trace.clock_sync import start_clock_sync
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.connect import (
     Payloads,
@@ -126,6 +134,64 @@ def build_executor(
 def gather_places() -> list[dict[str, Any]]:
     """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
     return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
+
+
+def open_trace(
+    folder: str | None,
+    job: Job,
+    placement: Placement,
+    *,
+    schedule: str,
+    num_microbatches: int,
+    layers: Sequence[int] = (),
+    work: Sequence[float] = (),
+) -> Tracing:
+    """Opens this rank's trace, in a folder without those of an earlier start.
+
+    Collective over all ranks, after megatron-core's parallel state is initialized.
+
+    Args:
+        folder: for the files of all ranks, ``None`` for no trace.
+        job: this process within the job.
+        placement: where stages live.
+        schedule: its name.
+        num_microbatches: of a step, as far as it is known.
+        layers: of each stage, where they are known.
+        work: what each stage should have to do, in any unit; likewise.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    if folder is None:
+        return Tracing()
+    machines = [place["machine"] for place in job.places]
+    if machines.index(machines[job.rank]) == job.rank:
+        set_aside(folder)
+    dist.barrier(group=job.control_group)
+    header = TraceHeader.create(
+        run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
+        rank=job.rank,
+        world_size=job.environment.world_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_chunks,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        placement=placement.kind,
+        layers=tuple(layers),
+        work=tuple(work),
+    )
+    recorder = Recorder(folder, header)
+    sync = start_clock_sync(
+        rank=job.rank,
+        clock_id=header.clock,
+        address=job.environment.master_addr,
+        gather=job.gather,
+        deliver=recorder.add_clock_samples,
+    )
+    return Tracing(recorder, job.accelerator.clock(), sync)
 
 
 def _gather(value: Any) -> list[Any]:

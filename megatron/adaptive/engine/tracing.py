@@ -17,26 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.autograd import Variable
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
-from megatron.adaptive.engine.job import Job
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.clock_sync import ClockSync, start_clock_sync
-from megatron.adaptive.trace.event import KINDS, Row, TraceHeader
-from megatron.adaptive.trace.files import set_aside
+from megatron.adaptive.trace.clock_sync import ClockSync
+from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
-__all__ = ["OutsideTrace", "Tracing", "open_trace"]
+__all__ = ["OutsideTrace", "Tracing"]
 
 
 _P = ParamSpec("_P")
@@ -217,64 +211,6 @@ class Tracing:
 
 def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
     return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
-
-
-def open_trace(
-    folder: str | None,
-    job: Job,
-    placement: Placement,
-    *,
-    schedule: str,
-    num_microbatches: int,
-    layers: Sequence[int] = (),
-    work: Sequence[float] = (),
-) -> Tracing:
-    """Opens this rank's trace, in a folder without those of an earlier start.
-
-    Collective over all ranks, after megatron-core's parallel state is initialized.
-
-    Args:
-        folder: for the files of all ranks, ``None`` for no trace.
-        job: this process within the job.
-        placement: where stages live.
-        schedule: its name.
-        num_microbatches: of a step, as far as it is known.
-        layers: of each stage, where they are known.
-        work: what each stage should have to do, in any unit; likewise.
-
-    Raises:
-        TraceError: the file cannot be written.
-    """
-    if folder is None:
-        return Tracing()
-    machines = [place["machine"] for place in job.places]
-    if machines.index(machines[job.rank]) == job.rank:
-        set_aside(folder)
-    dist.barrier(group=job.control_group)
-    header = TraceHeader.create(
-        run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
-        rank=job.rank,
-        world_size=job.environment.world_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        num_ranks=placement.num_ranks,
-        num_chunks=placement.num_chunks,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        placement=placement.kind,
-        layers=tuple(layers),
-        work=tuple(work),
-    )
-    recorder = Recorder(folder, header)
-    sync = start_clock_sync(
-        rank=job.rank,
-        clock_id=header.clock,
-        address=job.environment.master_addr,
-        gather=job.gather,
-        deliver=recorder.add_clock_samples,
-    )
-    return Tracing(recorder, job.accelerator.clock(), sync)
 
 
 class OutsideTrace:

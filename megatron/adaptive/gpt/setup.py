@@ -19,12 +19,12 @@ from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.data.datasets import DataSpec, build_datasets
 from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.adaptive.engine.build import Wiring, build_executor
+from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, load_on_all
-from megatron.adaptive.engine.tracing import OutsideTrace, Tracing, open_trace
+from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (

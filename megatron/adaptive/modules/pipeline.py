@@ -19,10 +19,9 @@ _accelerator.install()
 _accelerator.quiet_libraries()
 
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
-from megatron.adaptive.engine.build import build_executor  # noqa: E402
+from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
 from megatron.adaptive.engine.executor import ActivationMeter, Executor, RankTimes  # noqa: E402
 from megatron.adaptive.engine.orders import Orders  # noqa: E402
-from megatron.adaptive.engine.tracing import open_trace  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
