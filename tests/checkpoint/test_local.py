@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.adaptive.checkpoint import upload
+from megatron.adaptive.checkpoint import local_disk
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.checkpoint.upload import share_out
+from megatron.adaptive.checkpoint.local_disk import share_out
 from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
@@ -88,13 +88,13 @@ class Storage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
-        some = upload._some
+        some = local_disk._some
 
         def wait(pieces: Iterator[int]) -> int:
             assert self.is_open.wait(60)
             return some(pieces)
 
-        monkeypatch.setattr(upload, "_some", wait)
+        monkeypatch.setattr(local_disk, "_some", wait)
 
 
 def test_training_goes_on_while_the_copy_lags(
@@ -154,14 +154,14 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     run.checkpoints.save(worker.progress(2))
     shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
     (saved / TRACKER).write_text("1")
-    monkeypatch.setattr(upload, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(upload, "_ROUND_S", 0.0)
+    monkeypatch.setattr(local_disk, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(local_disk, "_ROUND_S", 0.0)
 
     def slowly(pieces: Iterator[int]) -> int:
         time.sleep(0.05)
         return next(pieces, 0)
 
-    monkeypatch.setattr(upload, "_some", slowly)
+    monkeypatch.setattr(local_disk, "_some", slowly)
     again = make(save=saved, load=saved, save_local=disk)
     again.local._timeout_s = 0.5
     assert again.resume() == worker.progress(1)
@@ -175,7 +175,7 @@ def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
     found: list[Any] = []
 
     def copy() -> None:
-        upload._be_gentle()
+        local_disk._be_gentle()
         found.append(psutil.Process(threading.get_native_id()).ionice())
 
     before = psutil.Process().ionice()

@@ -11,8 +11,7 @@ import pytest
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cut_points import profile_of_cut_points
-from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset, read_model
 
 CSV = """\
 cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes

@@ -12,8 +12,8 @@ from megatron.adaptive.schedule.compare import evaluate, make_candidate
 from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.workload import StageTimes
-from megatron.adaptive.trace.comparison import write_comparison
 from megatron.adaptive.trace.views.palette import chunk_color
+from megatron.adaptive.trace.views.picture import write_comparison
 
 
 def steps(*names: str) -> list[tuple[str, SimResult]]:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, CommandParser
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
@@ -144,9 +145,9 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def _write(told: dict[str, Any], path: Path) -> None:
-    from megatron.adaptive.planner.schema import check
+    from megatron.adaptive.planner.files import check_schema
 
-    check(told, "profile", str(path))
+    check_schema(told, "profile", str(path))
     profile_file.write(told, path)
     gpus = ", ".join(sorted({row["gpu"] for row in told["layers"]}))
     print(f"{path}: {len(told['layers'])} measurements of {told['model']['name']} on {gpus}")

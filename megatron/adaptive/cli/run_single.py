@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import difflib
 import os
 import shlex
 import signal
@@ -14,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         SetupError: the run's folder cannot be made.
     """
     own, trainer = _split(argv)
-    options = _parser().read(own)
+    options = _parser().read(own, otherwise="options of the trainer follow after --")
     shape = _shape(options)
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
@@ -106,24 +105,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place + 1 :]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see bash run_single.sh --help")
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse ``words``; for an unknown option name the nearest, or where it belongs."""
-        options, unknown = self.parse_known_args(list(words))
-        if not unknown:
-            return options
-        name = unknown[0].split("=", 1)[0]
-        nearest = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
-        if nearest:
-            self.error(f"{name} is not an option: the nearest is {nearest[0]}")
-        return self.error(f"{name} is not an option: options of the trainer follow after --")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="run_single.sh",
         allow_abbrev=False,
         description="Train a small GPT through a pipeline of processes on this machine.",

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.modules.segments import SegmentSample
-from megatron.adaptive.planner import profile_file, schema
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from megatron.adaptive.planner.files import check_schema
 from megatron.adaptive.planner.measured_module import module_model
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.profile import Profile
@@ -125,7 +126,7 @@ class ModuleProfile:
             "optimizer_s_per_parameter": {part.gpu: part.optimizer_s for part in self.parts},
             "action_sigma": max(sigmas),
         }
-        schema.check(told, "profile", "profile")
+        check_schema(told, "profile", "profile")
         return told
 
     def write(self, path: str | Path) -> None:
@@ -177,7 +178,7 @@ class ModuleProfile:
         for name, node in zip(self.names, self.nodes, strict=True):
             groups.setdefault(name, []).append(node)
         made = [
-            NodeGroup(
+            NodePool(
                 type=NodeType(
                     name=name,
                     gpu=nodes[0]["facts"]["gpu"],

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import schema
-from megatron.adaptive.planner.cluster import LinkSpeed
-from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
+from megatron.adaptive.planner.files import check_schema, read_file
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.presets import arguments_model
+from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 __all__ = [
@@ -48,7 +46,7 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
             " again with python -m megatron.adaptive profile"
         )
-    schema.check(told, "profile", str(path))
+    check_schema(told, "profile", str(path))
     checked: dict[str, Any] = told
     return checked
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.profiling.memory import total_host_bytes
 
 __all__ = ["gpu_name", "node_facts", "workers"]

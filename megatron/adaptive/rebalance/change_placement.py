@@ -36,7 +36,7 @@ _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look t
 
 
 def can_move(job: TrainingJob) -> bool:
-    """Whether there is a folder that all ranks reach: on one machine always, else ``--save``."""
+    """Returns whether all ranks reach one folder: on one machine always, else with ``--save``."""
     machines = {place["machine"] for place in job.places}
     return len(machines) == 1 or job.config.checkpoint.save is not None
 
@@ -174,5 +174,5 @@ def _checkpoints(run: Run, folder: Path) -> Checkpoints:
         finetune=False,
         exit_on_missing_checkpoint=True,
     )
-    job = dataclasses.replace(run.job, config=dataclasses.replace(config, checkpoint=settings))
-    return Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
+    config = dataclasses.replace(config, checkpoint=settings)
+    return Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)

@@ -80,8 +80,11 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.local import finish_former, make_local_disk
-    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        finish_former,
+        make_local_disk,
+    )
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -93,15 +96,16 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
-        local = make_local_disk(job)
+        local = make_local_disk(job, config)
         if local is not None:
-            finish_former(local, job)
+            finish_former(local, config)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler, local).load()
+        checkpoints = Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local)
+        progress = checkpoints.load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -111,7 +115,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             padded_vocab_size=run.padded_vocab_size,
         )
         if progress is not None:
-            log.tell(loaded_s=time.perf_counter() - begin_s)
+            log.report(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             report_position = partial(setattr, watcher, "position")
