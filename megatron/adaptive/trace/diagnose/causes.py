@@ -226,7 +226,7 @@ def find_slow_links(m: Measured) -> list[Finding]:
 def _links(m: Measured) -> list[_Link]:
     messages = m.messages
     if not len(messages):
-        return []  # the text form and version 1 do not have them
+        return []  # the text form does not have them
     numbers = np.unique(messages.iteration)
     size = max(m.column, default=0) + 1
     keys = messages.source * size + messages.target
