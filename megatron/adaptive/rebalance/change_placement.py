@@ -105,7 +105,7 @@ def _write(run: Run, progress: Progress) -> Path:
     return folder
 
 
-def _build(job: Job, kind: PlacementKind, folder: Path) -> Run:
+def _build(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
     """Builds the run anew under another placement and loads the state."""
     gc.collect()
     if job.accelerator.is_cuda:
