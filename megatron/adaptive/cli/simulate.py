@@ -16,12 +16,11 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
-from megatron.adaptive.schedule.profile import Profile, load_profile
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.schedule.render import render_timeline
 from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate
 from megatron.adaptive.schedule.widths import Widths
-from megatron.adaptive.schedule.workload import Link, StageTimes
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
 __all__ = ["ALL", "simulate_unequal"]
@@ -131,14 +130,14 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {value}: give at least 1")
 
 
-def _profile(options: argparse.Namespace, fine: int) -> Profile:
+def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
             raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
         return load_profile(options.profile, num_stages=fine)
     chunks = options.chunks
-    return Profile(
+    return StageProfile(
         times=StageTimes.equal(
             fine,
             forward_s=options.forward / chunks,

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 from megatron.adaptive.schedule.compare import Candidate, evaluate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 __all__ = ["Loads", "PartitionMove", "propose", "quickest_pace", "simulated_step", "travelling"]
 
@@ -191,7 +190,7 @@ def simulated_step(
 
     def step_s(partition: Partition) -> float:
         if partition not in known:
-            profile = Profile(times=loads.stage_times(partition))
+            profile = StageProfile(times=loads.stage_times(partition))
             compiled = actions >= _COMPILED_FROM
             outcome = evaluate(candidate, num_microbatches, profile, (0,), compiled=compiled)
             known[partition] = outcome.mean_s
