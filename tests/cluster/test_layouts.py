@@ -19,6 +19,7 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
 
+from .jobs import FLAGS as JOB_FLAGS
 from .jobs import TRAINER
 
 FLAGS = (
@@ -114,7 +115,7 @@ def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
     assert later.progress_dir == "progress"
 
 
-MODEL = (*FLAGS, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "9")
+JOB_MODEL = (*JOB_FLAGS, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "9")
 JOB_MODEL = (*JOB_MODEL, "--save", "none", "--save-interval", "3")
 
 
