@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import report as command
 from megatron.adaptive.cluster.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 180.0

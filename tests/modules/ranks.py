@@ -20,10 +20,10 @@ from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, slice_tape
-from megatron.adaptive.modules.measure import tensors_of
 from megatron.adaptive.modules.orders import Orders, choose_placement
 from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards
+from megatron.adaptive.modules.segments import tensors_of
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 accelerator.install()  # the examples import what needs it

@@ -147,29 +147,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert losses == [whole.losses[step]]
 
 
-def test_a_checkpoint_that_failed_behind_training_is_written_at_the_next(
-    trained: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    one, folder = trained(), tmp_path / "checkpoints"
-    folder.touch()  # no folder can be made there
-
-    def make_room() -> None:
-        one.pipeline._checkpointer.saver._writer._pending.join()
-        folder.unlink()
-
-    train(one.pipeline, 2, make_room, folder=folder, save_interval=2, async_save=True, keep=2)
-    said = capsys.readouterr().out
-    assert f"iteration 2 was not written to {folder}: File exists" in caplog.text
-    assert "training waits until that of iteration 4 is there in its place" in caplog.text
-    assert "iteration       2" not in said
-    for step in (4, 6, 8, 9):
-        assert f"saved checkpoint from iteration {step:7d}" in said
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000008", "step_00000009"]
-
-
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A search on measured numbers tells the seconds that a prediction does."""
+"""A search on measured numbers gives the seconds that a prediction does."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace import parse as parse_module
+from megatron.adaptive.trace import index as parse_module
 from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, Layout
+from megatron.adaptive.trace.index import parse_spans
 from megatron.adaptive.trace.lines import block_text
-from megatron.adaptive.trace.parse import parse_spans
 from megatron.adaptive.trace.table import KIND, OTHER, REASON
 
 

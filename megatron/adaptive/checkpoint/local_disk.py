@@ -59,7 +59,7 @@ _GENTLE = 7  # the last level of those that are served while others read and wri
 
 
 class TakenState(Protocol):
-    """The state of all ranks at a step, ready to be written."""
+    """Writes the state of all ranks at a step."""
 
     def write(self, folder: Path, ranks: RankGroup) -> None:
         """Write this rank's part into a folder. Collective.
@@ -82,7 +82,7 @@ class TakenState(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings:
-    """Settings of the nodes' own disks.
+    """Configures the nodes' own disks.
 
     Attributes:
         base: the folder on each of them.
@@ -135,7 +135,7 @@ class UploadManifest:
 
 
 class LocalDisk:
-    """This node's part of the checkpoints. Every method but :meth:`completed` is collective.
+    """Holds this node's part of the checkpoints. Every method but :meth:`completed` is collective.
 
     Args:
         job: this process within the job.

@@ -39,7 +39,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """A checkpoint that is to be written.
+    """Describes a checkpoint that is to be written.
 
     Attributes:
         folder: of checkpoints.

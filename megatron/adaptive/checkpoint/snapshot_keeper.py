@@ -204,7 +204,7 @@ class _Store:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What finds it."""
+        """Identifies it among others."""
         return {
             "run": self.run,
             "rank": self.rank,

@@ -65,7 +65,7 @@ Part = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """Settings that the node's agent gives its ranks.
+    """Configures snapshots, as the node's agent gives it to its ranks.
 
     Attributes:
         address: of the keeper, an abstract local socket.

@@ -201,7 +201,7 @@ def _pickled(value: Any) -> io.BytesIO:
 
 @functools.cache
 def _pickled_nothing() -> io.BytesIO:
-    """Most layers have an object beside their tensors, and nothing in it."""
+    """Return the file of the empty object that most layers have beside their tensors."""
     return _pickled([None])
 
 

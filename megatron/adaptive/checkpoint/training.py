@@ -457,7 +457,7 @@ def _replica_group() -> dist.ProcessGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class _TakenRun:
-    """A run's state of one rank; see ``TakenState``."""
+    """Writes a run's state of one rank; see ``TakenState``."""
 
     shards: Shards
     common: memoryview
@@ -529,7 +529,7 @@ def make_snapshots(
 
 
 class RunState:
-    """One run's state for snapshots in memory; see ``SnapshotState``.
+    """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
 
     Args:
         run: the built run.
@@ -547,7 +547,7 @@ class RunState:
         self._stays: bool | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:
-        """See ``SnapshotState``."""
+        """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
         gather_parameters(self._run)
         progress = self._progress()
         if self._stays:
@@ -569,12 +569,12 @@ class RunState:
         }
 
     def extra(self) -> bytes:
-        """See ``SnapshotState``."""
+        """Return the progress and what all ranks have in common; see ``SnapshotState``."""
         line = {"progress": dataclasses.asdict(self._progress())}
         return json.dumps(line).encode() + b"\n" + common_bytes(self._common)
 
     def head(self) -> Mapping[str, Any]:
-        """See ``SnapshotState``."""
+        """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
             "common": COMMON_STATE_FNAME,
             "has_common": state.has_parameters(self._run.optimizer),
@@ -583,7 +583,7 @@ class RunState:
         }
 
     def is_changed(self) -> bool:
-        """See ``SnapshotState``: never."""
+        """Return false: its pieces stay those of the first snapshot."""
         return False
 
 
@@ -695,7 +695,7 @@ def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> 
 
 
 def _is_without_effect(name: str, model: ModelConfig) -> bool:
-    """Whether a setting changes nothing in ``model``; the kind of position is compared itself."""
+    """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
     if name == "max_position_embeddings":
         return model.position_embedding_type != "learned_absolute"
     if name == "rope_scaling_factor":
@@ -704,14 +704,14 @@ def _is_without_effect(name: str, model: ModelConfig) -> bool:
 
 
 def _is_implied(name: str, saved: ModelConfig, own: ModelConfig) -> bool:
-    """Whether another setting of the list tells the difference already."""
+    """Return whether another setting of the list names the difference already."""
     return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 
 
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, own: TrainerConfig, own_rows: int
 ) -> bool:
-    """Whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+    """Return whether both numbers of rows can be one vocabulary, padded for each run's mesh.
 
     Rows that only pad may come and go with the tensor parallel size; others may not.
     """

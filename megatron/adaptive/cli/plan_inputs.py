@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a prediction rests on.
+    """Inputs of a prediction.
 
     Attributes:
         model: its layers.
@@ -54,7 +54,7 @@ class Inputs:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options that name them, those of calibration included."""
+    """Adds the options of the inputs, those of calibration included."""
     add = parser.add_argument
     add(
         "--model", required=required, help="name (gpt2-xl, llama2-70b, t5-3b, ...), arguments, file"
@@ -67,30 +67,32 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> Inputs:
-    """Read them; says on stderr which measured links are of no use.
+    """Reads the inputs; says on stderr which measured links are of no use.
 
     Raises:
         ConfigError: a file is missing or wrong, or they do not belong together.
         TraceError: a trace of ``--calibrate`` is damaged.
     """
-    told = None
+    document = None
     if options.profile:
         parts = [(str(path), profile_file.load(path)) for path in options.profile]
-        told = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
-    memories = {} if told is None else profile_file.measured_memory(told)
+        document = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
+    memories = {} if document is None else profile_file.measured_memory(document)
     cluster = read_cluster(options.cluster, memories)
-    model = _model(options, cluster, told)
+    model = _model(options, cluster, document)
     measured = None
-    if told is not None:
-        profile_file.check_model(told, model, " ".join(map(str, options.profile)))
-        told, strange = profile_file.renamed(told, {one.name: one.gpu for one in cluster.types})
+    if document is not None:
+        profile_file.check_model(document, model, " ".join(map(str, options.profile)))
+        document, strange = profile_file.renamed(
+            document, {one.name: one.gpu for one in cluster.types}
+        )
         if strange:
             print(
                 f"links measured between nodes of type {', '.join(strange)} are not used: the"
                 " cluster has no such type",
                 file=sys.stderr,
             )
-        measured = profile_file.make_profile(told)
+        measured = profile_file.make_profile(document)
     measured = calibrated(options, model, cluster, measured)
     return Inputs(
         model=model,
@@ -100,22 +102,22 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     )
 
 
-def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
-    """Read the model, in the precision of the profile, or the best that all GPUs have."""
+def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
+    """Reads the model, in the precision of the profile, or the best that all GPUs have."""
     fused = {"fused": True, "unfused": False, None: None}[options.attention]
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
         default = "fp16"
-    if told is not None:
-        arguments = told["model"].get("arguments", ())
+    if document is not None:
+        arguments = document["model"].get("arguments", ())
         half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
-        default = told["model"].get("precision", half)
+        default = document["model"].get("precision", half)
     return read_model(options.model, options.precision, default=default, fused=fused)
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of calibration."""
+    """Adds the options of calibration."""
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--calibrate",
@@ -137,7 +139,7 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile | None
 ) -> Profile | None:
-    """Put what the traces tell over a profile.
+    """Replaces parts of a profile by what was fitted to traces.
 
     Args:
         options: with those of :func:`add_calibrate_arguments`.
@@ -173,7 +175,7 @@ def calibrated(
 
 
 def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:
-    """Node type by host, as ``--calibrate-host`` says it.
+    """Returns the node type by host, as ``--calibrate-host`` says it.
 
     Raises:
         ConfigError: it is not HOST=TYPE, or the cluster has no such type.
@@ -193,7 +195,7 @@ def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, s
 
 
 def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
-    """A run with all that its traces do not say.
+    """Reads a run and adds what its traces do not hold.
 
     Args:
         folder: of its traces, with the trainer's progress beside them.
@@ -202,7 +204,7 @@ def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str,
         hosts: node type by host; a cluster of one type needs none.
 
     Raises:
-        ConfigError: the type of a host is not told, or it was another model.
+        ConfigError: the type of a host is not given, or it was another model.
         TraceError: a trace is damaged.
     """
     trace = read_run(folder)
@@ -224,7 +226,7 @@ def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str,
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Samples of a microbatch, from the tokens of a step that the run told beside its traces."""
+    """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
     tokens = [
         line["tokens_per_s"] * line["step_ms"] / 1e3
         for line in _lines(progress_file(folder))

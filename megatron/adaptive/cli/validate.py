@@ -172,7 +172,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
 
 
 def read_own_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
-    """Read runs of our trainer.
+    """Reads runs of our trainer.
 
     Args:
         found: folders of traces by name.
@@ -253,7 +253,7 @@ def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Node and GPU of each rank: each host is the next node of its type."""
+    """Returns the node and GPU of each rank: each host is the next node of its type."""
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}
     places = {}

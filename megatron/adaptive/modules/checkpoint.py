@@ -378,7 +378,7 @@ class Checkpointer:
 
 @dataclass(frozen=True, kw_only=True)
 class _TakenPipeline:
-    """A pipeline's state of one rank; see ``TakenState``."""
+    """Writes a pipeline's state of one rank; see ``TakenState``."""
 
     head: Mapping[str, Any]
     state: bytes | None
@@ -406,7 +406,7 @@ class _TakenPipeline:
 
 
 class PipelineState:
-    """One rank's state for snapshots in memory; see ``SnapshotState``.
+    """Takes one rank's state apart for snapshots in memory; see ``SnapshotState``.
 
     Args:
         checkpointer: takes it apart.
@@ -428,7 +428,7 @@ class PipelineState:
         self._is_checked = False
 
     def pieces(self) -> Mapping[Part, Piece]:
-        """See ``SnapshotState``; buffers are copied at once, for a forward may change them."""
+        """Return the tensors; buffers are copied at once, for a forward may change them."""
         tensors, self._about = self._checkpointer.apart()
         self._layout = _layout(tensors)
         found = {}
@@ -439,7 +439,7 @@ class PipelineState:
         return found
 
     def extra(self) -> bytes:
-        """See ``SnapshotState``."""
+        """Return what describes the tensors, and the user's objects; see ``SnapshotState``."""
         line = json.dumps({**self._head(), **self._about}).encode() + b"\n"
         if not self._state:
             return line
@@ -448,11 +448,11 @@ class PipelineState:
         return line + content
 
     def head(self) -> Mapping[str, Any]:
-        """See ``SnapshotState``: all ranks have what is in common."""
+        """Return that all ranks have what is in common; see ``SnapshotState``."""
         return {"has_common": True, "common": _STATE}
 
     def is_changed(self) -> bool:
-        """See ``SnapshotState``: optimizers make their state with the first update."""
+        """Return whether tensors came: optimizers make their state with the first update."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 

@@ -8,7 +8,7 @@
 
 It owns the signals and the progress file while the pipeline is open. When to stop, how
 checkpoints appear and what is told of them is as with the trainer: ``engine.stop``,
-``checkpoint.step_folders``, ``engine.progress``.
+``checkpoint.folder``, ``engine.progress``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def candidates(
     model: Model,
     cluster: Cluster,
 ) -> Iterator[InterleavedPipeline]:
-    """Interleaved pipelines on all nodes, equal nodes side by side, in every order of types."""
+    """Yields interleaved pipelines on all nodes, equal ones side by side, in all type orders."""
     if model.splits:
         return
     speeds = []
@@ -83,7 +83,7 @@ def candidates(
 
 
 def _orders(classes: Sequence[StageClass], cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Classes of the ranks of pipelines on all nodes."""
+    """Yields the classes of the ranks of pipelines on all nodes."""
     runs = []
     for index, group in enumerate(cluster.groups):
         own = [
@@ -105,7 +105,7 @@ def _orders(classes: Sequence[StageClass], cluster: Cluster) -> Iterator[tuple[i
 def interleave(
     one: InterleavedPipeline, tables: Tables, most: int
 ) -> tuple[float, tuple[int, ...], int]:
-    """Find a partition for an interleaved pipeline.
+    """Finds a partition for an interleaved pipeline.
 
     Args:
         one: the pipeline.
@@ -177,7 +177,7 @@ class Chunked(NamedTuple):
 
 
 def first_cuts(pipeline: Chunked, chunks: int) -> Any:
-    """Where the stages begin if every rank gets work by its speed, ``[stages + 1]``."""
+    """Returns the first layer of each stage with work by the ranks' speed, ``[stages + 1]``."""
     n, ranks = pipeline.forward.shape[1] - 1, len(pipeline.classes)
     work = pipeline.forward[:, 0, :] + pipeline.backward[:, 0, :]
     speed = 1 / np.maximum(work[pipeline.classes, n], 1e-30)
@@ -194,7 +194,7 @@ def first_cuts(pipeline: Chunked, chunks: int) -> Any:
 
 
 def improve_chunks(pipeline: Chunked, cuts: Any, most: int) -> tuple[float, int]:
-    """Hand layers over between any two stages while the step gets shorter.
+    """Hands layers over between any two stages while the step gets shorter.
 
     Args:
         pipeline: the arrays.
@@ -220,7 +220,7 @@ def improve_chunks(pipeline: Chunked, cuts: Any, most: int) -> tuple[float, int]
 
 @lru_cache
 def _compiled() -> Any:
-    """The climb as machine code; kept on disk."""
+    """Compiles the climb; the code is kept on disk."""
     from numba import njit  # half a second to import
 
     run: Any = njit(run_steps, cache=True)

@@ -60,7 +60,7 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Operations per second of matrix products.
+        """Returns the operations per second of matrix products.
 
         Args:
             precision: ``fp32``, ``fp16`` or ``bf16``.
@@ -79,7 +79,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """The parts by name, and the name for every way to write it."""
+    """Returns the parts by name, and the name for every way to write it."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -101,14 +101,14 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return a part by its name, as written in cluster files or as drivers tell it, or ``None``."""
+    """Returns a part by its name, as cluster files or drivers write it, or ``None``."""
     parts, names = _table()
     found = names.get(_plain(name))
     return None if found is None else parts[found]
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """Return a part by its name.
+    """Returns a part by its name.
 
     Args:
         name: case, spaces and the vendor's name do not matter.
@@ -130,7 +130,7 @@ def find_gpu(name: str, where: str) -> Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """How long messages take on a link, in one direction.
+    """Speed of a link, in one direction.
 
     Attributes:
         bytes_per_s: of large messages, for all pairs together where they share the link, else for
@@ -164,7 +164,7 @@ class LinkSpeed:
             raise ConfigError("bandwidth by size: sizes must ascend, each given once")
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
-        """Bytes per second that one pair gets.
+        """Returns the bytes per second that one pair gets.
 
         Args:
             message_bytes: of each pair.
@@ -179,7 +179,7 @@ class LinkSpeed:
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """From the start of a message to its arrival; 0 for no message.
+        """Returns the seconds from the start of a message to its arrival; 0 for no message.
 
         Args:
             message_bytes: of each pair.
@@ -314,22 +314,22 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes."""
         return sum(group.count * group.type.gpus for group in self.groups)
 
     @property
     def price_per_hour(self) -> float:
-        """Of all nodes."""
+        """Price of all nodes."""
         return sum(group.count * group.type.price_per_hour for group in self.groups)
 
     def link(self, one: int, other: int) -> LinkSpeed:
-        """The link between the GPUs of two nodes, or of one node."""
+        """Returns the link between the GPUs of two nodes, or of one node."""
         if one == other:
             return self.nodes[one].intra
         return self.link_of_types(self.nodes[one], self.nodes[other])
 
     def link_of_types(self, one: NodeType, other: NodeType) -> LinkSpeed:
-        """The link between two different nodes of these types.
+        """Returns the link between two different nodes of these types.
 
         Raises:
             ConfigError: none is known.
@@ -348,7 +348,7 @@ class Cluster:
         return min((link for link in found if link is not None), key=lambda link: link.bytes_per_s)
 
     def part(self, counts: Mapping[str, int]) -> Cluster:
-        """The same cluster with other numbers of nodes; types with none are left out.
+        """Returns the same cluster with other numbers of nodes; types with none are left out.
 
         Args:
             counts: nodes of each type by name; types not named have none.
@@ -364,7 +364,7 @@ class Cluster:
 
 
 def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Cluster:
-    """Read a cluster file.
+    """Reads a cluster file.
 
     Args:
         path: YAML, TOML or JSON.
@@ -377,20 +377,20 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
     return make_cluster(read_file(path, "cluster"), str(path), memories or {})
 
 
-def make_cluster(told: Any, where: str, memories: Mapping[str, float]) -> Cluster:
-    """Make a cluster of what a file says.
+def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cluster:
+    """Makes a cluster of the contents of a file.
 
     Args:
-        told: plain lists, dicts, texts and numbers.
+        document: plain lists, dicts, texts and numbers.
         where: the file, for messages.
         memories: see :func:`read_cluster`.
 
     Raises:
         ConfigError: it breaks a rule.
     """
-    check_schema(told, "cluster", where)
+    check_schema(document, "cluster", where)
     groups, hosts = [], set()
-    for index, one in enumerate(told["nodes"]):
+    for index, one in enumerate(document["nodes"]):
         place = f"{where}: nodes[{index}]"
         names = one.get("hosts", [])
         node = _node_type(one, place, memories)
@@ -405,7 +405,7 @@ def make_cluster(told: Any, where: str, memories: Mapping[str, float]) -> Cluste
                 raise ConfigError(f"{place}.hosts: {host} is named twice: its GPUs exist once")
             hosts.add(host)
     links: dict[tuple[str, str], LinkSpeed] = {}
-    for index, one in enumerate(told.get("links", [])):
+    for index, one in enumerate(document.get("links", [])):
         place = f"{where}: links[{index}]"
         first, second = one["between"]
         if (first, second) in links or (second, first) in links:
@@ -413,11 +413,11 @@ def make_cluster(told: Any, where: str, memories: Mapping[str, float]) -> Cluste
         links[first, second] = _speed(one, place, shared=True)
     try:
         return Cluster(
-            name=told.get("name", ""),
+            name=document.get("name", ""),
             groups=tuple(groups),
-            network=_optional(told, "network", where),
+            network=_optional(document, "network", where),
             links=links,
-            between_zones=_optional(told, "between_zones", where),
+            between_zones=_optional(document, "between_zones", where),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -450,15 +450,15 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
 
 
 def _optional(
-    told: Mapping[str, Any], key: str, where: str, *, joint: str = ": "
+    document: Mapping[str, Any], key: str, where: str, *, joint: str = ": "
 ) -> LinkSpeed | None:
-    if key not in told:
+    if key not in document:
         return None
-    return _speed(told[key], f"{where}{joint}{key}", shared=True)
+    return _speed(document[key], f"{where}{joint}{key}", shared=True)
 
 
 def _speed(one: Mapping[str, Any], place: str, *, shared: bool) -> LinkSpeed:
-    """Read a link; ``shared`` where it does not say it itself."""
+    """Reads a link; ``shared`` where it does not say it itself."""
     sizes = tuple(
         (
             quantity(size, "bytes", f"{place}.sizes[{index}][0]"),

@@ -61,10 +61,10 @@ __all__ = ["StageSums", "binding", "predict"]
 def predict(
     plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime = OURS
 ) -> Prediction:
-    """Predict a step of a plan.
+    """Predicts a step of a plan.
 
     A plan that does not fit into memory is predicted as if it did; ``Prediction.fits`` and the
-    stages' memory tell.
+    stages' memory say so.
 
     Args:
         plan: what runs where.
@@ -140,7 +140,7 @@ class StageSums:
     def of(
         cls, plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime
     ) -> StageSums:
-        """Add up what the layers of every stage take."""
+        """Adds up what the layers of every stage take."""
         if sum(plan.partition) != model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
@@ -194,7 +194,7 @@ def _durations(
     cluster: Cluster,
     profile: Profile,
 ) -> tuple[Any, Any, Any]:
-    """Durations and launches ``[3, stages]`` of the slowest replica, and communication in them."""
+    """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
     durations = np.zeros((3, len(plan.partition)))
     work = np.zeros((3, len(plan.partition)))
     tp_s = np.zeros(len(plan.partition))
@@ -217,7 +217,7 @@ def _durations(
 def _tables(
     plan: Plan, place: StagePlace, model: Model, cluster: Cluster, profile: Profile
 ) -> list[LayerTable]:
-    """One table for each kind of replica of a pipeline rank."""
+    """Returns one table for each kind of replica of a pipeline rank."""
     kinds = {(cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
     return [
         layer_table(
@@ -242,7 +242,7 @@ def _memory(
     cluster: Cluster,
     runtime: Runtime,
 ) -> StageMemory:
-    """The replica of a pipeline rank that has the least memory left."""
+    """Returns the memory of the replica of a pipeline rank that has the least left."""
     widths = dealt_widths(plan)
     if widths is None:
         held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
@@ -291,7 +291,7 @@ def _messages(
     profile: Profile,
     runtime: Runtime,
 ) -> tuple[Any, Any]:
-    """Latency and occupancy of the messages between stages, ``[2, stages]`` each."""
+    """Returns the latency and occupancy of the messages between stages, ``[2, stages]`` each."""
     latency = np.zeros((2, placement.num_stages))
     occupancy = np.zeros((2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
@@ -388,7 +388,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def _exposed_reduce(plan: Plan, stages: StageSums, rank: int) -> float:
-    """Seconds of a pipeline rank's gradient reduction that no backward hides."""
+    """Returns the seconds of a pipeline rank's gradient reduction that no backward hides."""
     whole = stages.reduce_s[rank]
     if not plan.overlap_reduce:
         return whole
@@ -425,7 +425,7 @@ def _parts(
     reduce: Any,
     optimizer: Any,
 ) -> dict[str, float]:
-    """Seconds by cause on the rank that ends last; they add up to the step."""
+    """Returns the seconds by cause on the rank that ends last; they add up to the step."""
     mine = list(stages.stages_of[last])
     tp = float(stages.tp_s[mine].sum()) * plan.num_microbatches
     busy = float(times.busy_s[last])
@@ -455,7 +455,7 @@ _NAMES = {
 
 
 def binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
-    """Name what holds a plan back: a stage that does not fit, else the largest part.
+    """Names what holds a plan back: a stage that does not fit, else the largest part.
 
     Args:
         parts: seconds of the step by cause.

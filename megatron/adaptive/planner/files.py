@@ -57,7 +57,7 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
-    """Read a number with its unit.
+    """Reads a number with its unit.
 
     Args:
         text: such as ``25 GB/s``.
@@ -83,7 +83,7 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
 
 
 def read_file(path: Path, what: str) -> Any:
-    """Read a YAML, TOML or JSON file into plain lists, dicts, texts and numbers.
+    """Reads a YAML, TOML or JSON file into plain lists, dicts, texts and numbers.
 
     Args:
         path: the file; ``.toml`` is TOML, ``.json`` is JSON, anything else YAML.
@@ -108,12 +108,12 @@ def read_file(path: Path, what: str) -> Any:
 
 def _read_json(text: str, path: Path) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for key, value in pairs:
-            if key in told:
+            if key in found:
                 raise ConfigError(f"{path}: {key!r} is given twice in one object; keep one")
-            told[key] = value
-        return told
+            found[key] = value
+        return found
 
     try:
         return json.loads(text, object_pairs_hook=once)
@@ -151,8 +151,8 @@ def _read_yaml(text: str, path: Path) -> Any:
                 line = key.start_mark.line + 1
                 raise ConfigError(f"{path}: line {line}: {key.value!r} is given twice; keep one")
             seen.add(str(key.value))
-        told: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-        return told
+        found: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+        return found
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
@@ -186,14 +186,14 @@ _WORDS = {
 
 @functools.cache
 def load_schema(name: str) -> Mapping[str, Any]:
-    """Return one of :data:`SCHEMAS`, shipped as ``planner/data/NAME.schema.json``."""
+    """Returns one of :data:`SCHEMAS`, shipped as ``planner/data/NAME.schema.json``."""
     file = resources.files("megatron.adaptive.planner") / "data" / f"{name}.schema.json"
     schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return schema
 
 
 def check_schema(value: Any, name: str, where: str) -> None:
-    """Hold what was read from a file against a schema.
+    """Holds what was read from a file against a schema.
 
     Args:
         value: plain lists, dicts, texts and numbers.
@@ -306,7 +306,7 @@ def _hint(key: str, known: list[str], path: str) -> str:
 
 
 def _about(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return what a key is for, as the schema tells it."""
+    """Returns what a key is for, as the schema describes it."""
     if "description" not in schema and "$ref" in schema:
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     return str(schema.get("description", "add it"))

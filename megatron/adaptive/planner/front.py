@@ -30,7 +30,7 @@ __all__ = ["Front", "Point", "find_front", "pareto", "write_front", "write_page"
 def find_front(
     model: Model, cluster: Cluster, profile: Profile, request: Request
 ) -> tuple[PlanRow, ...]:
-    """Find the plans that no other beats in both time and price of a step, fastest first.
+    """Finds the plans that no other beats in both time and price of a step, fastest first.
 
     Args:
         model: what is trained.
@@ -57,7 +57,7 @@ def find_front(
 
 
 def _front(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Leave out what is beaten once every plan has its schedule."""
+    """Leaves out what is beaten once every plan has its schedule."""
     kept: list[PlanRow] = []
     for row in sorted(rows, key=lambda one: one.prediction.seconds):
         if not kept or row.prediction.price_per_step < kept[-1].prediction.price_per_step:
@@ -66,7 +66,7 @@ def _front(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder: Path) -> None:
-    """Write the front as chart, picture and plan files.
+    """Writes the front as chart, picture and plan files.
 
     Args:
         rows: the plans, fastest first.
@@ -81,8 +81,8 @@ def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder:
     documents = [plan_document(row.plan, model, cluster, row.prediction) for row in rows]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, told in enumerate(documents, start=1):
-            text = json.dumps(told, indent=2) + "\n"
+        for number, document in enumerate(documents, start=1):
+            text = json.dumps(document, indent=2) + "\n"
             (folder / f"plan-{number}.json").write_text(text, encoding="utf-8")
         text = json.dumps(documents, indent=2) + "\n"
         (folder / "front.json").write_text(text, encoding="utf-8")
@@ -107,7 +107,7 @@ def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder:
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """What no other plan beats in both.
+    """Plans that no other beats in both time and price.
 
     Attributes:
         found: plans by rising time and falling price per step; ``value`` is that price.
@@ -126,7 +126,7 @@ class Front:
 
 
 def pareto(searcher: Searcher, objective: Objective | None = None) -> Front:
-    """Find the front of seconds and price per step.
+    """Finds the front of seconds and price per step.
 
     Args:
         searcher: for the model, the whole cluster and the options.
@@ -154,11 +154,11 @@ class _Points:
         self.points: list[Found] = []
 
     def value(self, seconds: float, price: float) -> float:
-        """What goals are looked at by: seconds."""
+        """Returns the seconds, by which goals are put in order."""
         return seconds
 
     def most_seconds(self, price: float) -> float:
-        """Seconds below which a plan of that price per hour would be on the front."""
+        """Returns the seconds below which a plan of that price per hour would be on the front."""
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for one in self.points:
@@ -168,7 +168,7 @@ class _Points:
         return most
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Take a plan, and drop those that it beats."""
+        """Takes a plan, and drops those that it beats."""
         value = seconds * price / 3600
         if any(one.seconds <= seconds and one.value <= value for one in self.points):
             return
@@ -178,7 +178,7 @@ class _Points:
         self.points = [*kept[:at], found, *kept[at:]]
 
     def slack(self, seconds: float, price: float) -> float:
-        """How far below the front a bound lies, as a part of the time."""
+        """Returns the part of the time by which a bound lies below the front."""
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
@@ -203,7 +203,7 @@ class Point:
 
 
 def write_page(points: Sequence[Point], title: str, path: Path) -> None:
-    """Write a self-contained page with one point for each plan, told when pointed at.
+    """Writes a self-contained page with one point for each plan, named when pointed at.
 
     Raises:
         SetupError: plotly is missing.
@@ -230,7 +230,7 @@ def write_page(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def write_picture(points: Sequence[Point], title: str, path: Path) -> None:
-    """Write the same as PNG.
+    """Writes the same as PNG.
 
     Raises:
         SetupError: matplotlib is missing.

@@ -79,7 +79,7 @@ class ShapeArrays(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where an enumeration stands; everything by depth, which is the stage.
+    """State of an enumeration; everything by depth, which is the stage.
 
     Attributes:
         bounds: ``[stages, children]``: of the ways to go on from each stage.
@@ -128,7 +128,7 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 
 def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Bound on when a stage's last backward is over, from when its first input is there.
+    """Bounds the time from a stage's first input to the end of its last backward.
 
     ``link``: most seconds that one message keeps a link busy.
     """
@@ -145,7 +145,7 @@ def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, lin
 
 
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Seconds of a message forward and back between two stages, and the longer use of the link."""
+    """Times a message forward and back between two stages, and the longer use of the link."""
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
     latency = shape.latency
@@ -160,7 +160,7 @@ transfer: Any = njit(_transfer, cache=True)
 def _bound_edge(
     shape: Any, level: int, edge: int, cap: float, ends: Any, done: Any, trips: Any
 ) -> None:
-    """Put a stage before those of the edge's level, in every way."""
+    """Puts a stage before those of the edge's level, in every way."""
     n, m = shape.forward.shape[1] - 1, shape.microbatches
     c, j = shape.level_class[level], shape.level_follow[level]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -192,7 +192,7 @@ bound_edge: Any = njit(_bound_edge, cache=True)
 
 
 def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> None:
-    """Fill the bounds of every level.
+    """Fills the bounds of every level.
 
     Args:
         cap: what takes as long stays infinite.
@@ -217,7 +217,7 @@ def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> N
 
 
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
-    """When each of ``p`` stages ends its last of ``m`` backwards in 1F1B, into ``seconds[2]``.
+    """Times the end of each of ``p`` stages' last of ``m`` backwards in 1F1B, into ``seconds[2]``.
 
     Launching needs no input. A message leaves when its action ends and the one before it has left
     the link.
@@ -257,7 +257,7 @@ time_1f1b: Any = njit(_time_1f1b, cache=True)
 
 
 def _leaf(shape: Any, walk: Any, p: int) -> float:
-    """Seconds of the pipeline that the walk describes."""
+    """Returns the seconds of the pipeline that the walk describes."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):
@@ -290,7 +290,7 @@ leaf: Any = njit(_leaf, cache=True)
 def _open(
     shape: Any, walk: Any, depth: int, best: float, ends: Any, done: Any, trips: Any, tied: float
 ) -> None:
-    """List the ways to go on from a stage, best bound first."""
+    """Lists the ways to go on from a stage, best bound first."""
     n, m = shape.forward.shape[1] - 1, shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
     c, j = shape.level_class[level], shape.level_follow[level]
@@ -325,7 +325,7 @@ def _open(
 
 
 def _descend(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Take one of the ways to go on."""
+    """Takes one of the ways to go on."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -360,7 +360,7 @@ def _search_level(
     best_cuts: Any,
     best_levels: Any,
 ) -> tuple[float, float, int]:
-    """Find the fastest way to fill one level that starts with the first layer.
+    """Finds the fastest way to fill one level that starts with the first layer.
 
     Args:
         shape: the arrays; ``walk`` is room to work in, for as many stages as the level has.
@@ -416,7 +416,7 @@ def _search_level(
 
 
 def _shift(shape: Any, walk: Any, p: int, source: int, target: int) -> bool:
-    """Hand a layer from one stage to another, along all between; whether every stage still fits."""
+    """Hands a layer from one stage to another, along all between; True if all stages fit."""
     step = -1 if source < target else 1
     for cut in range(min(source, target) + 1, max(source, target) + 1):
         walk.cuts[cut] += step
@@ -434,7 +434,7 @@ shift: Any = njit(_shift, cache=True)
 def _improve(
     shape: Any, walk: Any, p: int, best: float, most_leaves: int, best_cuts: Any, best_levels: Any
 ) -> tuple[float, int]:
-    """Hand single layers over between any two stages of a pipeline while it gets faster.
+    """Hands single layers over between any two stages of a pipeline while it gets faster.
 
     Args:
         shape: the arrays; ``walk`` is room to work in.
@@ -478,7 +478,7 @@ search_level: Any = njit(_search_level, cache=True)
 
 
 def make_walk(shape: ShapeArrays, stages: int) -> Walk:
-    """Room for an enumeration of so many stages."""
+    """Allocates room for an enumeration of so many stages."""
     layers = shape.forward.shape[1] - 1
     width = layers * max(1, int(np.diff(shape.level_edges).max(initial=1)))
     return Walk(

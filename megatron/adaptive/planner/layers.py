@@ -73,7 +73,7 @@ OURS = Runtime()
 
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
-    """Microbatches that each pipeline rank holds at the schedule's worst moment.
+    """Returns the microbatches that each pipeline rank holds at the schedule's worst moment.
 
     Counted in whole ranks: a chunk's microbatch is ``1 / chunks``.
     """
@@ -95,7 +95,7 @@ def layer_kept_bytes(
     micro_batch: int,
     recompute: str,
 ) -> float:
-    """Bytes that one microbatch of a layer keeps on one GPU, measured where that is known."""
+    """Returns the bytes that a microbatch of a layer keeps on one GPU, measured if known."""
     if recompute == "none" and profile.knows(kind.name, gpu, tp):
         measured = profile.times(kind.name, gpu, tp, micro_batch).kept_bytes
         if measured is not None:
@@ -104,7 +104,7 @@ def layer_kept_bytes(
 
 
 def state_bytes(model: Model, *, dp: int, distributed_optimizer: bool) -> tuple[float, ...]:
-    """Bytes of weight, gradient and optimizer state for one parameter that a rank holds."""
+    """Returns bytes of weight, gradient and optimizer state for a parameter that a rank holds."""
     sizes = model.precision
     shared = dp if distributed_optimizer else 1
     return (
@@ -126,7 +126,7 @@ def stage_memory(
     limit_bytes: float,
     runtime: Runtime = OURS,
 ) -> StageMemory:
-    """Put the parts together.
+    """Adds up the memory of a stage.
 
     Args:
         model: for the bytes of numbers.
@@ -189,7 +189,7 @@ def layer_table(
     recompute: str = "none",
     sequence_parallel: bool = False,
 ) -> LayerTable:
-    """Durations and bytes of every layer on one type of node.
+    """Computes durations and bytes of every layer on one type of node.
 
     Raises:
         ConfigError: the profile lacks a duration.
@@ -257,7 +257,7 @@ def _kind_row(
 def optimizer_s(
     profile: Profile, gpu: str, parameters: float, *, dp: int, distributed_optimizer: bool
 ) -> float:
-    """Seconds of the optimizer step of one GPU; 0 where the profile does not say."""
+    """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
     each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
     return each * parameters / (dp if distributed_optimizer else 1)
 
@@ -273,7 +273,7 @@ MEMORY_SHARE = 0.8
 """Of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures for V100,
 A100 and H100 are between 0.8 and 0.93 of the data sheets'."""
 LAUNCH_S = 5e-6
-"""Of one kernel. Source: NVIDIA's CUDA programming guides tell some microseconds."""
+"""Of one kernel. Source: NVIDIA's CUDA programming guides name some microseconds."""
 _KERNELS = 20
 """Of a transformer layer's forward without fusion: 4 products, 2 of the attention, 2 norms, and
 bias, activation, softmax, dropout, addition."""
@@ -286,7 +286,7 @@ two moments, and writes master weight and moments."""
 def make_estimator(
     model: Model, gpus: Mapping[str, Gpu] | None = None
 ) -> Callable[[str, str, int, int], LayerTimes]:
-    """Return what answers for layers that a profile does not hold.
+    """Returns a function that estimates layers that a profile does not hold.
 
     Args:
         model: whose layers they are.
@@ -313,7 +313,7 @@ def make_estimator(
 def estimate_layer(
     model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: int
 ) -> LayerTimes:
-    """Estimate one layer, without communication between tensor-parallel ranks.
+    """Estimates one layer, without communication between tensor-parallel ranks.
 
     Args:
         model: for its precision.
@@ -349,7 +349,7 @@ def estimate_layer(
 
 
 def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
-    """Estimate the optimizer's seconds for each parameter that a rank updates.
+    """Estimates the optimizer's seconds for each parameter that a rank updates.
 
     Args:
         model: for its precision.

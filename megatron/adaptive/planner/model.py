@@ -61,7 +61,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The sizes with which Megatron trains in fp32, fp16 or bf16 with Adam.
+        """Returns the sizes with which Megatron trains in fp32, fp16 or bf16 with Adam.
 
         Raises:
             ConfigError: another name.
@@ -126,11 +126,11 @@ class LayerKind:
                 _check(f"layer kind {self.name}: {one.name}", value)
 
     def held_parameters(self, tp: int) -> float:
-        """Numbers that one of ``tp`` ranks holds."""
+        """Returns the number of parameters that one of ``tp`` ranks holds."""
         return self.parameters / tp + self.replicated_parameters
 
     def kept_bytes(self, tp: int, recompute: str = "none") -> float:
-        """Bytes of one sample that a rank keeps from forward to backward.
+        """Returns the bytes of one sample that a rank keeps from forward to backward.
 
         Args:
             tp: tensor-parallel ranks.
@@ -211,11 +211,11 @@ class Model:
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """The kind of the layer at that place."""
+        """Returns the kind of the layer at that place."""
         return self.kinds[self.layers[index]]
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
-        """A partition of all layers as a plan file and ``--num-layers`` count it.
+        """Counts a partition of all layers as a plan file and ``--num-layers`` do.
 
         Args:
             partition: layers of each stage, embedding and head included.
@@ -242,7 +242,7 @@ _OPTIONAL = ("decoder_layers", "decoder_sequence", "positions")
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """What makes a transformer as large as it is.
+    """Sizes of a transformer.
 
     Attributes:
         name: of the model.
@@ -320,7 +320,7 @@ class TransformerShape:
 
 
 def build_model(shape: TransformerShape) -> Model:
-    """Make the planner's model of a shape.
+    """Makes the planner's model of a shape.
 
     The kinds are ``embedding``, ``transformer`` and ``head``; those of T5 ``embedding``,
     ``encoder``, ``decoder_embedding``, ``decoder`` and ``head``.
@@ -338,7 +338,7 @@ def build_model(shape: TransformerShape) -> Model:
 
 
 def _build_t5(shape: TransformerShape) -> Model:
-    """Encoder and decoder, each with its embedding; what the encoder found goes along."""
+    """Builds encoder and decoder, each with its embedding; the encoder's output goes along."""
     memory = shape.sequence
     kinds = (
         _embedding(shape, "embedding", shape.sequence, group="encoder"),
@@ -383,7 +383,7 @@ def _model(
 
 
 def _widest_tp(shape: TransformerShape) -> int:
-    """The largest number that divides heads and feed-forward width, as Megatron needs it."""
+    """Returns the largest number that divides heads and feed-forward width."""
     return math.gcd(shape.heads, shape.ffn)
 
 
@@ -417,7 +417,7 @@ def _layer(
     group: str = "",
     crossed: int = 0,
 ) -> LayerKind:
-    """One transformer layer; ``crossed`` is the length of the sequence it attends to besides."""
+    """Returns a transformer layer; ``crossed``: length of the sequence it attends to besides."""
     element, mask = shape.precision.element_bytes, 1 if shape.dropout else 0
     hidden, ffn, queries, pairs = shape.hidden, shape.ffn, shape.queries, shape.keys_values
     gates = 3 if shape.gated else 2
@@ -459,13 +459,13 @@ def _layer(
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
-    """Operations of queries times keys and of scores times values."""
+    """Returns the operations of queries times keys and of scores times values."""
     whole = 2 * _MULTIPLY_ADD * tokens * others * shape.queries
     return whole / 2 if causal and shape.fused_attention else float(whole)
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
-    """Last normalization, logits and loss."""
+    """Returns the last normalization, logits and loss."""
     element = shape.precision.element_bytes
     width, logits = tokens * shape.hidden, tokens * shape.vocabulary
     extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0

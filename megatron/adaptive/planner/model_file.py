@@ -103,12 +103,12 @@ PRESETS: Mapping[str, TransformerShape] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every name that :func:`preset` takes."""
+    """Returns every name that :func:`preset` takes."""
     return (*MODELS, *PRESETS)
 
 
 def preset(name: str, precision: str = "bf16", *, fused: bool | None = None) -> Model:
-    """Return a model by its name.
+    """Returns a model by its name.
 
     Args:
         name: one of :func:`preset_names`.
@@ -140,7 +140,7 @@ def arguments_model(
     *,
     fused: bool | None = None,
 ) -> Model:
-    """Return the model that a list of the trainer's arguments describes.
+    """Returns the model that a list of the trainer's arguments describes.
 
     Only arguments of the model and its precision count: how a run is spread is for the plan to
     decide, and data, logs and checkpoints do not matter. Without ``--vocab-size`` and without a
@@ -178,7 +178,7 @@ def arguments_model(
 
 
 def _vocabulary(words: Sequence[str]) -> int:
-    """Return the entries of the vocabulary file that arguments name, else GPT-2's number."""
+    """Returns the entries of the vocabulary file that arguments name, else GPT-2's number."""
     try:
         return len(json.loads(Path(words[-1].partition("=")[2] or words[-1]).read_text()))
     except (IndexError, OSError, ValueError, TypeError):
@@ -188,7 +188,7 @@ def _vocabulary(words: Sequence[str]) -> int:
 def trainer_shape(
     config: TrainerConfig, name: str, arguments: Sequence[str] = ()
 ) -> TransformerShape:
-    """Return the shape of the model that a run of the trainer builds.
+    """Returns the shape of the model that a run of the trainer builds.
 
     Args:
         config: the run's settings.
@@ -230,7 +230,7 @@ def trainer_shape(
 
 
 def read_arguments(text: str, folder: Path, where: str) -> list[str]:
-    """Read a list of arguments, written out or in a file.
+    """Reads a list of arguments, written out or in a file.
 
     Args:
         text: arguments that begin with ``--``, or the name of a file of them, in which ``#``
@@ -257,7 +257,7 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 def read_model(
     text: str, precision: str | None = None, *, default: str = "bf16", fused: bool | None = None
 ) -> Model:
-    """Read a model from what the user named.
+    """Reads a model that the user named.
 
     Args:
         text: the name of a preset; a list of the trainer's arguments; the path of a model or
@@ -273,10 +273,10 @@ def read_model(
         return arguments_model(read_arguments(text, Path(), "--model"), "model", precision)
     path = Path(text)
     if path.suffix.lower() in _FILES:
-        told = read_file(path, "model")
-        if isinstance(told, dict) and isinstance(told.get("model"), dict):
-            return _of_profile(told, str(path), precision)
-        return make_model(told, str(path), path.parent, precision, default=default, fused=fused)
+        document = read_file(path, "model")
+        if isinstance(document, dict) and isinstance(document.get("model"), dict):
+            return _of_profile(document, str(path), precision)
+        return make_model(document, str(path), path.parent, precision, default=default, fused=fused)
     if text in preset_names() or not path.is_file():
         return preset(text, precision or default, fused=fused)
     arguments = read_arguments(text, Path(), "--model")
@@ -284,7 +284,7 @@ def read_model(
 
 
 def make_model(
-    told: Any,
+    document: Any,
     where: str,
     folder: Path,
     precision: str | None = None,
@@ -292,10 +292,10 @@ def make_model(
     default: str = "bf16",
     fused: bool | None = None,
 ) -> Model:
-    """Make a model of what a model file says.
+    """Makes a model of the contents of a model file.
 
     Args:
-        told: plain lists, dicts, texts and numbers.
+        document: plain lists, dicts, texts and numbers.
         where: the file, for messages.
         folder: what relative paths in it start from.
         precision: wins over the file.
@@ -305,24 +305,24 @@ def make_model(
     Raises:
         ConfigError: it breaks a rule.
     """
-    check_schema(told, "model", where)
-    name = told.get("name", Path(where).stem)
-    precision = precision or told.get("precision")
-    if "preset" in told:
-        return preset(told["preset"], precision or default, fused=fused)
-    if "arguments" in told:
-        arguments = read_arguments(told["arguments"], folder, f"{where}: arguments")
+    check_schema(document, "model", where)
+    name = document.get("name", Path(where).stem)
+    precision = precision or document.get("precision")
+    if "preset" in document:
+        return preset(document["preset"], precision or default, fused=fused)
+    if "arguments" in document:
+        arguments = read_arguments(document["arguments"], folder, f"{where}: arguments")
         return arguments_model(arguments, name, precision, fused=fused)
-    if "shape" in told:
+    if "shape" in document:
         sizes = Precision.named(precision or default)
-        return build_model(_shape(told["shape"], name, sizes, fused=fused))
-    return listed_model(told, name, Precision.named(precision or default))
+        return build_model(_shape(document["shape"], name, sizes, fused=fused))
+    return listed_model(document, name, Precision.named(precision or default))
 
 
 def _shape(
-    told: Mapping[str, Any], name: str, precision: Precision, *, fused: bool | None
+    document: Mapping[str, Any], name: str, precision: Precision, *, fused: bool | None
 ) -> TransformerShape:
-    given = dict(told)
+    given = dict(document)
     hidden, heads = given["hidden"], given["heads"]
     if "head_width" not in given and hidden % heads:
         raise ConfigError(
@@ -338,11 +338,11 @@ def _shape(
     return TransformerShape(name=name, precision=precision, **given)
 
 
-def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Make a model of a list of layers, which was checked against its schema.
+def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
+    """Makes a model of a list of layers, which was checked against its schema.
 
     Args:
-        told: has ``layers``; may have ``tokens_per_sample``, ``tied_parameters`` and
+        document: has ``layers``; may have ``tokens_per_sample``, ``tied_parameters`` and
             ``tied_layers``.
         name: of the model.
         precision: bytes of numbers.
@@ -352,7 +352,7 @@ def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Mo
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
-    for index, one in enumerate(told["layers"]):
+    for index, one in enumerate(document["layers"]):
         sizes = {key: value for key, value in one.items() if key not in ("kind", "count")}
         kind = LayerKind(name=one["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
@@ -365,17 +365,17 @@ def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Mo
         name=name,
         kinds=kinds,
         layers=tuple(layers),
-        tokens_per_sample=told.get("tokens_per_sample", 1),
-        tied_parameters=float(told.get("tied_parameters", 0.0)),
-        tied_layers=tuple(told.get("tied_layers", ())),
+        tokens_per_sample=document.get("tokens_per_sample", 1),
+        tied_parameters=float(document.get("tied_parameters", 0.0)),
+        tied_layers=tuple(document.get("tied_layers", ())),
         precision=precision,
     )
 
 
-def _of_profile(told: Mapping[str, Any], where: str, precision: str | None) -> Model:
-    """Return the model that a profile was measured with."""
-    check_schema(told, "profile", where)
-    model = told["model"]
+def _of_profile(document: Mapping[str, Any], where: str, precision: str | None) -> Model:
+    """Returns the model that a profile was measured with."""
+    check_schema(document, "profile", where)
+    model = document["model"]
     if model.get("layers"):
         return listed_model(
             model, model["name"], Precision.named(precision or model.get("precision", "fp32"))

@@ -58,12 +58,13 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """Where one pipeline rank lies.
+    """GPUs of one pipeline rank.
 
     Attributes:
         replicas: in the order of data-parallel ranks.
         micro_batch: samples of one microbatch on each replica. Where numbers of replicas differ,
-            it is the same everywhere if microbatches are dealt out to replicas (see ``dealt``),
+            it is the same everywhere if microbatches are dealt out to replicas (see
+            ``microbatch_assignment``),
             else ``micro_batch * len(replicas)`` is.
     """
 
@@ -72,7 +73,7 @@ class StagePlace:
 
     @property
     def num_gpus(self) -> int:
-        """Of all replicas."""
+        """GPUs of all replicas."""
         return sum(replica.tp for replica in self.replicas)
 
 
@@ -127,12 +128,12 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica in a step."""
+        """Microbatches of each replica in a step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def num_gpus(self) -> int:
-        """That the plan uses."""
+        """GPUs that the plan uses."""
         return sum(place.num_gpus for place in self.places)
 
     @property
@@ -172,7 +173,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return (
             self.parameter_bytes
             + self.gradient_bytes
@@ -183,7 +184,7 @@ class StageMemory:
 
     @property
     def missing_bytes(self) -> float:
-        """How much the GPU lacks; 0 where it fits."""
+        """Bytes that the GPU lacks; 0 where it fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -215,7 +216,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What holds a plan back.
+    """Largest limit of a plan.
 
     Attributes:
         what: ``memory``, ``compute``, ``transfer``, ``reduction``, ``bubble`` and the like.
@@ -230,7 +231,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to take.
+    """Predicted time, memory and price of a plan.
 
     Attributes:
         seconds: of one step.
@@ -265,14 +266,14 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """On the fullest GPU of all."""
+        """Bytes on the fullest GPU of all."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
 def place_ranks(
     cluster: Cluster, order: Sequence[int], *, tp: int, dp: int, pp: int, micro_batch: int
 ) -> tuple[StagePlace, ...]:
-    """Lay equal stages on nodes as the ranks of a run are numbered.
+    """Lays equal stages on nodes as the ranks of a run are numbered.
 
     Rank = (pipeline rank * dp + replica) * tp + its place in the layer; nodes one after the other.
 
@@ -311,12 +312,12 @@ def place_ranks(
 def plan_document(
     plan: Plan, model: Model, cluster: Cluster, prediction: Prediction
 ) -> dict[str, Any]:
-    """Return a plan as its file holds it.
+    """Returns a plan as its file holds it.
 
     Plans whose stages have unequal widths also say those of each stage; the trainer runs those
     without tensor parallelism.
     """
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "format": PLAN_FORMAT,
         "model": model.name,
         "precision": model.precision.name,
@@ -336,9 +337,9 @@ def plan_document(
         "sequence_parallel": plan.sequence_parallel,
     }
     if plan.pp * plan.chunks > 1:
-        told["partition"] = list(model.counted(plan.partition))
+        document["partition"] = list(model.counted(plan.partition))
     if not plan.uniform:
-        told["stages"] = [
+        document["stages"] = [
             {
                 "tensor": [replica.tp for replica in place.replicas],
                 "nodes": [replica.node for replica in place.replicas],
@@ -346,7 +347,7 @@ def plan_document(
             }
             for place in plan.places
         ]
-    told["prediction"] = {
+    document["prediction"] = {
         "step_s": prediction.seconds,
         "tokens_per_s": prediction.tokens_per_s,
         "price_per_step": prediction.price_per_step,
@@ -354,11 +355,11 @@ def plan_document(
         "memory_bytes": [stage.memory.total_bytes for stage in prediction.stages],
         "memory_limit_bytes": [stage.memory.limit_bytes for stage in prediction.stages],
     }
-    return told
+    return document
 
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Return the plan's nodes in the order of the ranks, equal neighbours together."""
+    """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
     used: dict[int, int] = {}
     for place in plan.places:
         for replica in place.replicas:
@@ -371,41 +372,41 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
     return groups
 
 
-def write_plan(told: Mapping[str, Any], path: Path) -> None:
-    """Write a plan file.
+def write_plan(document: Mapping[str, Any], path: Path) -> None:
+    """Writes a plan file.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    _write(json.dumps(told, indent=2) + "\n", path)
+    _write(json.dumps(document, indent=2) + "\n", path)
 
 
-def conf_text(told: Mapping[str, Any]) -> str:
-    """Return a plan as variables of ``conf.sh``.
+def conf_text(document: Mapping[str, Any]) -> str:
+    """Returns a plan as variables of ``conf.sh``.
 
     Raises:
         ConfigError: its stages have unequal widths that the trainer cannot run.
     """
-    values = plan_variables(dict(told), "the plan")
+    values = plan_variables(dict(document), "the plan")
     lines = [
         "# shellcheck shell=bash disable=SC2034",
-        f"# {told['model']}: {told['prediction']['step_s']:.4g} s for a step, as planned. Source it"
-        " in conf.sh, or copy it there.",
+        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned."
+        " Source it in conf.sh, or copy it there.",
     ]
-    if told["model"] in MODELS:
-        lines.append(f"MODEL={told['model']}")
+    if document["model"] in MODELS:
+        lines.append(f"MODEL={document['model']}")
     for name, value in values.items():
         lines.append(f"{name}='{value}'" if " " in value else f"{name}={value}")
     return "\n".join(lines) + "\n"
 
 
-def write_conf(told: Mapping[str, Any], path: Path) -> None:
-    """Write a plan as variables of ``conf.sh``.
+def write_conf(document: Mapping[str, Any], path: Path) -> None:
+    """Writes a plan as variables of ``conf.sh``.
 
     Raises:
         ConfigError: the file cannot be written, or the trainer cannot run such stages.
     """
-    _write(conf_text(told), path)
+    _write(conf_text(document), path)
 
 
 def _write(text: str, path: Path) -> None:
@@ -428,7 +429,7 @@ class PlanRow:
 
 
 def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float = 0.0) -> str:
-    """Return plans as a table, best first.
+    """Returns plans as a table, best first.
 
     Args:
         rows: the plans.
@@ -475,7 +476,7 @@ def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Return the plan's nodes in the order of the ranks, as in ``2 a100 x 8, 1 v100 x 4``."""
+    """Returns the plan's nodes in the order of the ranks, as in ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
         f"{one['nodes']} {one['type']} x {one['processes_per_node']}"
         for one in placement_groups(plan, cluster)
@@ -483,7 +484,7 @@ def placement_text(plan: Plan, cluster: Cluster) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with the unit that suits it."""
+    """Returns a duration with the unit that suits it."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"
@@ -493,7 +494,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
-    """Return where the time of a step goes, what each stage holds, and what holds the plan back."""
+    """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
     plan, seen = row.plan, row.prediction
     lines = [f"a step of {seconds_text(seen.seconds)}:"]
     for name, seconds in seen.parts.items():
@@ -544,7 +545,7 @@ def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -
 
 
 def _replicas(plan: Plan) -> str:
-    """How many there are, of each stage where they differ."""
+    """Returns the number of replicas, of each stage where they differ."""
     counts = [len(place.replicas) for place in plan.places]
     return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
 

@@ -55,7 +55,7 @@ _SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """A question to the planner.
 
     Attributes:
         global_batch: samples of a step.
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What was found.
+    """Plans found for a request.
 
     Attributes:
         rows: plans, best first.
@@ -84,7 +84,7 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Return a profile that knows every GPU of a cluster, by estimates where nothing was measured.
+    """Returns a profile that knows every GPU of a cluster, by estimates where nothing was measured.
 
     Args:
         profile: what was measured, ``None`` for nothing.
@@ -119,7 +119,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
 
 
 def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) -> Proposal:
-    """Find the best plans.
+    """Finds the best plans.
 
     Args:
         model: what is trained.
@@ -160,7 +160,7 @@ def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) 
 def scheduled(
     plan: Plan, model: Model, cluster: Cluster, profile: Profile, schedules: Sequence[str]
 ) -> PlanRow:
-    """Give a pipeline the order of work that is fastest for it and fits.
+    """Gives a pipeline the order of work that is fastest for it and fits.
 
     Args:
         plan: as the search found it.
@@ -189,7 +189,7 @@ def scheduled(
 
 
 def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Turn layers as ``--partition`` counts them into all layers of each stage.
+    """Turns layers as ``--partition`` counts them into all layers of each stage.
 
     Layers that are not counted go with the stage before them, those at the start with the first.
 
@@ -198,7 +198,7 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         model: whose layers they are.
 
     Raises:
-        ConfigError: it does not sum to the model's layers.
+        ConfigError: it does not sum to the model's layers, or a stage holds none.
     """
     if not partition:
         return ()
@@ -216,11 +216,17 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         # With no layer of its own, the first stage has what comes before the first layer.
         ends.append(counted[done - 1] + 1 if done else counted[0])
     bounds = [0, *ends, model.num_layers]
-    return tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    whole = tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    if min(whole) < 1:
+        raise ConfigError(
+            f"--partition {format_partition(partition)}: stage {whole.index(min(whole))} holds no"
+            " layer: give each one"
+        )
+    return whole
 
 
 def check_request(request: Request, options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Refuse what contradicts itself before anything is searched.
+    """Refuses contradictory requests before anything is searched.
 
     Args:
         request: what is asked for.
@@ -298,7 +304,7 @@ class _Attempt:
 
     @property
     def stage(self) -> int:
-        """The one that lacks most."""
+        """The stage that lacks most."""
         stages = self.prediction.stages
         return max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
 
@@ -310,7 +316,7 @@ class _Attempt:
 def explain_memory(
     model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
 ) -> str:
-    """Return which stage of the plan that comes nearest lacks memory, and what would make it fit.
+    """Names the stage of the nearest plan that lacks memory, and what would make it fit.
 
     Args:
         model: what is planned.
@@ -355,7 +361,7 @@ def _remedies(
     options: SearchOptions,
     needed_bytes: float,
 ) -> Iterator[str]:
-    """Yield changes that make a plan fit, the smallest of each kind."""
+    """Yields changes that make a plan fit, the smallest of each kind."""
     free = SearchOptions()
     names = {
         "recompute": "any --recompute",
@@ -397,7 +403,7 @@ def _fits(
 def _nearest(
     model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
 ) -> _Attempt | None:
-    """Return the plan that lacks least memory among the leanest of each shape."""
+    """Returns the plan that lacks least memory among the leanest of each shape."""
     best: _Attempt | None = None
     for plan in _leanest(model, cluster, global_batch, options):
         try:
@@ -414,7 +420,7 @@ def _nearest(
 def _leanest(
     model: Model, cluster: Cluster, global_batch: int, options: SearchOptions
 ) -> Iterator[Plan]:
-    """Yield a plan for each shape, with all that saves memory."""
+    """Yields a plan for each shape, with all that saves memory."""
     order = sorted(range(len(cluster.nodes)), key=lambda node: -cluster.nodes[node].memory_bytes)
     widest = max(node.gpus for node in cluster.types)
     widths = [
@@ -460,7 +466,7 @@ def _leanest(
 
 
 def _whole_nodes(places: Sequence[StagePlace], cluster: Cluster) -> bool:
-    """Whether every node that is used is used whole, as the search wants it."""
+    """Returns whether every node that is used is used whole, as the search wants it."""
     used: dict[int, int] = {}
     for place in places:
         for replica in place.replicas:
@@ -469,7 +475,7 @@ def _whole_nodes(places: Sequence[StagePlace], cluster: Cluster) -> bool:
 
 
 def _steps(most: int) -> list[int]:
-    """Numbers of stages to try, the largest first."""
+    """Returns the numbers of stages to try, the largest first."""
     return sorted({most, *(2**power for power in range(20) if 2**power <= most)}, reverse=True)
 
 
@@ -478,7 +484,7 @@ def _copies(most: int, global_batch: int) -> list[int]:
 
 
 def _even_bytes(model: Model, stages: int, tp: int) -> tuple[int, ...]:
-    """Cut the layers so that every stage holds about the same bytes of weights and state."""
+    """Cuts the layers so that every stage holds about the same bytes of weights and state."""
     sizes = model.precision
     each = sizes.parameter_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
     weights = [
@@ -502,7 +508,7 @@ def _even_bytes(model: Model, stages: int, tp: int) -> tuple[int, ...]:
 
 
 def explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Return which limits no plan keeps, where plans without limits exist.
+    """Names the limits that no plan keeps, where plans without limits exist.
 
     Args:
         searcher: has searched in vain.
@@ -532,7 +538,7 @@ def explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _within(searcher: Searcher, name: str, objective: Objective) -> str:
-    """Return what the best plan takes that keeps one limit alone."""
+    """Returns what the best plan takes that keeps one limit alone."""
     least = "cost" if name == "most_seconds_per_step" else "time"
     found = searcher.search(
         Objective(**{name: getattr(objective, name)}, least=least)  # type: ignore[arg-type]
@@ -547,17 +553,17 @@ def _within(searcher: Searcher, name: str, objective: Objective) -> str:
 
 def _extremes(searcher: Searcher, name: str) -> dict[str, object]:
     fastest = searcher.search(Objective()).found[0]
-    told: dict[str, object] = {"seconds": seconds_text(fastest.seconds)}
+    found: dict[str, object] = {"seconds": seconds_text(fastest.seconds)}
     if name == "most_price_per_hour":
-        told["price"] = _least_price(searcher, fastest.price_per_hour)
+        found["price"] = _least_price(searcher, fastest.price_per_hour)
     if name == "most_price_per_step":
         cheapest = searcher.search(Objective(least="cost")).found[0]
-        told["cost"] = cheapest.price_per_hour * cheapest.seconds / 3600
-    return told
+        found["cost"] = cheapest.price_per_hour * cheapest.seconds / 3600
+    return found
 
 
 def _least_price(searcher: Searcher, most: float) -> float:
-    """Return the least price for an hour at which a plan exists, by halving."""
+    """Returns the least price for an hour at which a plan exists, by halving."""
     low, high = 0.0, most
     while high - low > _CLOSE * most:
         middle = (low + high) / 2

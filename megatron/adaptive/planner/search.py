@@ -35,7 +35,6 @@ from megatron.adaptive.planner.search_space import (
     SearchOptions,
     SearchResult,
     StageClass,
-    check_options,
     place_on,
     stage_classes,
 )
@@ -77,7 +76,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """What plans differ in that are listed side by side: not in how memory is saved."""
+        """Identifies plans that compete for one place: only their ways to save memory differ."""
         widths = tuple((one.tp, one.dp, one.micro_batch) for one in self.classes)
         return widths, used, stages
 
@@ -91,9 +90,6 @@ class Searcher:
         profile: how long it takes.
         global_batch: samples of a step.
         options: what may be chosen.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
 
     def __init__(
@@ -116,10 +112,9 @@ class Searcher:
         self.timed = 0
         self.configurations = 0
         self.placements = 0
-        check_options(self.options, model, global_batch)
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Find the best plans for an objective.
+        """Finds the best plans for an objective.
 
         Args:
             objective: what to minimise under which limits; least time without limits by default.
@@ -155,7 +150,7 @@ class Searcher:
         )
 
     def shapes(self) -> list[SearchShape]:
-        """Every choice, by a bound that costs nothing."""
+        """Returns every choice, by a bound that costs nothing."""
         return sorted(self._shapes(), key=lambda one: one.bound_s)
 
     def _shapes(self) -> Iterator[SearchShape]:
@@ -177,7 +172,7 @@ class Searcher:
                         yield SearchShape(classes=known, choice=choice, bound_s=bound)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
-        """Sets of classes whose stages may meet in one pipeline, and its microbatches."""
+        """Yields classes whose stages may meet in one pipeline, and its microbatches."""
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch in self._widths():
             classes, whole = stage_classes(self.cluster, tp=tp, dp=dp, micro_batch=micro_batch)
@@ -208,7 +203,7 @@ class Searcher:
                         yield tp, dp, micro_batch
 
     def _known(self, one: StageClass) -> bool:
-        """Whether the profile knows every layer on every node of a class."""
+        """Returns whether the profile knows every layer on every node of a class."""
         return all(
             self.profile.knows(kind, node.gpu, one.tp)
             for node in self._tables.types(one)
@@ -216,7 +211,7 @@ class Searcher:
         )
 
     def _quick_bound(self, classes: Sequence[StageClass], choice: ShapeChoice) -> float:
-        """No pipeline is faster than one whose work is divided evenly over all GPUs."""
+        """Returns the seconds of work divided evenly over all GPUs: no pipeline is faster."""
         rates = []
         for index, group in enumerate(self.cluster.groups):
             for one in classes:
@@ -274,7 +269,7 @@ class Searcher:
     def _goals(
         self, made: Any, levels: DpStates, done: Any, best: Collector
     ) -> list[tuple[float, float, int, float]]:
-        """Complete pipelines by bound: value, seconds, level and price."""
+        """Returns the complete pipelines by bound: value, seconds, level and price."""
         goals = []
         complete = np.array(levels.complete, dtype=np.int64)
         reached = complete[done[complete, 0] < np.inf]
@@ -302,7 +297,7 @@ class Searcher:
     def visit(
         self, shape: SearchShape, best: Collector, most_leaves: int
     ) -> list[tuple[float, float]]:
-        """Search all pipelines of a shape that may matter.
+        """Searches all pipelines of a shape that may matter.
 
         Args:
             shape: of ``shapes``.
@@ -335,7 +330,7 @@ class Searcher:
         return missed
 
     def _look(self, shape: SearchShape, best: Best) -> None:
-        """Bound a shape, and try a few pipelines of its best set of nodes.
+        """Bounds a shape, and try a few pipelines of its best set of nodes.
 
         Where there are very many orders of nodes, only with equal nodes side by side.
         """
@@ -351,7 +346,7 @@ class Searcher:
             self._try(shape, made, levels, bounds, level, price, best, 10)
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Search a shape to its end; returns the least value that was left out."""
+        """Searches a shape to its end; returns the least value that was left out."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -391,7 +386,7 @@ class Searcher:
         return float(left_out)
 
     def _interleave(self, shapes: Sequence[SearchShape], best: Best) -> None:
-        """Try the most promising interleaved pipelines; their last word is a prediction."""
+        """Tries the most promising interleaved pipelines; their last word is a prediction."""
         if self.options.partition or self.options.unequal:
             return
         price = self.cluster.price_per_hour
@@ -413,15 +408,15 @@ class Searcher:
                 continue
             classes = [one.classes[c] for c in one.ranks]
             plan = self._plan(classes, one.choice, list(cuts), one.chunks)
-            told = predict(plan, self.model, self.cluster, self.profile)
-            if told.fits and told.seconds < best.most_seconds(price):
+            seen = predict(plan, self.model, self.cluster, self.profile)
+            if seen.fits and seen.seconds < best.most_seconds(price):
                 key = (plan.tp, plan.dp, plan.pp, plan.micro_batch, one.chunks, one.ranks)
-                best.add(key, plan, told.seconds, price)
+                best.add(key, plan, seen.seconds, price)
 
     def _plan(
         self, classes: Sequence[StageClass], choice: ShapeChoice, cuts: list[int], chunks: int = 1
     ) -> Plan:
-        """A plan by the classes of its ranks, on the first nodes of each type."""
+        """Returns a plan by the classes of its ranks, on the first nodes of each type."""
         starts = [0]
         for group in self.cluster.groups:
             starts.append(starts[-1] + group.count)
@@ -462,7 +457,7 @@ def search(
     options: SearchOptions | None = None,
     objective: Objective | None = None,
 ) -> SearchResult:
-    """Find the best plans for a model on a cluster.
+    """Finds the best plans for a model on a cluster.
 
     Args:
         model: what is trained.
@@ -471,16 +466,13 @@ def search(
         global_batch: samples of a step.
         options: what may be chosen.
         objective: what to minimise under which limits.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
     searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=options)
     return searcher.search(objective)
 
 
 def _only(after: Any, partition: Sequence[int]) -> Any:
-    """Forbid every range of layers that is not a stage of a given partition."""
+    """Forbids every range of layers that is not a stage of a given partition."""
     cuts = np.concatenate([[0], np.cumsum(partition)])
     allowed = np.zeros(after.shape[-2:], dtype=bool)
     allowed[cuts[:-1], cuts[1:]] = True
@@ -488,7 +480,7 @@ def _only(after: Any, partition: Sequence[int]) -> Any:
 
 
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Microbatches per second if the work of one could be divided freely.
+    """Returns the microbatches per second if the work of one could be divided freely.
 
     Args:
         rates: type of node, microbatches per second of one stage that holds all layers, and how
@@ -512,7 +504,7 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Seconds below which the stages of all nodes together cannot hold all layers.
+    """Returns the seconds below which the stages of all nodes together cannot hold all layers.
 
     A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through
     in time. Mixed stages are no better than their parts.
@@ -561,7 +553,7 @@ def capacity_bound(
 
 
 def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
-    """``[n]``: least seconds in which a stage of the class runs 1, 2, ... layers; ascending."""
+    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
     forward, backward, weight, _, _, base, kept = ranges
     whole = microbatches * (forward + backward + weight)
     whole = np.where(base + kept <= 0, whole, np.inf)

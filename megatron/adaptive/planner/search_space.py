@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "SearchOptions",
     "SearchResult",
     "StageClass",
-    "check_options",
     "place_on",
     "stage_classes",
 ]
@@ -32,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What the search may choose.
+    """Choices that are open to the search.
 
     Attributes:
         tp: tensor-parallel widths; empty for all that fit into a node. Likewise ``dp``, ``pp`` and
@@ -50,7 +49,7 @@ class SearchOptions:
         unequal: whether stages may have different widths; the trainer runs those of width 1.
         top: how many plans to return.
         most_leaves: pipelines to time for one shape and set of nodes.
-        most_levels: see ``make_levels``.
+        most_levels: see ``shapes.make_dp_states``.
         most_interleaved: interleaved pipelines to try.
         most_cpu_s: CPU seconds after which what was not looked at only counts in the gap.
     """
@@ -72,35 +71,6 @@ class SearchOptions:
     most_levels: int = 20_000
     most_interleaved: int = 12
     most_cpu_s: float = 45.0
-
-
-def check_options(options: SearchOptions, model: Model, global_batch: int) -> None:
-    if global_batch < 1:
-        raise ConfigError(f"global batch of {global_batch} samples: it must be at least 1")
-    partition = options.partition
-    if partition and (sum(partition) != model.num_layers or min(partition) < 1):
-        raise ConfigError(
-            f"partition {'-'.join(map(str, partition))} has {sum(partition)} layers, model"
-            f" {model.name} has {model.num_layers} with embedding and head: give every layer one"
-            " stage and every stage a layer"
-        )
-    if partition and options.pp and len(partition) not in options.pp:
-        raise ConfigError(
-            f"partition of {len(partition)} stages contradicts {options.pp} pipeline ranks:"
-            " drop one of the two"
-        )
-    for recompute in options.recompute:
-        if recompute not in RECOMPUTE:
-            raise ConfigError(f"recompute is {recompute!r}: choose of {', '.join(RECOMPUTE)}")
-    for name in ("tp", "dp", "pp", "micro_batch"):
-        for value in getattr(options, name):
-            if value < 1:
-                raise ConfigError(f"{name} of {value}: it must be at least 1")
-    if options.dp and all(global_batch % dp for dp in options.dp):
-        raise ConfigError(
-            f"global batch of {global_batch} samples contradicts dp"
-            f" {', '.join(map(str, options.dp))}: no replica count divides it"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +102,11 @@ class Objective:
                 raise ConfigError(f"{name} is {value:g}: it must be above 0")
 
     def value(self, seconds: float, price_per_hour: float) -> float:
-        """What is minimised."""
+        """Returns what is minimised."""
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
-        """Seconds below which a plan keeps the limits and has a value below ``worst_value``."""
+        """Returns the seconds below which a plan keeps the limits and beats ``worst_value``."""
         if price_per_hour > self.most_price_per_hour:
             return 0.0
         # A limit may be met exactly.
@@ -168,7 +138,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         found: the best plans, best first; empty where nothing fits.
@@ -189,23 +159,23 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By how much of its value the best might at most be improved."""
+        """Share of its value by which the best might at most be improved."""
         if not self.found or self.found[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.found[0].value)
 
 
 class Collector(Protocol):
-    """What plans are handed to."""
+    """Receiver of the plans of a search."""
 
     def value(self, seconds: float, price: float) -> float:
-        """By which goals are put in order."""
+        """Returns the value by which goals are put in order."""
 
     def most_seconds(self, price: float) -> float:
-        """Seconds that a plan of that price per hour must stay below to matter."""
+        """Returns the seconds that a plan of that price per hour must stay below to matter."""
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Take a plan; those with one key compete for one place."""
+        """Takes a plan; those with one key compete for one place."""
 
 
 class Best:
@@ -217,21 +187,21 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def value(self, seconds: float, price: float) -> float:
-        """What the objective minimises."""
+        """Returns what the objective minimises."""
         return self.objective.value(seconds, price)
 
     def worst_value(self) -> float:
-        """What a plan has to beat."""
+        """Returns the value that a plan has to beat."""
         if len(self._found) < self._top:
             return math.inf
         return max(one.value for one in self._found.values())
 
     def most_seconds(self, price: float) -> float:
-        """Seconds that a plan of that price per hour must stay below to matter."""
+        """Returns the seconds that a plan of that price per hour must stay below to matter."""
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Take a plan; the worst goes where there are too many."""
+        """Takes a plan; the worst goes where there are too many."""
         value = self.objective.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -242,7 +212,7 @@ class Best:
             del self._found[worst]
 
     def sorted(self) -> list[Found]:
-        """Best first."""
+        """Returns the plans found, best first."""
         return sorted(self._found.values(), key=lambda one: one.value)
 
 
@@ -271,7 +241,7 @@ class StageClass:
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[tuple[StageClass, ...], bool]:
-    """All classes of one width.
+    """Returns all classes of one width.
 
     Nodes are used whole: a stage takes an equal part of one node, or several nodes.
 
@@ -306,7 +276,7 @@ def stage_classes(
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Numbers of nodes of each type that have so many GPUs together, single types first."""
+    """Yields numbers of nodes of each type that have so many GPUs together, single types first."""
     if not gpus:
         if size == 0:
             yield ()
@@ -323,7 +293,7 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 def place_on(
     cluster: Cluster, one: StageClass, nodes: Sequence[int], position: int = 0
 ) -> StagePlace:
-    """A stage of a class on given nodes.
+    """Places a stage of a class on given nodes.
 
     Args:
         cluster: the nodes.

@@ -1,4 +1,4 @@
-"""Arrays for the search: what every class of stages takes for every range of layers.
+"""Computes arrays for the search: seconds and bytes of every class for every range of layers.
 
 One shape is one choice of widths, microbatch, recompute and optimizer; its arrays come from the
 same functions as a prediction, so that both agree on every plan.
@@ -74,7 +74,7 @@ def make_dp_states(
     most_stages: int,
     most_levels: int = 20_000,
 ) -> DpStates:
-    """Find all levels, or those of whole runs of equal nodes where there are too many.
+    """Finds all levels, or those of whole runs of equal nodes where there are too many.
 
     Args:
         classes: of stages.
@@ -101,7 +101,7 @@ def _found_states(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """``run``: blocks of a class that have to come one after the other, as far as nodes last."""
+    """Finds the states; ``run``: blocks of a class that come one after the other, as nodes last."""
     # Key: stages behind, nodes used, class, stages left of the block, further blocks of the run.
     edges: dict[_Key, list[tuple[_Key | None, int]]] = {}
     wave: dict[_Key, None] = {}
@@ -147,7 +147,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Distinct orders of so many nodes of each type."""
+    """Returns the distinct orders of so many nodes of each type."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)
@@ -178,7 +178,7 @@ def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpSt
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice:
-    """What all stages of a plan share.
+    """Settings that all stages of a plan share.
 
     Attributes:
         microbatches: of a step.
@@ -224,7 +224,7 @@ class Tables:
         self._sizes = [0.0, *(size * model.precision.element_bytes for size in outputs)]
 
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """A stage of a class on the first nodes, or on those after ``skip``; None if too few."""
+        """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
         if (one, skip) in self._places:
             return self._places[one, skip]
         nodes: list[int] = []
@@ -240,13 +240,13 @@ class Tables:
         return place
 
     def types(self, one: StageClass) -> list[NodeType]:
-        """The node types of a class."""
+        """Returns the node types of a class."""
         return [
             group.type for group, count in zip(self.cluster.groups, one.nodes, strict=True) if count
         ]
 
     def layers(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> LayerTable:
-        """Durations and bytes of every layer.
+        """Returns the durations and bytes of every layer.
 
         Raises:
             ConfigError: the profile lacks a duration.
@@ -265,7 +265,7 @@ class Tables:
         return self._layers[key]
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
-        """The arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
+        """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
         rows = [self._class(one, choice) for one in classes]
         tables = max(len(row[3]) for row in rows)
         for row in rows:
@@ -288,14 +288,14 @@ class Tables:
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _sums(self, key: Any, values: Any) -> Any:
-        """``[n + 1, n + 1]`` sums over every range of layers."""
+        """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
         if key not in self._ranges:
             total = np.concatenate([[0.0], np.cumsum(values)])
             self._ranges[key] = total[None, :] - total[:, None]
         return self._ranges[key]
 
     def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
-        """Forward, backward, what follows, bytes without and per microbatch, launching."""
+        """Returns forward, backward, what follows, bytes without and per microbatch, launching."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
         action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
@@ -309,7 +309,7 @@ class Tables:
         return forward, backward, after, [row[5] for row in rows], [row[6] for row in rows], launch
 
     def ranges(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> list[Any]:
-        """Sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
+        """Computes sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
 
         Returns:
             Seconds of forward, backward by inputs, by weights and of launching; parameters; bytes
@@ -373,7 +373,7 @@ class Tables:
         return whole + np.maximum(parameters, 0.0) * max(updates)
 
     def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
-        """Latency and occupancy ``[2, 2, c, c, n + 1]``."""
+        """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
         number, cuts = len(classes), len(self._sizes)
         latency = np.zeros((2, 2, number, number, cuts))
         occupancy = np.zeros((2, 2, number, number, cuts))
@@ -411,7 +411,7 @@ class Tables:
     def _pair(
         self, one: StageClass, other: StageClass, kind: int
     ) -> tuple[StagePlace, StagePlace] | None:
-        """Two neighbours of these classes; None where the cluster has no nodes for both."""
+        """Returns two neighbours of these classes; None if the cluster has no nodes for both."""
         first = self.place(one)
         second = first if kind else self.place(other, skip=one.nodes)
         return None if first is None or second is None else (first, second)
@@ -436,7 +436,7 @@ class Tables:
 
 
 def _largest(values: Any) -> Any:
-    """``[n + 1, n + 1]`` largest of every range; 0 for none."""
+    """Returns ``[n + 1, n + 1]`` largest of every range; 0 for none."""
     n = len(values)
     if not np.any(values):
         return np.zeros((n + 1, n + 1))

@@ -52,7 +52,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """When the ranks are done.
+    """Ends and work of the ranks of a step.
 
     Attributes:
         end_s: ``[ranks]``, end of each rank's last action.
@@ -64,13 +64,13 @@ class ScheduleTimes:
 
     @property
     def seconds(self) -> float:
-        """Until the last action of all."""
+        """Seconds until the last action of all."""
         return float(self.end_s.max())
 
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
-    """Put a static schedule's actions in order.
+    """Puts a static schedule's actions in order.
 
     Raises:
         ScheduleError: no static schedule of that name, or it refuses the numbers.
@@ -120,7 +120,7 @@ def step_times(
     *,
     launch_s: Any = None,
 ) -> ScheduleTimes:
-    """Time one step.
+    """Times one step.
 
     Args:
         steps: of the schedule.
@@ -189,7 +189,7 @@ DRAWS = 32
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Seconds by which a step is longer on average, at least 0.
+    """Returns the seconds by which a step is longer on average, at least 0.
 
     Every action has a factor of its own, lognormal with mean 1. Draws depend on the place of the
     action in the order alone, so that plans with the same order get the same.

@@ -86,17 +86,17 @@ class Comparison:
 
     @property
     def median_error(self) -> float:
-        """Of the times, without sign."""
+        """Median error of the times, without sign."""
         return median(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
     def worst_error(self) -> float:
-        """Of the times, without sign."""
+        """Largest error of the times, without sign."""
         return max(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
     def correlation(self) -> float:
-        """Of the ranks by predicted and by measured time; 1 for the same order."""
+        """Correlation of the ranks by predicted and by measured time; 1 for the same order."""
         return rank_correlation(
             [row.predicted.seconds for row in self.timed],
             [row.measured.seconds or 0.0 for row in self.timed],
@@ -104,26 +104,26 @@ class Comparison:
 
     @property
     def place_of_best(self) -> int:
-        """Where the fastest run is in the predicted order, 1 for first."""
+        """Place of the fastest run in the predicted order, 1 for first."""
         order = sorted(self.timed, key=lambda row: row.predicted.seconds)
         best = min(self.timed, key=lambda row: row.measured.seconds or 0.0)
         return order.index(best) + 1
 
     @property
     def loss_of_choice(self) -> float:
-        """How much longer the run predicted fastest took than the fastest, as a fraction."""
+        """Time of the run predicted fastest over that of the fastest, less 1."""
         chosen = min(self.timed, key=lambda row: row.predicted.seconds).measured.seconds or 0.0
         return chosen / min(row.measured.seconds or 0.0 for row in self.timed) - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:
-        """Of the runs whose memory counts, with sign."""
+        """Errors of the runs whose memory counts, with sign."""
         found = (row.memory_error for row in self.rows)
         return tuple(error for error in found if error is not None)
 
 
 def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
-    """Predict every run of a set.
+    """Predicts every run of a set.
 
     Args:
         name: of the set.
@@ -146,7 +146,7 @@ def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing the mean of theirs."""
+    """Returns Spearman's correlation of ranks; equal values share the mean of theirs."""
     a, b = _ranks(one), _ranks(other)
     if a.std() == 0 or b.std() == 0:
         return 0.0

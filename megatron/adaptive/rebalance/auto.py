@@ -21,13 +21,9 @@ from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.gpt.initialize import Job
 from megatron.adaptive.gpt.setup import Run, payload_shape
+from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
-from megatron.adaptive.profiling.running_pipeline import (
-    Sample,
-    measure_link,
-    most_of,
-    profile_of,
-)
+from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.change_placement import can_move
 from megatron.adaptive.schedule.auto import Choice, choose
 from megatron.adaptive.schedule.compare import Candidate
@@ -41,7 +37,6 @@ T = TypeVar("T")
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
-_NO_STEP = -1
 _OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
 
 
@@ -159,7 +154,6 @@ class Tuner:
                     pp_ranks[other],
                     leads=me == low,
                     payload=payload,
-                    step=_NO_STEP,
                     timeout_s=config.schedule.pipeline_timeout_s,
                 )
         dist.barrier(group=run.job.control_group)

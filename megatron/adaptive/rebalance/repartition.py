@@ -38,9 +38,8 @@ from megatron.adaptive.planner.repartition import (
     simulated_step,
     travelling,
 )
-from megatron.adaptive.profiling.layer_share import LayerShare
 from megatron.adaptive.profiling.memory import KEPT_FREE
-from megatron.adaptive.profiling.running_pipeline import Sample
+from megatron.adaptive.profiling.pipeline import LayerShare, Sample
 from megatron.adaptive.rebalance.auto import LAST, decide_on_first, memory_of
 from megatron.adaptive.rebalance.move_layers import with_partition
 from megatron.adaptive.schedule.action import ActionKind

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron.adaptive.trace.diagnose.partition import LayerTimes, best_partition
+from megatron.adaptive.trace.diagnose.causes import LayerTimes, best_partition
 
 
 def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:

@@ -8,13 +8,17 @@ from dataclasses import replace
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.trace.diagnose.causes import (
+    LayerTimes,
+    best_partition,
+    find_slow_links,
+    find_slow_ranks,
+    find_slow_reading,
+    find_spikes,
+    layer_times,
+)
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding, Period
-from megatron.adaptive.trace.diagnose.links import find_slow_links
 from megatron.adaptive.trace.diagnose.measured import Measured, measure
-from megatron.adaptive.trace.diagnose.partition import LayerTimes, best_partition, layer_times
-from megatron.adaptive.trace.diagnose.ranks import find_slow_ranks
-from megatron.adaptive.trace.diagnose.reading import find_slow_reading
-from megatron.adaptive.trace.diagnose.spikes import find_spikes
 from megatron.adaptive.trace.read import RunTrace
 
 __all__ = ["diagnose"]

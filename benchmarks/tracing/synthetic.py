@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.tracing.synthetic_step import step_rows
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.compare import Candidate, make_candidate
 from megatron.adaptive.schedule.machine import F
@@ -33,7 +34,6 @@ from megatron.adaptive.schedule.workload import (
 )
 from megatron.adaptive.trace.event import COLUMNS, ClockSamples, TraceHeader, trace_file_name
 from megatron.adaptive.trace.lines import block_text, header_line, samples_line
-from megatron.adaptive.trace.synthetic_step import step_rows
 from megatron.adaptive.trace.table import KIND, Ints
 
 __all__ = ["FAULTS", "Fault", "SyntheticRun", "Truth", "write_synthetic"]

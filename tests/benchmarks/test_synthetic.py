@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing import synthetic as synthetic_module
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace import synthetic as synthetic_module
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 Make = Callable[..., tuple[RunTrace, RunFigures]]
 

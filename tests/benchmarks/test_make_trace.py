@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tracing.make_trace import main, parse_fault
+from benchmarks.tracing.synthetic import Fault
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.make_trace import main, parse_fault
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import Fault
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "make_trace.py"
 

@@ -1,56 +1,26 @@
-"""What ``auto`` is told: stage times from samples, their spread, links by messages to and fro."""
+"""Measurements of a running pipeline: stage times from samples, slow ranks, room, layer shares."""
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 
 import pytest
 import torch
 
-from megatron.adaptive.errors import DeadlineError
-from megatron.adaptive.profiling.running_pipeline import (
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.profiling.pipeline import (
+    LayerShare,
     Sample,
-    measure_link,
     most_of,
     profile_of,
     rank_factors,
-    spread_of,
 )
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import Link
-from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 MS = 1_000_000
-
-
-class Wire:
-    """A channel to one peer: messages follow each other on the link, then take the latency."""
-
-    name = "wire"
-
-    def __init__(self, latency_s: float, byte_s: float) -> None:
-        self.completions = CompletionQueue()
-        self.other: Wire | None = None
-        self.cost = latency_s, byte_s
-        self.free_s = 0.0
-
-    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        latency_s, byte_s = self.cost
-        self.free_s = max(self.free_s, time.monotonic()) + byte_s * tensor.nbytes
-        wait_s = self.free_s + latency_s - time.monotonic()
-        assert self.other is not None
-        item = HeldArrival(label, 0, tensor.nbytes, lambda: tensor)
-        threading.Timer(wait_s, self.other.completions.put, [item]).start()
-
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def sample(pp_rank: int, factor: float, links: dict[int, Link] | None = None) -> Sample:
@@ -157,37 +127,42 @@ def test_memory_of_another_placement_follows_its_stages() -> None:
     assert most_of([*samples, tight], V2, LOOP2) == pytest.approx((360 - 300) / 100)
 
 
-def test_the_spread_is_that_of_the_durations_whatever_their_mean() -> None:
-    rng = random.Random(0)
-    found = Sample(pp_rank=0)
-    for chunk, mean in enumerate((1.0, 50.0)):
-        found.add(
-            (Action(F, chunk, i), int(mean * MS * rng.lognormvariate(0, 0.3))) for i in range(2000)
-        )
-    # One action in a hundred was interrupted for long.
-    found.add((Action(F, 0, i), 1000 * MS) for i in range(20))
-    assert spread_of([found]) == pytest.approx(0.3, rel=0.08)
+class Waits(torch.nn.Module):
+    """A model that does what is inside and then takes some time itself."""
+
+    def __init__(self, seconds: float, inside: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.inside = inside
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        given = given if self.inside is None else self.inside(given)
+        time.sleep(self.seconds)
+        return given
 
 
-def test_latency_and_occupancy_come_apart() -> None:
-    one, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
-    one.other, other.other = other, one
-    payload = torch.zeros(2000, dtype=torch.float32)  # 8 ms on the wire
-    found: dict[bool, Link] = {}
+def test_the_share_is_that_of_the_block_in_its_model() -> None:
+    block = Waits(0.02)
+    model = Waits(0.001, block)
+    measured = LayerShare({1: (model, block)}, CpuClock())
+    assert measured.share(1) == 1.0
+    for _ in range(3):
+        model(torch.zeros(1))
+    assert 0.5 < measured.share(1) < 1.0
+    assert measured.share(0) == 1.0
+    block.seconds, model.seconds = 0.0, 0.02
+    measured.begin()
+    for _ in range(3):
+        model(torch.zeros(1))
+    model.eval()
+    model(torch.zeros(1))
+    assert measured.share(1) < 0.5
 
-    def side(wire: Wire, leads: bool) -> None:
-        found[leads] = measure_link(wire, 0, leads=leads, payload=payload, step=-1, timeout_s=10.0)
 
-    follower = threading.Thread(target=side, args=(other, False))
-    follower.start()
-    side(one, True)
-    follower.join()
-    assert 0.006 < found[True].latency_s < 0.018
-    assert 0.006 < found[True].occupancy_s < 0.016
-
-
-def test_a_silent_peer_is_named() -> None:
-    wire = Wire(0.0, 0.0)
-    wire.other = Wire(0.0, 0.0)
-    with pytest.raises(DeadlineError, match="rank 7 did not answer within 0.05 s"):
-        measure_link(wire, 7, leads=True, payload=torch.zeros(1), step=-1, timeout_s=0.05)
+def test_it_leaves_no_trace() -> None:
+    block = Waits(0.0)
+    model = Waits(0.0, block)
+    measured = LayerShare({0: (model, block)}, CpuClock())
+    measured.close()
+    assert not model._forward_hooks
+    assert not block._forward_pre_hooks

@@ -1,39 +1,38 @@
-"""Measures a running pipeline for ``auto``: times of its stages, their spread, its links.
+"""Measures a pipeline while it trains, for ``auto`` and ``--repartition``.
 
-Owns measuring and telling all ranks; what to make of it is ``schedule.auto``'s. Everything here
-happens between two steps and is collective over the ranks named.
+Owns what a rank measures of its own stages and how samples of all ranks become a
+:class:`~megatron.adaptive.schedule.workload.StageProfile`; what follows from that is the planner's
+and ``schedule.auto``'s. The first stage also looks tokens up, the last one computes the loss: times
+of actions alone do not say what a layer takes there, so :class:`LayerShare` measures around the
+modules themselves.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.memory import KEPT_FREE
+from megatron.adaptive.profiling.timing import spread
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import Link, StageTimes
-from megatron.adaptive.transport.interface import Arrival, Label, Transport
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
-__all__ = ["Sample", "measure_link", "most_of", "profile_of", "rank_factors", "spread_of"]
+__all__ = ["LayerShare", "Sample", "most_of", "profile_of", "rank_factors"]
 
-_ROUNDS = 8
-_BURST = 4
-_LEAST_NS = 1
+_FORWARDS = 16
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """What one rank saw in the measured steps.
+    """Collects what one rank measured in some steps.
 
     Attributes:
         pp_rank: its position in the pipeline.
@@ -53,7 +52,7 @@ class Sample:
     links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, actions: Iterable[tuple[Action, int]]) -> None:
-        """Add the actions of a step with their durations in nanoseconds."""
+        """Adds the actions of a step with their durations in nanoseconds."""
         weights: dict[tuple[int, int], int] = defaultdict(int)
         for action, duration_ns in actions:
             if action.kind is W:
@@ -67,14 +66,14 @@ class Sample:
 
 def profile_of(
     samples: Sequence[Sample], placement: Placement, layers: Sequence[int] | None = None
-) -> Profile:
-    """Put the ranks' samples together; replicas of a stage count alike.
+) -> StageProfile:
+    """Puts the ranks' samples together; replicas of a stage count alike.
 
     Args:
         samples: at least one of every rank of the pipeline.
         placement: where stages live.
-        layers: transformer layers of each stage; with them the profile also tells what other
-            placements would take, for the slowness of a rank is told apart from that of a stage.
+        layers: transformer layers of each stage; with them the profile also holds for other
+            placements, for the slowness of a rank is separated from that of a stage.
 
     Returns:
         The profile; links that were not measured are as slow as the slowest that was.
@@ -106,7 +105,7 @@ def profile_of(
         for kind, values in times.items():
             pairs = zip(values, ranks, strict=True)
             times[kind] = tuple(value / factors[rank] for value, rank in pairs)
-    return Profile(
+    return StageProfile(
         times=StageTimes(forward_s=times[F], backward_s=times[B], weight_s=times[W]),
         link=Link(
             latency_s=max((link.latency_s for link in links.values()), default=0.0),
@@ -114,19 +113,21 @@ def profile_of(
         ),
         links=links,
         rank_factors=factors,
-        action_sigma=spread_of(samples),
+        action_sigma=spread(
+            values for sample in samples for values in sample.durations_ns.values()
+        ),
     )
 
 
 def rank_factors(
     times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[int]
 ) -> tuple[float, ...]:
-    """Estimate how much slower each rank is than the typical one, from transformer layers alone.
+    """Estimates how much slower each rank is than the typical one, from transformer layers alone.
 
     A rank's stages in the middle of the pipeline hold nothing but layers, so that their time per
-    layer tells its speed. In a V the first rank has the first and the last stage: there it is the
-    backward of the first stage that tells, if split, for the embedding has no gradient of inputs;
-    else its forward, as the look-up takes little.
+    layer shows its speed. In a V the first rank has the first and the last stage: there the
+    backward of the first stage shows it, if split, as the embedding has no gradient of inputs; else
+    its forward, as the look-up takes little.
 
     Args:
         times: measured seconds of each stage, by kind.
@@ -134,7 +135,7 @@ def rank_factors(
         layers: transformer layers of each stage.
 
     Returns:
-        A factor per rank, 1 where nothing can be told.
+        A factor per rank, 1 where nothing shows it.
     """
     middle = [stage for stage in range(1, placement.num_stages - 1) if layers[stage]]
 
@@ -158,7 +159,7 @@ def rank_factors(
 
 
 def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) -> float:
-    """Activations that memory allows under a placement, in whole-rank microbatches.
+    """Returns activations that memory allows under a placement, in whole-rank microbatches.
 
     Args:
         samples: at least one of every rank, under ``present``.
@@ -188,80 +189,66 @@ def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) ->
     )
 
 
-def spread_of(samples: Sequence[Sample]) -> float:
-    """Sigma of the logarithm of a duration around the typical one of its lane.
+class LayerShare:
+    """Measures the share of layers in the forward of some chunks.
 
-    From quartiles, so that a few outliers do not count as the rule.
-    """
-    logs = []
-    for sample in samples:
-        for values in sample.durations_ns.values():
-            middle = max(_LEAST_NS, statistics.median(values))
-            logs += [math.log(max(_LEAST_NS, value) / middle) for value in values]
-    if len(logs) < 4:
-        return 0.0
-    low, _, high = statistics.quantiles(logs, n=4)
-    return (high - low) / 1.349
-
-
-def measure_link(
-    transport: Transport,
-    peer: int,
-    *,
-    leads: bool,
-    payload: torch.Tensor,
-    step: int,
-    timeout_s: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Link:
-    """Send messages to and fro between two ranks that do nothing else meanwhile.
-
-    One message there and one back takes twice latency and occupancy; each further one there takes
-    the occupancy once more.
+    On the clock of the device, in the first forwards after each :meth:`begin`.
 
     Args:
-        transport: the channels; nothing may be under way on them.
-        peer: global rank of the other one, which calls this too.
-        leads: whether this rank sends first; exactly one of the two does.
-        payload: a tensor as it travels in a step.
-        step: a number that no step has.
-        timeout_s: limit of each wait.
-        clock: seconds.
-
-    Raises:
-        DeadlineError: the peer did not answer.
-        TransportError: the peer is gone.
+        models: the model and its block of layers, by local chunk.
+        clock: of the device.
     """
-    medians = []
-    for burst in (1, _BURST):
-        rounds = []
-        for _ in range(_ROUNDS):
-            begin = clock()
-            if leads:
-                _send(transport, peer, payload, step, burst)
-                _take(transport, peer, 1, timeout_s)
-            else:
-                _take(transport, peer, burst, timeout_s)
-                _send(transport, peer, payload, step, 1)
-            rounds.append(clock() - begin)
-        medians.append(statistics.median(rounds[1:]))
-    there_and_back_s, burst_s = medians
-    occupancy_s = max(0.0, (burst_s - there_and_back_s) / (_BURST - 1))
-    occupancy_s = min(occupancy_s, there_and_back_s / 2)
-    return Link(latency_s=there_and_back_s / 2 - occupancy_s, occupancy_s=occupancy_s)
 
+    def __init__(
+        self, models: Mapping[int, tuple[torch.nn.Module, torch.nn.Module]], clock: Any
+    ) -> None:
+        self._clock = clock
+        self._marks: dict[int, list[list[Any]]] = {chunk: [] for chunk in models}
+        self._handles = []
+        for chunk, (model, block) in models.items():
+            for module in (model, block):
+                self._handles += [
+                    module.register_forward_pre_hook(self._entering(chunk, module is model)),
+                    module.register_forward_hook(self._leaving(chunk)),
+                ]
 
-def _send(transport: Transport, peer: int, payload: torch.Tensor, step: int, count: int) -> None:
-    for index in range(count):
-        transport.send(peer, Label(step, Action(F, 0, index)), payload)
+    def begin(self) -> None:
+        """Measures anew."""
+        for marks in self._marks.values():
+            marks.clear()
 
+    def share(self, chunk: int) -> float:
+        """Returns the median share of the layers in a forward, 1 for a chunk that is not measured.
 
-def _take(transport: Transport, peer: int, count: int, timeout_s: float) -> None:
-    for _ in range(count):
-        arrival = transport.completions.wait(time.monotonic() + timeout_s)
-        if arrival is None:
-            raise DeadlineError(
-                f"rank {peer} did not answer within {timeout_s:g} s while links were measured"
-            )
-        assert isinstance(arrival, Arrival), "members of a group report only during steps"
-        arrival.take()
+        The device must have passed the forwards, as it has between two steps.
+        """
+        resolve = self._clock.resolve_ns
+        shares = []
+        for marks in self._marks.get(chunk, ()):
+            if len(marks) == 4:
+                begin, enter, leave, end = map(resolve, marks)
+                shares.append((leave - enter) / max(1, end - begin))
+        return statistics.median(shares) if shares else 1.0
+
+    def close(self) -> None:
+        """Leaves the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, chunk: int, is_model: bool) -> Any:
+        def note(module: torch.nn.Module, _given: Any) -> None:
+            marks = self._marks[chunk]
+            if is_model and module.training and len(marks) <= _FORWARDS:
+                marks.append([])
+            if marks and len(marks) <= _FORWARDS:
+                marks[-1].append(self._clock.mark())
+
+        return note
+
+    def _leaving(self, chunk: int) -> Any:
+        def note(module: torch.nn.Module, _given: Any, _output: Any) -> None:
+            marks = self._marks[chunk]
+            if marks and len(marks) <= _FORWARDS:
+                marks[-1].append(self._clock.mark())
+
+        return note

@@ -14,17 +14,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.registry import policy_names
-from megatron.adaptive.trace.files import set_aside
-from megatron.adaptive.trace.synthetic import (
+from benchmarks.tracing.synthetic import (
     FAULTS,
     Fault,
     FaultKind,
     SyntheticRun,
     write_synthetic,
 )
+from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.trace.files import set_aside
 
 __all__ = ["main", "parse_fault"]
 
