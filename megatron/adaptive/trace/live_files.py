@@ -106,8 +106,6 @@ class RankTail:
             record = parse_line(line, f"{self.path}:1")
             if not isinstance(record, TraceHeader):
                 raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
-            if record.layout.version == 1:
-                raise TraceError(f"{self.path} is of version 1, which has no sizes to go by")
             self.header, self._offset = record, file.tell()
             if self._size - self._offset > TAIL_BYTES:
                 self._offset = self._near_end(file)

@@ -160,7 +160,7 @@ def _summarize_rank(step: PipelineStep, pp_rank: int, row: Sequence[Span]) -> Ra
         label=step.label(pp_rank),
         num_actions=len(row),
         busy_ms=busy_ns / NS_PER_MS,
-        wait_ms=int(figures.wait_ns[0].sum()) / NS_PER_MS,
+        wait_ms=sum(span.wait_ns for span in row) / NS_PER_MS,
         bubble_fraction=(step.step_ns - busy_ns) / step.step_ns if step.step_ns else 0.0,
         times=times,
         peak_microbatches=int(figures.peak_microbatches[0]),
