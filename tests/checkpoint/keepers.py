@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.checkpoint import restore_snapshots as restore
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
-from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, SnapshotSource, newest
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest, read_inventories
 
 
 @pytest.fixture
@@ -27,13 +27,8 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
     """What can be restored from these nodes."""
-    held, needs = [], {}
-    for number, keeper in enumerate(keepers):
-        for told in keeper.inventory(within_s):
-            if "needs" in told:
-                needs[told["run"], told["generation"]] = told.pop("needs")
-            held.append(HeldSnapshot(node=str(number), **{**told, "steps": tuple(told["steps"])}))
-    return newest(held, needs)
+    kept = [(str(at), one.inventory(within_s)) for at, one in enumerate(keepers)]
+    return newest(*read_inventories(kept))
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
@@ -41,6 +36,6 @@ def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     restore._folder(common).begin(source.step)
     parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
-    told = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
-    assert restore.main([json.dumps(told)]) == 0
+    order = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
+    assert restore.main([json.dumps(order)]) == 0
     assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0

@@ -30,10 +30,10 @@ class Sender:
 
     def __init__(self, keeper: SnapshotKeeper, **changes: object) -> None:
         head = json.dumps(HEAD).encode()
-        told = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
+        about = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
         self.socket = socket.create_connection(("127.0.0.1", keeper.port), 10)
         self.socket.sendall(
-            json.dumps({**told, "head_bytes": len(head), **changes}).encode() + b"\n" + head
+            json.dumps({**about, "head_bytes": len(head), **changes}).encode() + b"\n" + head
         )
 
     def send(
@@ -54,7 +54,7 @@ class Sender:
 
 
 def steps_of(keeper: SnapshotKeeper) -> list[list[int]]:
-    return [told["steps"] for told in keeper.inventory(10.0)]
+    return [one["steps"] for one in keeper.inventory(10.0)]
 
 
 def test_a_step_counts_once_all_of_it_has_come(keeper: SnapshotKeeper) -> None:

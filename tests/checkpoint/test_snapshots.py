@@ -36,13 +36,13 @@ class Log:
     """What the user would read, and who looks on."""
 
     def __init__(self) -> None:
-        self.said = self.told = ""
+        self.said = self.reported = ""
 
     def say(self, text: str) -> None:
         self.said += text + "\n"
 
-    def tell(self, text: str) -> None:
-        self.told = text
+    def report(self, text: str) -> None:
+        self.reported = text
 
 
 class Copying:
@@ -50,13 +50,13 @@ class Copying:
 
     def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-        told = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
+        values = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
         parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
         run: Any = SimpleNamespace(job=training.job, **parts)
         state = RunState(run, lambda: self._progress)
         self._progress: Any = None
         self.now = Snapshots(
-            state, run.job, SnapshotSettings.read(json.dumps(told)), log.tell, log.say
+            state, run.job, SnapshotSettings.read(json.dumps(values)), log.report, log.say
         )
 
     def take(self, progress: Any) -> None:
@@ -137,7 +137,7 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
     copies.now.close()
     assert "warning: no copies of the state are kept in memory: they take" in log.said
     assert log.said.count("warning") == 1
-    assert log.told.startswith("off: they take")
+    assert log.reported.startswith("off: they take")
     assert left_with(*keepers) == SnapshotSource(why="no node that is left keeps copies")
 
 
@@ -162,7 +162,7 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
     """A rank of a node, whose buddy is the node ``z``."""
-    told = RankParts(
+    parts_of_rank = RankParts(
         node=node,
         domain=node,
         buddy="z",
@@ -171,12 +171,12 @@ def rank(node: str, *parts: str, **changes: object) -> RankParts:
         extra_bytes=100,
         parts={(part, (0,)): MIB for part in parts},
     )
-    return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(parts_of_rank, **changes)  # type: ignore[arg-type]
 
 
 def test_what_is_on_two_nodes_is_not_sent() -> None:
-    told = [rank("a", "x", "y"), rank("b", "y", "w")]
-    plan = make_plan(told)
+    ranks = [rank("a", "x", "y"), rank("b", "y", "w")]
+    plan = make_plan(ranks)
     needs = {part[0]: plan.needs[at] for part, at in plan.need_of.items()}
     assert needs == {
         "x": Need(ranks=(0,), is_sent=True),
@@ -185,44 +185,44 @@ def test_what_is_on_two_nodes_is_not_sent() -> None:
     }
     assert plan.sent_bytes == [MIB, MIB]
     assert plan.tensor_bytes == [2 * MIB, 2 * MIB]
-    assert plan.copied_by(0, told[0]) == [("x", (0,)), ("y", (0,))]
+    assert plan.copied_by(0, ranks[0]) == [("x", (0,)), ("y", (0,))]
 
 
 def test_replicas_on_one_node_share_the_copying() -> None:
-    told = [rank("a", "v", "w", "x", "y") for _ in range(2)]
-    plan = make_plan(told)
+    ranks = [rank("a", "v", "w", "x", "y") for _ in range(2)]
+    plan = make_plan(ranks)
     assert plan.tensor_bytes == [2 * MIB, 2 * MIB] == plan.sent_bytes
-    first, second = (set(plan.copied_by(at, one)) for at, one in enumerate(told))
-    assert first | second == set(told[0].parts)
+    first, second = (set(plan.copied_by(at, one)) for at, one in enumerate(ranks))
+    assert first | second == set(ranks[0].parts)
     assert not first & second
 
 
 def test_two_nodes_of_one_machine_do_not_guard_each_other() -> None:
-    told = [rank("a", "x", domain="m", machine="m"), rank("b", "x", domain="m", machine="m")]
-    (need,) = make_plan(told).needs
+    ranks = [rank("a", "x", domain="m", machine="m"), rank("b", "x", domain="m", machine="m")]
+    (need,) = make_plan(ranks).needs
     assert need == Need(ranks=(0,), is_sent=True)
 
 
 def test_alone_nothing_is_sent() -> None:
-    told = [rank("a", "x", buddy=None)]
-    plan = make_plan(told)
+    ranks = [rank("a", "x", buddy=None)]
+    plan = make_plan(ranks)
     assert plan.needs == [Need(ranks=(0,), is_sent=False)]
     assert plan.sent_bytes == [0]
 
 
 def test_memory_counts_for_who_keeps_the_copies() -> None:
-    told = [rank("a", "x"), rank("z", "y", buddy="a")]
-    plan = make_plan(told)
-    assert why_not(plan, told, None) is None
+    ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
+    plan = make_plan(ranks)
+    assert why_not(plan, ranks, None) is None
     # Two slots of its own and two of the other's.
-    assert why_not(plan, told, 4 * MIB + 4 * 4096) is None
-    why = why_not(plan, told, 4 * MIB)
+    assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
+    why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
     assert "on node a and --replicate-memory lets them take 0.00391 GiB" in why
-    short = [told[0], dataclasses.replace(told[1], available_bytes=5 * MIB)]
+    short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None
     assert "on the machine of node z, which has 0.00488 GiB left" in why
     # What is enough for one node is not for two on the same machine.
-    both = [dataclasses.replace(one, machine="m", available_bytes=8 * MIB) for one in told]
+    both = [dataclasses.replace(one, machine="m", available_bytes=8 * MIB) for one in ranks]
     assert why_not(plan, both, None) is not None

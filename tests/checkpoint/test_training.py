@@ -139,9 +139,9 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     run.checkpoints.save_behind(worker.progress(1))
     with pytest.raises(CheckpointError, match="iteration 2 was not written to .*Not a directory"):
         run.checkpoints.save_behind(worker.progress(2))
-    (told,) = caplog.messages
-    assert "iteration 1 was not written to" in told
-    assert told.endswith("training waits until that of iteration 2 is there in its place")
+    (text,) = caplog.messages
+    assert "iteration 1 was not written to" in text
+    assert text.endswith("training waits until that of iteration 2 is there in its place")
     run.checkpoints.finish()
 
     run.checkpoints.save_behind(worker.progress(3))

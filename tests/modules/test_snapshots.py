@@ -44,8 +44,8 @@ class Diary:
     def state_dict(self) -> dict[str, str]:
         return {"text": self.text}
 
-    def load_state_dict(self, told: dict[str, str]) -> None:
-        self.text = told["text"]
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.text = state["text"]
 
 
 class Training:
@@ -89,11 +89,11 @@ def make(
     def begin(
         *, copies: bool = True, precision: str | None = None, optimizer: str = "AdamW"
     ) -> Training:
-        told = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-        told |= {"limit_bytes": None, "address": keepers[0].address}
+        settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
+        settings |= {"limit_bytes": None, "address": keepers[0].address}
         monkeypatch.delenv("MEGATRON_ADAPTIVE_COPIES", raising=False)
         if copies:
-            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", json.dumps(told))
+            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", json.dumps(settings))
         for one in made:
             one.pipeline.close()
         made.append(Training(precision, optimizer, tmp_path / ("of job" if copies else "none")))

@@ -36,7 +36,6 @@ __all__ = [
     "count_groups",
     "has_parameters",
     "is_sharded",
-    "lives_in_place",
     "load_model",
     "load_optimizer",
     "load_rng",
@@ -189,13 +188,13 @@ def sharded_optimizer(
     return state
 
 
-def lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
+def _lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
     """Return whether all tensors are memory of the weights and the optimizer's state themselves.
 
     Such tensors hold the state of every later step as well; others were made for one.
     """
     places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-    return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
+    return all(one.untyped_storage().data_ptr() in places for one in tensors if one.numel())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,7 @@ class StandingState:
         random = [one for one in objects if one.key == RNG]
         if not all(_is_nothing(one.data) for one in objects if one.key != RNG):
             return None
-        if not lives_in_place(tensors, chunks, optimizer):
+        if not _lives_in_place(tensors, chunks, optimizer):
             return None
         return cls(
             shards=shards, common=common, random=random, addresses=addresses(chunks, optimizer)

@@ -194,7 +194,7 @@ class Checkpoints:
         """
         self._saver.drain()
 
-    def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    def pieces(self, progress: Progress) -> tuple[Shards, dict[str, Any], bool]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
 
         Args:
@@ -202,22 +202,12 @@ class Checkpoints:
 
         Returns:
             megatron-core's sharded tensors and objects by their names in a checkpoint, also those
-            that another rank would write; and what is the same on all ranks.
+            that another rank would write; what is the same on all ranks; and whether tensors are
+            elsewhere than at the call before.
         """
-        sharded, common = save_preprocess(
-            self._state_to_save(progress), validate_access_integrity=False
-        )
-        return by_name(sharded), common
-
-    def refresh(self, common: dict[str, Any], progress: Progress) -> None:
-        """Bring the second part of :meth:`pieces` to now, in place; not of sharded optimizers."""
-        common |= {
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
-        }
-        if "optimizer" in common:
-            state.refresh_optimizer(common["optimizer"], self._optimizer)
+        if (again := self._again(progress)) is not None:
+            return (*again, False)
+        return (*self._apart(progress, is_whole=True), True)
 
     def manifest(self, progress: Progress) -> Manifest:
         """Return the manifest of a checkpoint of now."""
@@ -297,47 +287,61 @@ class Checkpoints:
             writer=self._writer,
         )
 
-    def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
-        """Take the state apart; returns what this rank writes, and what all have in common."""
+    def _apart(
+        self, progress: Progress, *, is_whole: bool = False
+    ) -> tuple[Shards, dict[str, Any]]:
+        """Take the state apart; returns this rank's part, and what all have in common.
+
+        Args:
+            progress: how far the run has come.
+            is_whole: also what another rank would write.
+        """
         sharded, common = save_preprocess(
             self._state_to_save(progress),
             # All of a run's checkpoints are cut alike.
-            validate_access_integrity=not self._is_checked,
+            validate_access_integrity=not (is_whole or self._is_checked),
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
         self._is_checked = True
-        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
             if self._sharing is None:
                 self._sharing = FullyParallelSaveStrategyWrapper(
                     self._writer, _replica_group(), do_cache_distribution=True
                 )
             self._sharing.apply_saving_parallelization(sharded)
-        shards = by_name(sharded, own=True)
+        shards = by_name(sharded, own=not is_whole)
         if self._settings.no_save_optim or not state.is_sharded(self._optimizer):
             self._standing = state.StandingState.of(shards, common, self._chunks, self._optimizer)
         return shards, common
 
     def _again(self, progress: Progress) -> tuple[Shards, dict[str, Any]] | None:
-        """The same at less cost, where the state is where it was when it was last taken apart."""
+        """Return the same at less cost, where the state is where it was when last taken apart."""
         standing = self._standing
         if standing is None:
             return None
         if standing.addresses != state.addresses(self._chunks, self._optimizer):
             self._standing = None
             return None
-        self.refresh(standing.common, progress)
+        standing.common.update(self._counters(progress))
+        if "optimizer" in standing.common:
+            state.refresh_optimizer(standing.common["optimizer"], self._optimizer)
         for shard in standing.random:
             shard.data = state.sharded_rng(self._config).data
         return standing.shards, standing.common
+
+    def _counters(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+        }
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = {
             _CONTENT: content,
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
+            **self._counters(progress),
             **weights,
         }
         if not self._settings.no_save_optim:
@@ -544,28 +548,20 @@ class RunState:
         config = dataclasses.replace(config, checkpoint=settings)
         self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
         self._common: dict[str, Any] = {}
-        self._stays: bool | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:
         """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
         gather_parameters(self._run)
-        progress = self._progress()
-        if self._stays:
-            self._checkpoints.refresh(self._common, progress)
+        shards, self._common, is_new = self._checkpoints.pieces(self._progress())
+        if not is_new:
             return None
-        sharded, self._common = self._checkpoints.pieces(progress)
-        shards = _parts(sharded)
-        if self._stays is None:
-            whole = [shard.data for shard in shards.values() if shard.data.numel()]
-            stays = state.lives_in_place(whole, self._run.chunks, self._run.optimizer)
-            self._stays = all(self._run.job.gather(stays))  # else all take the state apart again
         return {
             part: Piece(
                 tensor=shard.data,
                 size=[1] * shard.prepend_axis_num + list(shard.local_shape),
                 whole=list(shard.global_shape),
             )
-            for part, shard in shards.items()
+            for part, shard in _parts(shards).items()
         }
 
     def extra(self) -> bytes:

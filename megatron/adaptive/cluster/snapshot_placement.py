@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
 
-__all__ = ["HeldSnapshot", "JobSnapshots", "SnapshotSource", "SnapshotSpec", "buddies", "newest"]
+__all__ = [
+    "HeldSnapshot",
+    "JobSnapshots",
+    "SnapshotSource",
+    "SnapshotSpec",
+    "buddies",
+    "newest",
+    "read_inventories",
+]
 
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
@@ -96,6 +104,25 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
         far = [one.name for one in others if alone or one.host != node.host]
         found[node.name] = far[0] if far else None
     return found
+
+
+def read_inventories(
+    kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
+) -> tuple[list[HeldSnapshot], dict[tuple[str, int], Sequence[Mapping[str, Any]]]]:
+    """Return what :func:`newest` takes.
+
+    Args:
+        kept: names of nodes, and what their keepers gave as inventory.
+    """
+    held: list[HeldSnapshot] = []
+    needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
+    for node, stores in kept:
+        for one in stores:
+            values = {**one, "steps": tuple(one["steps"])}
+            if "needs" in values:
+                needs[one["run"], one["generation"]] = values.pop("needs")
+            held.append(HeldSnapshot(node=node, **values))
+    return held, needs
 
 
 def newest(
@@ -269,26 +296,18 @@ class JobSnapshots:
             assert node.link is not None
             node.link.send("inventory", within_s=_SETTLE_S)
         waiting = {node.name for node in nodes}
-        held: list[HeldSnapshot] = []
-        needs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-
-        def note(node: str, kept: Sequence[dict[str, Any]]) -> None:
-            for one in kept:
-                if "needs" in one:
-                    needs[one["run"], one["generation"]] = one.pop("needs")
-                held.append(HeldSnapshot(node=node, **{**one, "steps": tuple(one["steps"])}))
-
+        kept: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
         if self._kept is not None:
             own, keeper = self._kept
-            note(own, await asyncio.to_thread(keeper.inventory, _SETTLE_S))
+            kept.append((own, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
         until_s = time.monotonic() + _ANSWER_S
         while waiting and time.monotonic() < until_s:
             event = await following(until_s)
             if event is not None and event.kind == "inventory" and event.node in waiting:
-                note(event.node, event.told["held"])
+                kept.append((event.node, event.message["held"]))
                 waiting.discard(event.node)
             waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
-        return newest(held, needs)
+        return newest(*read_inventories(kept))
 
     async def _write(self, source: SnapshotSource, following: Next, until_s: float) -> str:
         """Let the nodes write a step; returns what went wrong."""
@@ -341,10 +360,10 @@ class JobSnapshots:
             if time.monotonic() >= until_s:
                 return f"{', '.join(keys.values())} did not end in time"
             event = await following(until_s)
-            if event is not None and event.kind == "ended" and event.told["key"] in keys:
-                name = keys.pop(event.told["key"])
-                if event.told["status"]:
-                    return f"{name} ended with status {event.told['status']}"
+            if event is not None and event.kind == "ended" and event.message["key"] in keys:
+                name = keys.pop(event.message["key"])
+                if event.message["status"]:
+                    return f"{name} ended with status {event.message['status']}"
             for name in keys.values():
                 if self._members.nodes[name].status not in _HERE:
                     return f"{name} was lost as well"

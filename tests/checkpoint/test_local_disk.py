@@ -26,7 +26,7 @@ from .test_training import TRACKER, ranks
 Make = Callable[..., Any]
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the trainer warned of."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("megatron.adaptive")]
 
@@ -76,8 +76,8 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     done = ranks(2, "copy_resumed", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    told = "iteration 2 is on the disks of some nodes, and part of it was on others"
-    assert (told in done.stderr) == is_lost
+    text = "iteration 2 is on the disks of some nodes, and part of it was on others"
+    assert (text in done.stderr) == is_lost
     assert ("going on with the copy of iteration 2 to" in done.stdout) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
     shared.open(shared.latest() or 0)
@@ -118,8 +118,8 @@ def test_training_goes_on_while_the_copy_lags(
     run.checkpoints.finish()
     assert run.checkpoints.completed() is None
     assert CheckpointFolder(saved).latest() is None
-    assert len(told(caplog)) == 2
-    for line, iteration in zip(told(caplog), (3, 4), strict=True):
+    assert len(warned(caplog)) == 2
+    for line, iteration in zip(warned(caplog), (3, 4), strict=True):
         assert f"iteration {iteration} stays on the nodes' own disks: iteration 2, 0% of" in line
     # That which is being copied stays beside those that are to be kept.
     assert list(run.local._folder.steps()) == [2, 4]
@@ -165,7 +165,7 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     again = make(save=saved, load=saved, save_local=disk)
     again.local._timeout_s = 0.5
     assert again.resume() == worker.progress(1)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "the copy of iteration 2, " in line
     assert line.endswith("; going on from that of iteration 1")
     assert not list(saved.glob(".iter*"))
@@ -195,14 +195,14 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.finish()
     run.local._wait(run.local._control, 1e12)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "iteration 1 was not copied to" in line
     assert "Not a directory" in line
     assert line.endswith("; training goes on")
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(told(caplog)) == 2  # as it is not known yet that somebody waits
+    assert len(warned(caplog)) == 2  # as it is not known yet that somebody waits
     outer.unlink()
     run.checkpoints.close()  # the last one goes there after all
     assert CheckpointFolder(outer / "saved").latest() == 2
@@ -217,7 +217,7 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.finish()
     assert CheckpointFolder(tmp_path / "saved").latest() == 1
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert f"--save-local {disk}: " in line
     assert "Not a directory" in line
     assert "iteration 1 goes to" in line
@@ -254,7 +254,7 @@ def test_a_full_disk_is_named(
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.finish()
     run.local._wait(run.local._control, 1e12)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "No space left on device" in line
     assert not list(small_disk.rglob(".iter*"))
     assert CheckpointFolder(saved).latest() == (1 if full == "local" else None)

@@ -70,7 +70,7 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     once.checkpoints.save(worker.progress(3))
     often, expected = (contents(tmp_path / name, 3) for name in ("often", "once"))
     assert often.keys() == expected.keys()
-    for name in expected.keys() - {"manifest.json", "common.pt"}:  # these tell --save
+    for name in expected.keys() - {"manifest.json", "common.pt"}:  # these name --save
         assert often[name] == expected[name], name
     if "no_save_optim" not in flags:
         resumed = make(load=tmp_path / "often", **flags)
