@@ -24,7 +24,7 @@ from megatron.adaptive.trace.read import RunTrace
 __all__ = ["diagnose"]
 
 WORTH_MOVING = 0.03
-"""Least gain of pace for which another partition is told."""
+"""Least gain of pace for which another partition is named."""
 
 UNEVEN = 0.10
 """Least gain of pace for which the stages are called uneven."""
@@ -63,7 +63,7 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
-    """What each rank takes for a microbatch, by the work that it should have."""
+    """Returns each rank's time for a microbatch, by the work that it should have."""
     held = m.work or m.layers
     works = [sum(held[stage] for stage in place.stages) if held else 0 for place in m.places]
     if not all(work > 0 for work in works):
