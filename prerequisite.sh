@@ -13,7 +13,7 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmarks]
+usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--all] [--benchmarks]
                        [--examples] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
@@ -25,6 +25,7 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--benchmar
                   kernel is compiled with, and QEMU for those with sanitizers (Debian 12)
   --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
                   not started (Debian 12)
+  --all           --test, --rdma, --views, --lab and --slurm: what scripts/test.sh --all needs
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
   --print-python  only print the Python that is or would be used; set nothing up
@@ -55,6 +56,7 @@ for argument in "$@"; do
     --views) views=1 ;;
     --lab) lab=1 ;;
     --slurm) slurm=1 ;;
+    --all) test=1 rdma=1 views=1 lab=1 slurm=1 ;;
     --benchmarks) benchmarks=1 ;;
     --examples) examples=1 ;;
     --print-python) print_only=1 ;;
@@ -268,6 +270,73 @@ install_compiler() {
   fi
 }
 
+# ---- environments of other checkouts
+
+# Kept for two weeks after they were made: only this project's own requirements are pinned.
+kept_environments=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/megatron-adaptive/environments
+kept_days=14
+
+# Prints the folder for environments as the one that is about to be made from base.
+kept_environment() {
+  local key
+  key=$({
+    printf '%s\n' "$test" "$benchmarks" "$examples" "${PIP_INDEX_URL:-}" "${PIP_EXTRA_INDEX_URL:-}"
+    "$base" -c 'import os, sys; print(sys.version, os.path.realpath(sys.executable))'
+    uname -m
+    if [[ -e /dev/nvidiactl ]]; then echo gpu; fi
+    cat requirements.txt requirements-gpu.txt requirements-test.txt requirements-benchmarks.txt \
+      requirements-examples.txt scripts/environment.py
+  } | sha256sum | cut -c1-24)
+  printf '%s/%s\n' "$kept_environments" "$key"
+}
+
+# Links the files of one environment into another place, or copies them to another file system, and
+# writes its paths anew where programs keep them. The arguments: from, to, the path to be written.
+link_environment() {
+  local old file
+  cp -al -- "$1" "$2" 2>/dev/null || { rm -rf -- "$2" && cp -a -- "$1" "$2"; } || return 1
+  old=$(cat -- "$1/.path" 2>/dev/null || printf '%s\n' "$1")
+  rm -f -- "$2/.path"
+  # sed makes a new file: those of the other environment stay as they are.
+  while IFS= read -r -d '' file; do
+    sed -i -e "s|$old|$3|g" -- "$file" || return 1
+  done < <(grep -rlIZ -F -- "$old" "$2/bin" "$2/pyvenv.cfg")
+}
+
+# Takes over the packages of another checkout's environment; status 1 where there is none.
+take_environment() {
+  local kept fresh=$venv.$$.new
+  # Paths that sed would take for more than they are stay out of it.
+  [[ $on_top == 0 && $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 1
+  kept=$(kept_environment)
+  find "$kept_environments" -mindepth 1 -maxdepth 1 -mtime "+$kept_days" -exec rm -rf -- {} + \
+    2>/dev/null || true
+  [[ -x $kept/bin/python ]] || return 1
+  say "taking the packages of $kept"
+  if ! link_environment "$kept" "$fresh" "$venv" || ! "$fresh/bin/python" -c 'import pip'; then
+    rm -rf -- "$fresh"
+    return 1
+  fi
+  rm -rf -- "$venv"
+  mv -T -- "$fresh" "$venv"
+}
+
+# Keeps the packages of an environment that was made just now for other checkouts.
+keep_environment() {
+  local kept fresh
+  [[ $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 0
+  kept=$(kept_environment)
+  fresh=$kept.$$.new
+  if [[ -e $kept ]] || ! mkdir -p -- "$kept_environments" 2>/dev/null; then return; fi
+  if link_environment "$venv" "$fresh" "$venv" && printf '%s\n' "$venv" >"$fresh/.path" &&
+    mv -T -- "$fresh" "$kept" 2>/dev/null; then
+    touch -- "$kept"
+  else
+    rm -rf -- "$fresh"
+  fi
+}
+
+made=0
 make_venv() {
   local flags=()
   base=$(any_python "$base")
@@ -279,9 +348,11 @@ make_venv() {
   if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
     install_packages python3-venv || fail "$base cannot make a virtual environment"
   fi
-  if ((on_top)); then flags+=(--system-site-packages); fi
-  say "making the virtual environment $venv from $base"
-  "$base" -m venv --clear "${flags[@]}" "$venv" >&2
+  if ! take_environment; then
+    if ((on_top)); then flags+=(--system-site-packages); else made=1; fi
+    say "making the virtual environment $venv from $base"
+    "$base" -m venv --clear "${flags[@]}" "$venv" >&2
+  fi
   python=$venv/bin/python
   look_at "$python"
   facts[executable]=$python
@@ -365,6 +436,7 @@ set_up() {
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements
+  if ((made)); then keep_environment; fi
   look_at "$python"
   facts[executable]=$python
   build_extension

@@ -6,14 +6,24 @@ this machine can build it):
 * ``MEGATRON_ADAPTIVE_EXTENSION``: the extension as a whole. Without it the package works, only
   slower where ranks of one node talk to each other.
 * ``MEGATRON_ADAPTIVE_RDMA``: its part for RDMA, which needs ``infiniband/verbs.h``.
+
+Objects are kept in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (``~/.cache`` without that
+variable) under a digest of all that they are made of, for all checkouts of a user.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -84,6 +94,11 @@ RDMA_PROBE = """
 #include <infiniband/verbs.h>
 int main() { int count = 0; return ibv_get_device_list(&count) == nullptr; }
 """
+RDMA_MACRO = "MEGATRON_ADAPTIVE_RDMA"
+VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
+KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
 
 
 def switch(name: str) -> str:
@@ -109,6 +124,103 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+class ObjectCache:
+    """Compiles a file, unless the same file was compiled in the same way before.
+
+    Warnings are not kept: what has any is compiled each time. So one object is right with and
+    without ``-Werror``. Safe for threads and for processes that build at once.
+    """
+
+    def __init__(self, folder: Path, pybind11: tuple[str, str]) -> None:
+        """Takes the folder of the objects, and pybind11's version and headers."""
+        self._folder = folder
+        self._pybind11 = pybind11
+        self._texts: dict[Path, str] = {}
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if time.time() - path.stat().st_mtime > KEPT_S:
+                    path.unlink()
+
+    def compile(self, command: Sequence[str], source: str, target: str) -> None:
+        """Makes the object ``target`` of ``source``.
+
+        Raises:
+            CalledProcessError: the compiler failed; what it said is on stderr.
+        """
+        kept = self._kept(command, source)
+        if kept is not None and kept.exists():
+            with suppress(OSError):  # as when another process removes it now
+                shutil.copyfile(kept, target)
+                kept.touch()
+                return
+        done = subprocess.run(
+            [*command, source, "-o", target], capture_output=True, text=True, check=False
+        )
+        sys.stderr.write(done.stdout + done.stderr)
+        done.check_returncode()
+        if kept is not None and not done.stdout + done.stderr:
+            fresh = kept.with_suffix(f".{os.getpid()}.new")
+            with suppress(OSError):
+                shutil.copyfile(target, fresh)
+                fresh.replace(kept)
+
+    def _kept(self, command: Sequence[str], source: str) -> Path | None:
+        version = compiler_version(command[0])
+        if version is None:
+            return None
+        texts = [(str(path), self._texts[path]) for path in sorted(self._closure(Path(source)))]
+        rdma = any(RDMA_MACRO in text for _, text in texts)
+        digest = hashlib.sha256(repr((version, sys.version, self._pybind11[0], texts)).encode())
+        for word in command:
+            if word == "-Werror" or (word.startswith(f"-D{RDMA_MACRO}") and not rdma):
+                continue
+            # Folders of this environment: the versions above say what is in them.
+            own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))
+            digest.update(b"own" if own else word.encode() + b"\0")
+        if rdma and VERBS_HEADER.exists():
+            digest.update(VERBS_HEADER.read_bytes())
+        digest.update(repr([os.environ.get(name) for name in PATH_VARIABLES]).encode())
+        return self._folder / f"{Path(source).stem}.{digest.hexdigest()[:32]}.o"
+
+    def _closure(self, source: Path) -> set[Path]:
+        """Returns a file and all files of this project that it includes."""
+        found: set[Path] = set()
+        waiting = [source]
+        while waiting:
+            path = waiting.pop()
+            if path in found:
+                continue
+            found.add(path)
+            if path not in self._texts:
+                self._texts[path] = path.read_text(encoding="utf-8")
+            waiting += self._included(path)
+        return found
+
+    def _included(self, path: Path) -> Iterator[Path]:
+        for name in INCLUDE.findall(self._texts[path]):
+            for folder in (path.parent, Path("csrc")):
+                if (folder / name).exists():
+                    yield Path(os.path.normpath(folder / name))
+                    break
+
+
+@cache
+def compiler_version(compiler: str) -> str | None:
+    """Returns what a compiler says about itself, ``None`` where it does not."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 and done.stdout else None
+
+
+def cache_folder() -> Path:
+    """Returns where objects are kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return root / "megatron-adaptive" / "extension"
+
+
 class BuildExtension(build_ext):
     """Builds with RDMA where the headers are; a failure ends the build only where asked to."""
 
@@ -118,6 +230,7 @@ class BuildExtension(build_ext):
             from pybind11.setup_helpers import ParallelCompile
 
             self._configure(ext)
+            self._keep_objects()
             with ParallelCompile(default=len(os.sched_getaffinity(0))):
                 super().build_extension(ext)
         except Exception as error:  # compilers fail in many ways, and none may stop an install
@@ -133,10 +246,27 @@ class BuildExtension(build_ext):
         ext.include_dirs.append(pybind11.get_include())
         rdma = self._use_rdma()
         if rdma:
-            ext.define_macros.append(("MEGATRON_ADAPTIVE_RDMA", "1"))
+            ext.define_macros.append((RDMA_MACRO, "1"))
             ext.libraries.append("ibverbs")
         ext.depends.append(self._record(f"rdma={rdma}\n"))
         say(f"building the C++ extension {'with' if rdma else 'without'} RDMA")
+
+    def _keep_objects(self) -> None:
+        """Lets the compiler take objects from the cache."""
+        import pybind11
+
+        compiler = self.compiler
+        command = getattr(compiler, "compiler_so_cxx", None)
+        if command is None or compiler.compiler_type != "unix":
+            return
+        objects = ObjectCache(cache_folder(), (pybind11.__version__, pybind11.get_include()))
+
+        def compile_one(
+            target: str, source: str, _: str, words: list[str], more: list[str], *__: object
+        ) -> None:
+            objects.compile([*command, *words, *more], source, target)
+
+        compiler._compile = compile_one
 
     def _use_rdma(self) -> bool:
         wanted = switch("MEGATRON_ADAPTIVE_RDMA")

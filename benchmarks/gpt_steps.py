@@ -106,8 +106,7 @@ class Rank:
         import torch
 
         from megatron.adaptive.engine.deferred_layers import attach_stores
-        from megatron.adaptive.gpt.dropout import DropoutKeys
-        from megatron.adaptive.gpt.forward import GptForward
+        from megatron.adaptive.gpt.forward import DropoutKeys, GptForward
         from megatron.adaptive.gpt.initialize import start_job
         from megatron.adaptive.gpt.setup import build_run, make_loader
 
@@ -228,6 +227,7 @@ class Rank:
 
         from megatron.adaptive.engine.build import build_executor
         from megatron.adaptive.engine.forward_backward import ForwardBackward
+        from megatron.adaptive.engine.orders import Orders
         from megatron.adaptive.gpt.setup import payload_shape
         from megatron.adaptive.schedule.registry import is_rule
 
@@ -246,10 +246,12 @@ class Rank:
         pieces = config.schedule.weight_pieces if is_rule(name) else 1
         return ForwardBackward(
             executor=wiring.executor,
-            placement=run.placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            schedule=name,
-            weight_pieces=pieces if self._stores else 0,
+            orders=Orders(
+                schedule=name,
+                placement=run.placement,
+                pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+                weight_pieces=pieces if self._stores else 0,
+            ),
             stores=self._stores,
         )
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every check but the tests: format, lint, types, imports, shell scripts, and the C++ extension
-# with and without RDMA. All checks run; status 1 if any failed.
+# Runs every check but the tests: format, lint, types, imports, size, shell scripts, and the C++
+# extension with and without RDMA. All checks run; status 1 if any failed.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -53,6 +53,7 @@ check 'ruff format' tool ruff format --check .
 check 'ruff check' tool ruff check .
 check 'mypy' tool mypy
 check 'import-linter' tool lint-imports --no-logo
+check 'size' "$python" scripts/size.py
 check 'shellcheck' shell_scripts
 check 'clang-format' cpp_format
 check 'extension without RDMA' extension 0

@@ -13,6 +13,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files whose tests have processes of their own, which their folders do not tell.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
+# Markers of suites that need packages or rights which a machine may lack.
+SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
 # Folders whose files take minutes come first: a file that starts last leaves the others idle.
 LONGEST_FIRST = ("labs", "multiprocess", "cluster", "modules", "plugin", "cli")
 
@@ -40,3 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = real or item.path.name in FORKING
         if real and not exact:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in one line each which suites were left out, and why."""
+    left_out: dict[str, list[str]] = {}
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if any(name in report.keywords for name in SUITES) or "prerequisite.sh" in reason:
+            left_out.setdefault(reason, []).append(report.nodeid.split("::")[0])
+    for reason, files in left_out.items():
+        where = ", ".join(sorted(set(files)))
+        terminalreporter.write_line(f"left out: {len(files)} tests of {where}: {reason}")

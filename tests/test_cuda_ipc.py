@@ -27,6 +27,7 @@ def compiler() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.sanitizer
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("flags", "folder"),

@@ -361,6 +361,7 @@ def compiler() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.sanitizer
 @pytest.mark.timeout(600)  # the first one compiles what all share
 @pytest.mark.parametrize(
     "name",
@@ -387,6 +388,7 @@ def test_cpp(compiler: str, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sanitizer
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_link", "fuzz_message", "fuzz_rdma", "fuzz_shm", "fuzz_tcp"])
 def test_bytes_of_other_processes_are_survived(compiler: str, name: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.repartition import Loads, simulated_step
 from megatron.adaptive.schedule.compare import make_candidate
 from megatron.adaptive.schedule.placement import Placement

@@ -2,9 +2,10 @@
 
     python benchmarks/planning/own_runs.py [--quick] [--json FILE] [--keep DIR | --kept DIR]
 
-Runs of at most as many processes as there are cores are traced and a profile is fitted to them;
-the plans are other runs, between them. Other programs on the machine disturb all of them: only
-iterations count during which others took little of it, and all is done in three rounds.
+All runs have two processes, on a machine of two cores or more, for the planner has no model of
+ranks that share a core. Some are traced and a profile is fitted to them; the plans are other runs,
+between them. Other programs on the machine disturb all of them: only iterations count during which
+others took little of it, and all is done in three rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_laye
 from megatron.adaptive.planner.cluster import (  # noqa: E402
     Cluster,
     LinkSpeed,
-    NodeGroup,
+    NodePool,
     NodeType,
 )
 from megatron.adaptive.planner.cost import predict  # noqa: E402
@@ -97,22 +98,20 @@ TEACHERS = (
     Shape(pp=2, layers=(3, 3), micro_batch=2),
     Shape(tp=2),
     Shape(dp=2),
-    Shape(),
-    Shape(dp=4, micro_batch=2),
 )
 PLANS = (
-    Shape(pp=4, layers=(1, 2, 2, 1)),
-    Shape(pp=4, layers=(2, 1, 1, 2)),
-    Shape(pp=4, layers=(1, 2, 2, 1), schedule="gpipe"),
-    Shape(pp=4, layers=(1, 2, 2, 1), schedule="zb-h1"),
-    Shape(pp=2, dp=2, layers=(3, 3)),
-    Shape(pp=2, dp=2, layers=(4, 2)),
-    Shape(pp=2, dp=2, layers=(3, 3), micro_batch=2),
+    Shape(pp=2, layers=(3, 3)),
+    Shape(pp=2, layers=(2, 4)),
     Shape(pp=2, layers=(5, 1)),
+    Shape(pp=2, layers=(1, 5)),
+    Shape(pp=2, layers=(3, 3), schedule="gpipe"),
+    Shape(pp=2, layers=(4, 2), schedule="gpipe"),
+    Shape(pp=2, layers=(3, 3), schedule="zb-h1"),
+    Shape(pp=2, layers=(4, 2), schedule="zb-h1"),
     Shape(pp=2, layers=(2, 1, 1, 2), schedule="interleaved", chunks=2),
-    Shape(dp=4),
-    Shape(tp=2, dp=2),
-    Shape(pp=2, tp=2, layers=(3, 3)),
+    Shape(pp=2, layers=(4, 2), micro_batch=2),
+    Shape(dp=2, micro_batch=2),
+    Shape(tp=2, micro_batch=2),
 )
 
 
@@ -253,16 +252,14 @@ def small_gpt() -> Model:
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
-    cores = os.cpu_count() or 1
     node = NodeType(
         name="node",
         gpu="cpu",
         gpus=max(4, shape.processes),
         memory_bytes=4e9,
         intra=LinkSpeed(bytes_per_s=2e9),
-        cores=cores,
     )
-    cluster = Cluster(groups=(NodeGroup(type=node, count=1),))
+    cluster = Cluster(groups=(NodePool(type=node, count=1),))
     held = stage_layers(model, shape.layers)
     plan = Plan(
         tp=shape.tp,
@@ -328,7 +325,6 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
             trace=outcome.trace,
             micro_batch=shape.micro_batch,
             iterations=outcome.iterations,
-            cores={one.header.host: os.cpu_count() or 1 for one in outcome.trace.ranks.values()},
         )
         for shape, outcome in done.items()
     ]

@@ -71,13 +71,15 @@ DATA_ARGS=(
 OUTPUT_ARGS=(
   --save "$RUN_DIR/checkpoints"
   --save-interval 100
-  --load "$RUN_DIR/checkpoints"
   --tensorboard-dir "$RUN_DIR/tensorboard"
   --trace-dir "$RUN_DIR/traces"
   --log-interval 10
   --eval-interval 100
   --eval-iters 2
 )
+if [[ -d "$RUN_DIR/checkpoints" ]]; then
+  OUTPUT_ARGS+=(--load "$RUN_DIR/checkpoints")
+fi
 
 # Several ranks on few processors: one thread each, or they get in each other's way.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive.cli import doctor
 from megatron.adaptive.cluster.doctor import answer_peers, check_node, check_way
-from megatron.adaptive.cluster.network import rdma_ports
+from megatron.adaptive.cluster.host import rdma_ports
 
 
 def free_port() -> int:

@@ -31,6 +31,9 @@ exit "${STATUS:-0}"
 """
 
 
+MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
+
+
 class Started:
     """What the example script was started with."""
 
@@ -72,7 +75,7 @@ def test_defaults(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (name,) = runs_in(tmp_path)
     assert name.endswith("-adaptive-p2-c1-t1-d1")
     started = Started(tmp_path / "runs" / name / "started")
-    assert started.options == []
+    assert started.options == MOVES_LAYERS
     assert started.variables == {
         "PIPELINE_PARALLEL": "2",
         "MODEL_CHUNKS": "1",
@@ -104,7 +107,24 @@ def test_options_reach_the_script(dash: str, run: Run, tmp_path: Path) -> None:
 def test_what_follows_two_dashes_is_the_trainers(run: Run, tmp_path: Path) -> None:
     assert run("--pipeline_parallel", "2", "--", "--train-iters", "7", "--", "--resume") == 0
     started = Started(tmp_path / "runs" / "latest" / "started")
-    assert started.options == ["--train-iters", "7", "--", "--resume"]
+    assert started.options == [*MOVES_LAYERS, "--train-iters", "7", "--", "--resume"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--pipeline_parallel 1",
+        "--schedule megatron",
+        "-- --partition 3-5",
+        "-- --plan=plan.json",
+    ],
+)
+def test_layers_stay_where_nothing_or_the_user_says_where(
+    argv: str, run: Run, tmp_path: Path
+) -> None:
+    assert run(*argv.split()) == 0
+    options = Started(tmp_path / "runs" / "latest" / "started").options
+    assert not set(options) & set(MOVES_LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +135,8 @@ def test_layers_that_do_not_divide_get_a_partition(
 ) -> None:
     argv = f"--pipeline_parallel {ranks} --model_chunks {chunks} -- --train-iters 7"
     assert run(*argv.split()) == 0
-    *own, _, _ = Started(tmp_path / "runs" / "latest" / "started").options
+    options = Started(tmp_path / "runs" / "latest" / "started").options
+    own = options[: -len(MOVES_LAYERS) - 2]
     if partition == "":
         assert own == []
         return
@@ -175,7 +196,8 @@ def test_resume_goes_on_in_the_latest_run(run: Run, tmp_path: Path) -> None:
     (latest / "started").unlink()
     assert run("--resume", "--", "--train-iters", "9") == 0
     assert runs_in(tmp_path) == before
-    assert Started(latest / "started").options == ["--train-iters", "9"]
+    load = ["--load", str(latest / "checkpoints")]
+    assert Started(latest / "started").options == [*MOVES_LAYERS, *load, "--train-iters", "9"]
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])
@@ -231,6 +253,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     text = log.read_text()
     assert status == 0, text
     assert "Traceback" not in text
+    assert "--load" not in text
     run = tmp_path / "runs" / "latest"
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",

@@ -115,17 +115,17 @@ class ElasticJob:
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
         found = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
-            epoch = int(path.parent.name.split("-")[1])
+            incarnation = int(path.parent.name.split("-")[1])
             for line in path.read_text().splitlines():
-                found.append({"epoch": epoch, **json.loads(line)})
+                found.append({"epoch": incarnation, **json.loads(line)})
         return found
 
-    def steps(self, epoch: int) -> list[int]:
+    def steps(self, incarnation: int) -> list[int]:
         """Iterations that an epoch did."""
         return [
             line["iteration"]
             for line in self.lines()
-            if line["epoch"] == epoch and "iteration" in line
+            if line["epoch"] == incarnation and "iteration" in line
         ]
 
     def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:

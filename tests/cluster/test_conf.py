@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cluster.command import NodePlace, check_trainer, node_command, trainer_flags
-from megatron.adaptive.cluster.conf import LaunchConf, load_conf
-from megatron.adaptive.cluster.settings import SETTINGS
-from megatron.adaptive.config.models import MODELS
+from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf
+from megatron.adaptive.cluster.node import NodePlace, check_trainer, node_command, trainer_flags
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +131,7 @@ def test_the_trainers_rules_are_checked_beforehand(
 
 
 def check_data_and_trainer(conf: LaunchConf) -> None:
-    from megatron.adaptive.cluster.preflight import check_files
+    from megatron.adaptive.cluster.node import check_files
 
     check_trainer(conf, 2, Path("/nowhere"))
     check_files(conf)

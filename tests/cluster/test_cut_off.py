@@ -46,11 +46,11 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
             assert time.monotonic() < end_s, f"no {what}: {said}"
             time.sleep(0.1)
 
-    def goes_on(epoch: int) -> bool:
+    def goes_on(incarnation: int) -> bool:
         """Whether an epoch, counted over all managers, has done steps."""
         told = state()
         done = len(told.get("earlier", [])) + len(told.get("epochs", []))
-        return done == epoch and told["epochs"][-1]["step_s"] is not None
+        return done == incarnation and told["epochs"][-1]["step_s"] is not None
 
     for node in nodes.all:
         own = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]

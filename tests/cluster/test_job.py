@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.job import Epoch, EpochProgress, ProgressReader
-from megatron.adaptive.engine.progress import PROGRESS_NAME
+from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, ProgressReader
+from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
@@ -25,7 +25,7 @@ def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
 
 def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     reader, folder = ProgressReader(), tmp_path / "epoch"
-    assert reader.read(folder) == EpochProgress()
+    assert reader.read(folder) == IncarnationProgress()
     write(folder, {"total_iterations": 9}, *steps(900.0, 10.0, 30.0))
     now = reader.read(folder)
     assert (now.total, now.iteration, now.first_ns, now.step_s) == (9, 3, 1, 0.02)
@@ -41,17 +41,23 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
 
 def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
     """They finish the copy of a checkpoint from their own disks before they load."""
-    epoch = Epoch(number=2, shape="one", processes=2, nodes=("a",), reason="b was killed")
-    epoch.resumed, epoch.lost_steps, epoch.source = 20, 13, "checkpoint"
+    incarnation = Incarnation(
+        number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
+    )
+    incarnation.resumed, incarnation.lost_steps, incarnation.source = 20, 13, "checkpoint"
     write(tmp_path, {"total_iterations": 99, "start_iteration": 20})
-    epoch.begun_at(ProgressReader().read(tmp_path).start)
-    assert (epoch.resumed, epoch.lost_steps, epoch.source) == (20, 13, "checkpoint")
+    incarnation.begun_at(ProgressReader().read(tmp_path).start)
+    assert (incarnation.resumed, incarnation.lost_steps, incarnation.source) == (
+        20,
+        13,
+        "checkpoint",
+    )
     write(tmp_path / "other", {"total_iterations": 99, "start_iteration": 30})
     for _ in range(2):  # each time that the state is written
-        epoch.begun_at(ProgressReader().read(tmp_path / "other").start)
-    assert (epoch.resumed, epoch.lost_steps) == (30, 3)
-    assert epoch.source == "checkpoint on the nodes' own disks"
-    epoch.begun_at(None)
+        incarnation.begun_at(ProgressReader().read(tmp_path / "other").start)
+    assert (incarnation.resumed, incarnation.lost_steps) == (30, 3)
+    assert incarnation.source == "checkpoint on the nodes' own disks"
+    incarnation.begun_at(None)
 
 
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:
@@ -79,6 +85,6 @@ def test_another_epoch_begins_anew(tmp_path: Path) -> None:
     reader = ProgressReader()
     write(tmp_path / "one", *steps(1.0, 2.0, 3.0))
     assert reader.read(tmp_path / "one").iteration == 3
-    assert reader.read(tmp_path / "two") == EpochProgress()
+    assert reader.read(tmp_path / "two") == IncarnationProgress()
     write(tmp_path / "two", *steps(1.0, first=7))
     assert reader.read(tmp_path / "two").iteration == 7

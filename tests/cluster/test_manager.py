@@ -1,30 +1,45 @@
-"""What a manager makes of the end of an epoch."""
+"""Decisions at the end of an incarnation, and nodes that manage or join a job."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster.job import Epoch, EpochProgress, end_epochs, epoch_folder
-from megatron.adaptive.cluster.layouts import ByRule, Shape
-from megatron.adaptive.cluster.manager import Manager
+from megatron.adaptive.cluster import manager as module
+from megatron.adaptive.cluster.job import (
+    Incarnation,
+    IncarnationProgress,
+    end_incarnations,
+    incarnation_folder,
+)
+from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
+from megatron.adaptive.cluster.lease import LeaseTakenError
+from megatron.adaptive.cluster.manager import Manager, Participant
 from megatron.adaptive.cluster.membership import Event, Node
-from megatron.adaptive.cluster.rank_arguments import JobSpec, Running, assign
+from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec, RunningRanks, assign
 from megatron.adaptive.engine.progress import is_over
 
 from .jobs import FLAGS
 
 
-def ended(status: int) -> Running:
+def ended(status: int) -> RunningRanks:
     """An epoch of one rank that ended by itself."""
-    shape = Shape(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
-    epoch = Epoch(number=1, shape="one", processes=1, nodes=("a",), reason="start")
+    layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
+    incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a ended with status {status}"
     where, statuses = {"1/0": "a"}, {"1/0": status}
-    return Running(
-        epoch=epoch, shape=shape, folder=Path(), where=where, statuses=statuses, fault=fault
+    return RunningRanks(
+        incarnation=incarnation,
+        layout=layout,
+        folder=Path(),
+        where=where,
+        statuses=statuses,
+        fault=fault,
     )
 
 
@@ -34,13 +49,13 @@ def test_only_what_never_worked_ends_the_job_at_once(
     """A network that was cut while a later epoch started looked like a wrong flag."""
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=2)
     manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = EpochProgress()
+    manager._before = IncarnationProgress()
     assert manager._judge(ended(2)) == (2, "")
     manager._failures = 0
-    manager._before = EpochProgress(first_ns=1, saved_ns=2)
+    manager._before = IncarnationProgress(first_ns=1, saved_ns=2)
     running = ended(1)
     assert manager._judge(running) == (None, running.fault)
-    manager._before = EpochProgress()
+    manager._before = IncarnationProgress()
     assert manager._judge(running) == (None, running.fault)
     assert manager._judge(running) == (1, "")
     assert "3 failures without a checkpoint between them" in capsys.readouterr().err
@@ -50,7 +65,7 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
     """Machines that came and went quickly ended the job, for want of a checkpoint between them."""
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=1)
     manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = EpochProgress(first_ns=1)
+    manager._before = IncarnationProgress(first_ns=1)
     lost = ended(-9)
     lost.fault = lost.gone = "node a was lost"
     for _ in range(5):
@@ -97,7 +112,7 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
     """A node that was taken before its ranks had saved counted as one."""
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=0)
     manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = EpochProgress(first_ns=1)
+    manager._before = IncarnationProgress(first_ns=1)
     told = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
     nodes["b"] = Node(name="b", status="leaving", why=told)
@@ -116,19 +131,19 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     """It waited for a node that had just come, until its ranks gave up meeting those there."""
     words = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, ByRule())
+    manager = Manager(spec, Chooser())
 
     def chosen() -> list[str]:
-        found = asyncio.run(manager._shape())
+        found = asyncio.run(manager._layout())
         assert found is not None
-        shape, nodes = found
-        return [place.node.name for place in assign(nodes, shape)]
+        layout, nodes = found
+        return [place.node.name for place in assign(nodes, layout)]
 
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
     assert chosen() == ["a", "b", "c"]  # at the start all of them import
-    manager._epochs.append(ended(0).epoch)
+    manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
         node.is_ready = False
@@ -139,11 +154,11 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
     """The next morph's time was counted from when nodes had become ready at the start."""
     words = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, ByRule())
+    manager = Manager(spec, Chooser())
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
     running = ended(0)
-    manager._epochs.append(running.epoch)
+    manager._incarnations.append(running.incarnation)
 
     async def tell_ready() -> int | None:
         manager._members.events.put_nowait(Event("ready", "a", {}))
@@ -157,8 +172,75 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
 
 
 def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> None:
-    folders = [epoch_folder(tmp_path, number, secret) for number, secret in ((1, "a"), (2, "b"))]
+    folders = [
+        incarnation_folder(tmp_path, number, secret) for number, secret in ((1, "a"), (2, "b"))
+    ]
     for folder in folders:
         folder.mkdir()
-    end_epochs(tmp_path)
+    end_incarnations(tmp_path)
     assert all(is_over(str(folder)) for folder in folders)
+
+
+class Part:
+    """What a manager or an agent does that takes signals itself for a while.
+
+    Args:
+        handles: the signal comes while it takes them, else after that.
+        status: that an agent is let go with.
+    """
+
+    def __init__(self, handles: bool, status: int | None = None) -> None:
+        self.handles = handles
+        self.status = status
+        self.why = "the job has ended"
+        self.notice: signal.Signals | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Part:
+        return self
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        if self.handles:
+            loop.add_signal_handler(signal.SIGTERM, self._take)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while self.handles and self.notice is None:
+            await asyncio.sleep(0)
+        return 0
+
+    def _take(self) -> None:
+        self.notice = signal.SIGTERM
+
+
+class Taken:
+    """A manager of a job that another one manages."""
+
+    notice: signal.Signals | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    async def run(self) -> int:
+        raise LeaseTakenError("taken", {"address": "127.0.0.1", "port": 1, "secret": ""})
+
+
+@pytest.mark.parametrize("handles", [True, False])
+@pytest.mark.parametrize("status", [None, 0])
+def test_a_notice_is_heeded_whenever_it_comes(
+    handles: bool,
+    status: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Between two managers it ended the process without a word, or was forgotten."""
+    monkeypatch.setattr(module, "Manager", Taken)
+    monkeypatch.setattr(module, "Agent", Part(handles, status))
+    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)
+    part = Participant(spec, Chooser(), name="a", slots=1, is_local=True)
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        assert asyncio.run(part.run()) == (EXIT_LEFT if status is None else status)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    why = "SIGTERM" if status is None else "the job has ended"
+    assert f"[elastic] node a leaves: {why}" in capsys.readouterr().out

@@ -39,14 +39,16 @@ def undisturbed(job: ElasticJob, folder: Path, last: int, first: int = 15) -> di
 
 
 def test_a_job_goes_on_in_every_shape_with_the_same_losses(job: ElasticJob, tmp_path: Path) -> None:
-    def trained(epoch: int, steps: int = 4) -> None:
-        job.until(lambda: len(job.steps(epoch)) >= steps, f"{steps} steps of epoch {epoch}")
+    def trained(incarnation: int, steps: int = 4) -> None:
+        job.until(
+            lambda: len(job.steps(incarnation)) >= steps, f"{steps} steps of epoch {incarnation}"
+        )
 
-    def epochs() -> list[dict[str, Any]]:
+    def incarnations() -> list[dict[str, Any]]:
         return list(job.state().get("epochs", []))
 
     trained(1)
-    job.until(epochs, "state")
+    job.until(incarnations, "state")
     second = subprocess.run(
         command(job.machines, job.checkpoints, job.extra),
         env=environment(),
@@ -73,14 +75,14 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(job: ElasticJob, tmp_
     job.manager.send_signal(signal.SIGTERM)
     assert job.end() == 128 + signal.SIGTERM
     state = job.state()
-    shapes = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1"]
-    shapes.append("PP 2 x DP 1")
-    assert [one["shape"].partition(",")[0] for one in state["epochs"]] == shapes, job.said()
+    layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1"]
+    layouts.append("PP 2 x DP 1")
+    assert [one["shape"].partition(",")[0] for one in state["epochs"]] == layouts, job.said()
     reasons = [one["reason"] for one in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"
     # With notice nothing is done twice; without, what came after the last complete checkpoint.
-    lost = [epoch["lost_steps"] for epoch in state["epochs"]]
+    lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
     assert [lost[at] for at in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
     assert resumed % 15 == 0

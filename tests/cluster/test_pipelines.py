@@ -49,10 +49,19 @@ def told(folder: Path) -> list[dict[str, Any]]:
     """What all ranks of all epochs told, in the order of epochs and steps."""
     found = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
-        _, epoch, rank = path.stem.split("-")
+        _, incarnation, rank = path.stem.split("-")
         for line in path.read_text().splitlines():
-            found.append({"epoch": int(epoch), "rank": int(rank), **json.loads(line)})
+            found.append({"epoch": int(incarnation), "rank": int(rank), **json.loads(line)})
     return sorted(found, key=lambda one: (one["epoch"], one["step"], one["rank"]))
+
+
+def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
+    """Wait until an incarnation has done so many steps."""
+
+    def done() -> bool:
+        return len({one["step"] for one in told(folder) if one["epoch"] == incarnation}) >= steps
+
+    job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
 
 
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
@@ -73,38 +82,32 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    def trained(epoch: int, steps: int = 8) -> None:
-        def done() -> bool:
-            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
-
-        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
-
-    trained(2)  # the first one measures the model
+    train(job, tmp_path, 2, 8)  # the first one measures the model
     os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before it is heeded or after
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
-    trained(len(job.state()["epochs"]))
+    train(job, tmp_path, len(job.state()["epochs"]), 8)
     job.change("abc")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
-    trained(len(job.state()["epochs"]), 25)
+    train(job, tmp_path, len(job.state()["epochs"]), 25)
     before = len(job.state()["epochs"])
     job.rank_on("b").kill()  # without notice
     job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
-    trained(before + 1)
+    train(job, tmp_path, before + 1, 8)
     job.change("abcd")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 4, "four processes", LIMIT_S)
-    trained(len(job.state()["epochs"]))
+    train(job, tmp_path, len(job.state()["epochs"]), 8)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
 
     state = job.state()
-    shapes = [one["shape"] for one in state["epochs"]]
-    assert shapes[0] == "4 processes that measure the model"
+    layouts = [one["shape"] for one in state["epochs"]]
+    assert layouts[0] == "4 processes that measure the model"
     four, two, three = "PP 2 x DP 2", "PP 2 x DP 1", "PP 3 x DP 1"
-    seen = [one.partition(",")[0] for one in shapes[1:]]
+    seen = [one.partition(",")[0] for one in layouts[1:]]
     assert set(seen) == {four, two, three}
     assert seen[0] == seen[-1] == four
-    assert all("segments" in one for one in shapes[1:])
+    assert all("segments" in one for one in layouts[1:])
     assert all(one["predicted_step_s"] > 0 for one in state["epochs"][1:])
     # With notice nothing is done twice; without, what came after the last complete checkpoint.
     assert all(one["lost_steps"] == 0 for at, one in enumerate(state["epochs"]) if at != before)
@@ -138,25 +141,19 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 
-    def trained(epoch: int, steps: int = 6) -> None:
-        def done() -> bool:
-            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
-
-        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
-
-    trained(2)
+    train(job, tmp_path, 2, 6)
     lose(job, "d")
-    trained(3)
+    train(job, tmp_path, 3, 6)
     lose(job, "c")
-    trained(4)
+    train(job, tmp_path, 4, 6)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
-    epochs = job.state()["epochs"]
-    seen = [one["shape"].partition(",")[0] for one in epochs[1:]]
+    incarnations = job.state()["epochs"]
+    seen = [one["shape"].partition(",")[0] for one in incarnations[1:]]
     assert seen == ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1"], job.said()
     lines = told(tmp_path)
     for number in (3, 4):
-        one = epochs[number - 1]
+        one = incarnations[number - 1]
         assert one["source"] == "copies in memory", job.said()
         assert one["lost_steps"] <= 1
         done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
@@ -164,7 +161,7 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
         assert done - 2 <= one["resumed_iteration"] <= done
         first = min(line["step"] for line in lines if line["epoch"] == number)
         assert first == one["resumed_iteration"]
-    assert sum(one["lost_steps"] for one in epochs) == job.state()["lost_steps"] <= 2
+    assert sum(one["lost_steps"] for one in incarnations) == job.state()["lost_steps"] <= 2
     last = max(one["step"] for one in lines)
     expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1, state=True)
     losses = {one["step"]: one["loss"] for one in expected}
@@ -178,15 +175,9 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    def trained(epoch: int, steps: int) -> None:
-        def done() -> bool:
-            return len({one["step"] for one in told(tmp_path) if one["epoch"] == epoch}) >= steps
-
-        job.until(done, f"{steps} steps of epoch {epoch}", LIMIT_S)
-
-    trained(2, 12)  # the first one measures the model
+    train(job, tmp_path, 2, 12)  # the first one measures the model
     (tmp_path / "told" / "b").touch()
-    trained(3, 5)
+    train(job, tmp_path, 3, 5)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
     state = job.state()

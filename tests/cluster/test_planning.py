@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli.run import main
-from megatron.adaptive.cluster.layouts import Offer, Shape
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.plan_process import ByPlan, PlanProcess
+from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
 from megatron.adaptive.cluster.planning import Planning
-from megatron.adaptive.cluster.rank_arguments import assign
+from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
 
@@ -37,32 +37,32 @@ def planning(tmp_path: Path) -> Planning:
     return Planning(files, MODEL)
 
 
-def layers_of(shape: Shape, name: str) -> int:
+def layers_of(layout: ParallelLayout, name: str) -> int:
     """Layers on a node of one process."""
-    at = [node for node, _ in shape.places].index(name)
-    return shape.partition[at // (shape.data * shape.tensor)]
+    at = [node for node, _ in layout.places].index(name)
+    return layout.partition[at // (layout.data * layout.tensor)]
 
 
 def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
-    shape = planning.plan(nodes("cadb"))
-    assert dict(shape.places) == dict.fromkeys("abcd", 1)
-    assert layers_of(shape, "a") == layers_of(shape, "b") > layers_of(shape, "c")
-    assert shape.step_s is not None
-    assert shape.pace["c"] == pytest.approx(2 * shape.pace["a"])
-    config = parse([*MODEL, *shape.flags], world_size=4, last_wins=True)
-    assert config.layers_per_stage == shape.partition
+    layout = planning.plan(nodes("cadb"))
+    assert dict(layout.places) == dict.fromkeys("abcd", 1)
+    assert layers_of(layout, "a") == layers_of(layout, "b") > layers_of(layout, "c")
+    assert layout.step_s is not None
+    assert layout.pace["c"] == pytest.approx(2 * layout.pace["a"])
+    config = parse([*MODEL, *layout.flags], world_size=4, last_wins=True)
+    assert config.layers_per_stage == layout.partition
     assert config.batch.global_batch_size == 8
     present = [Node(name=name, slots=1) for name in "dcba"]
-    order = [place.node.name for place in assign(present, shape)]
-    assert order == [name for name, _ in shape.places]
-    assert len(assign(present[1:], shape)) == 3
+    order = [place.node.name for place in assign(present, layout)]
+    assert order == [name for name, _ in layout.places]
+    assert len(assign(present[1:], layout)) == 3
     # Without one of the fast nodes a step takes longer, with a slow one of them as well.
     fewer = planning.plan(nodes("acd"))
     assert set(dict(fewer.places)) <= set("acd")
     slowed = planning.plan(nodes("abcd", a=2.0))
     assert fewer.step_s is not None
     assert slowed.step_s is not None
-    assert shape.step_s < slowed.step_s <= fewer.step_s
+    assert layout.step_s < slowed.step_s <= fewer.step_s
     assert layers_of(slowed, "a") < layers_of(slowed, "b")
     assert slowed.pace["a"] == pytest.approx(2 * slowed.pace["b"])
 
@@ -70,9 +70,9 @@ def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
 def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
     files = [cluster_file(tmp_path, {"fast": ""}, gpus=2), profile_file(tmp_path, {"fast": 0.004})]
     planning = Planning(files, MODEL)
-    shape = planning.plan([*nodes("xy", 4), *nodes("z", 1)])
-    assert {"x": 2, "y": 2, "z": 1}.items() >= dict(shape.places).items()
-    assert shape.world_size == sum(count for _, count in shape.places)
+    layout = planning.plan([*nodes("xy", 4), *nodes("z", 1)])
+    assert {"x": 2, "y": 2, "z": 1}.items() >= dict(layout.places).items()
+    assert layout.world_size == sum(count for _, count in layout.places)
     # Without a cluster file nodes are equal, and have what they report.
     alone = Planning(files[1:], MODEL).plan(nodes("xy", 2))
     assert dict(alone.places) == {"x": 2, "y": 2}
@@ -164,21 +164,21 @@ def test_a_plan_that_takes_too_long_is_done_without(tmp_path: Path) -> None:
     process = PlanProcess(files, MODEL)
     said: list[str] = []
     try:
-        hasty = ByPlan(process, 0.001, said.append)
-        shape = asyncio.run(hasty.choose(MODEL, nodes("ab")))
-        assert shape is not None
-        assert shape.step_s is None
-        assert "the planner did not answer within 0.001 s; the shape is chosen without" in said[0]
+        hasty = PlannerChooser(process, 0.001, said.append)
+        layout = asyncio.run(hasty.choose(MODEL, nodes("ab")))
+        assert layout is not None
+        assert layout.step_s is None
+        assert "the planner did not answer within 0.001 s; the layout is chosen without" in said[0]
         # The same process answers the next question, whatever became of the last one.
-        patient = ByPlan(process, 100.0, said.append)
-        shape = asyncio.run(patient.choose(MODEL, nodes("ab")))
-        assert shape is not None
-        assert shape.step_s is not None
+        patient = PlannerChooser(process, 100.0, said.append)
+        layout = asyncio.run(patient.choose(MODEL, nodes("ab")))
+        assert layout is not None
+        assert layout.step_s is not None
         assert asyncio.run(patient.choose(MODEL, nodes("x"))) is None
         assert patient.why.startswith("x: no such node is in")
-        shape = asyncio.run(patient.choose(MODEL, nodes("xa")))
-        assert shape is not None
-        assert [name for name, _ in shape.places] == ["a"]
+        layout = asyncio.run(patient.choose(MODEL, nodes("xa")))
+        assert layout is not None
+        assert [name for name, _ in layout.places] == ["a"]
         assert said[-1] == "warning: left out: x: in no file of --plan-with"
         process._process.kill()
         assert asyncio.run(patient.choose(MODEL, nodes("b"))) is not None

@@ -18,14 +18,14 @@ import pytest
 
 from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.job import (
-    Epoch,
-    EpochProgress,
+    Incarnation,
+    IncarnationProgress,
     StateFile,
     phases,
     read_state,
     render_state,
 )
-from megatron.adaptive.cluster.rank_arguments import EXIT_LEFT
+from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
 from .jobs import FLAGS, ROOT, environment
@@ -83,22 +83,22 @@ def test_the_state_tells_parts_of_a_morph(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     second = 10**9
-    before = EpochProgress(iteration=8, saved_ns=12 * second, saving_s=0.5)
+    before = IncarnationProgress(iteration=8, saved_ns=12 * second, saving_s=0.5)
     marks = {"notice": 11, "ended": 13, "planned": 13, "begun": 14}
-    epoch = Epoch(
+    incarnation = Incarnation(
         number=2,
-        shape="PP 2 x DP 1, layers 2-2",
+        layout="PP 2 x DP 1, layers 2-2",
         processes=2,
         nodes=("a", "b"),
         reason="c was lost",
         before=before,
         marks_ns={name: at * second for name, at in marks.items()},
     )
-    now = EpochProgress(
+    now = IncarnationProgress(
         total=9, iteration=9, begun_ns=17 * second, loaded_s=1, first_ns=18 * second
     )
-    epoch.phases_s = phases(epoch, now)
-    assert epoch.phases_s == {
+    incarnation.phases_s = phases(incarnation, now)
+    assert incarnation.phases_s == {
         "notice": 0.5,
         "checkpoint": 0.5,
         "end": 1.0,
@@ -117,7 +117,7 @@ def test_the_state_tells_parts_of_a_morph(
         "checkpoint_iteration": 8,
         "lost_steps": 0,
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
-        "epochs": [epoch.told()],
+        "epochs": [incarnation.to_dict()],
     }
     StateFile(tmp_path / "elastic", print).write(told)
     assert main(["--status", str(tmp_path), "--json"]) == 0
@@ -127,9 +127,14 @@ def test_the_state_tells_parts_of_a_morph(
     # Another manager goes on from the checkpoint of 8.
     file = StateFile(tmp_path / "elastic", print)
     assert file.take_over(tmp_path) == told["machines"]
-    file.write({**told, "iteration": 12, "epochs": [{**epoch.told(), "resumed_iteration": 8}]})
+    file.write(
+        {**told, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
+    )
     read = read_state(tmp_path)
-    assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (1, [epoch.number])
+    assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (
+        1,
+        [incarnation.number],
+    )
     assert "1 steps lost in 1 morphs" in render_state(read)
     assert "epochs under managers before: 1" in render_state(read)
 
@@ -195,17 +200,19 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
                 and told["iteration"] > state["iteration"] + 10
             ),
         )
-        (epoch,) = state["epochs"]
-        assert epoch["nodes"] == [left]
-        assert epoch["resumed_iteration"] >= 10
+        (incarnation,) = state["epochs"]
+        assert incarnation["nodes"] == [left]
+        assert incarnation["resumed_iteration"] >= 10
         # The one that is left kept copies for the manager's node, and its own.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
             if '"start_iteration": 0,' in (text := path.read_text().splitlines())[0]
         ]
-        assert epoch["resumed_iteration"] >= done[0] - 1
-        assert epoch["source"] == "copies in memory" or epoch["resumed_iteration"] % 5 == 0
+        assert incarnation["resumed_iteration"] >= done[0] - 1
+        assert (
+            incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
+        )
         nodes[left].send_signal(signal.SIGUSR1)  # its time is over: it saves, and may come back
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2

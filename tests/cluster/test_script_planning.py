@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster.job import EpochProgress
-from megatron.adaptive.cluster.layouts import Offer, Shape
-from megatron.adaptive.cluster.programs import Script, Start, is_trainer, model_file
-from megatron.adaptive.cluster.script_planning import ByMeasuring, ScriptPlanning
-from megatron.adaptive.config.job import JOB_VARIABLE, JobOrder
+from megatron.adaptive.cluster.job import IncarnationProgress
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
+from megatron.adaptive.cluster.plan_process import MeasuringChooser
+from megatron.adaptive.cluster.ranks import ScriptProgram, Start, is_trainer, model_file
+from megatron.adaptive.cluster.script_planning import ScriptPlanning
+from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 
@@ -62,7 +64,7 @@ def profile(memory: float = 1e6) -> dict[str, Any]:
 
 def module(**changes: Any) -> MeasuredModule:
     host = MeasuredHost(
-        host="h0", type="cpu", gpu="cpu", processes=2, cores=2, memory_bytes=1e9, shares_memory=True
+        host="h0", type="cpu", gpu="cpu", processes=2, memory_bytes=1e9, shares_memory=True
     )
     known = MeasuredModule(
         signature="s",
@@ -86,7 +88,7 @@ def nodes(*slots: int) -> list[Offer]:
     ]
 
 
-def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> Shape:
+def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> ParallelLayout:
     path = tmp_path / "model.json"
     module(**changes).write(path)
     return ScriptPlanning(path).plan(nodes(*slots), timed=timed)
@@ -95,9 +97,13 @@ def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> 
 def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.json"
     assert MeasuredModule.read(path) is None
-    told = module(partition=(3, 3), weights=(1.0,) * 6)
-    told.write(path)
-    assert MeasuredModule.read(path) == told
+    written = module(partition=(3, 3), weights=(1.0,) * 6)
+    written.write(path)
+    assert MeasuredModule.read(path) == written
+    former = json.loads(path.read_text())
+    former["hosts"][0]["cores"] = 2  # as written before
+    path.write_text(json.dumps(former))
+    assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
     assert MeasuredModule.read(path) is None  # measured anew
     path.write_text("{")
@@ -106,11 +112,11 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
-    shape = planned(tmp_path, 2, 2)
-    assert shape.world_size == 4
-    assert shape.places == (("n0", 2), ("n1", 2))
-    assert shape.step_s is not None
-    assert shape.unit == "segments"
+    layout = planned(tmp_path, 2, 2)
+    assert layout.world_size == 4
+    assert layout.places == (("n0", 2), ("n1", 2))
+    assert layout.step_s is not None
+    assert layout.unit == "segments"
     five = planned(tmp_path, 2, 2, 1)  # a pipeline of five, as the batch does not divide by it
     assert (five.pipeline, five.data) == (5, 1)
     seven = planned(tmp_path, 2, 2, 2, 1)  # there are six segments alone
@@ -154,8 +160,8 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_size_is_a_wish(tmp_path: Path) -> None:
-    shapes = [planned(tmp_path, *[1] * count, pipeline_size=2) for count in (4, 3, 2, 1)]
-    assert [(one.pipeline, one.data) for one in shapes] == [(2, 2), (3, 1), (2, 1), (1, 1)]
+    layouts = [planned(tmp_path, *[1] * count, pipeline_size=2) for count in (4, 3, 2, 1)]
+    assert [(one.pipeline, one.data) for one in layouts] == [(2, 2), (3, 1), (2, 1), (1, 1)]
 
 
 def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
@@ -164,18 +170,18 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
     path = model_file(tmp_path)
     path.parent.mkdir()
     module(is_random=True).write(path)
-    script = Script(tmp_path / "train.py", ["--lr", "1"], tmp_path)
-    shape = ScriptPlanning(path).plan(nodes(2))
-    words, variables = script.told(
-        Start(shape=shape, epoch=2, resumed=0, progress=tmp_path / "progress")
+    script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
+    layout = ScriptPlanning(path).plan(nodes(2))
+    words, variables = script.command(
+        Start(layout=layout, incarnation=2, resumed=0, progress=tmp_path / "progress")
     )
     assert words == ["--lr", "1"]
     order = JobOrder.from_text(variables[JOB_VARIABLE])
-    assert (order.signature, order.pipeline_size) == ("s", shape.pipeline)
-    assert order.partition == shape.partition
+    assert (order.signature, order.pipeline_size) == ("s", layout.pipeline)
+    assert order.partition == layout.partition
     after = MeasuredModule.read(path)
     assert after is not None
-    assert after.micro_batch_size == shape.micro_batch
+    assert after.micro_batch_size == layout.micro_batch
 
 
 def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
@@ -185,7 +191,7 @@ def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
-    chooser = ByMeasuring(tmp_path / "model.json", None, 1.0, print)  # type: ignore[arg-type]
+    chooser = MeasuringChooser(tmp_path / "model.json", None, 1.0, print)  # type: ignore[arg-type]
     two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
     assert chooser.is_better(three, two)
     assert not chooser.is_better(two, three)
@@ -195,15 +201,15 @@ def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
 
 
 def test_what_a_script_did_not_do_is_said(tmp_path: Path) -> None:
-    script = Script(tmp_path / "train.py", [], tmp_path)
-    began = EpochProgress(begun_ns=1)
+    script = ScriptProgram(tmp_path / "train.py", [], tmp_path)
+    began = IncarnationProgress(begun_ns=1)
     assert script.goes_on(began, [0, 0]) == ""
     for _ in range(3):
-        assert script.goes_on(EpochProgress(), [79, 79])
+        assert script.goes_on(IncarnationProgress(), [79, 79])
     with pytest.raises(SetupError, match="another model, sample or settings at each of 3 starts"):
-        script.goes_on(EpochProgress(), [79, 79])
+        script.goes_on(IncarnationProgress(), [79, 79])
     with pytest.raises(SetupError, match="train.py ended without training"):
-        script.goes_on(EpochProgress(), [0, 0])
+        script.goes_on(IncarnationProgress(), [0, 0])
 
 
 def test_the_trainer_is_told_from_a_script_by_its_text(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
     """Wait until a job has trained a few steps in the shape that it took for a reason."""
 
     def found() -> list[dict[str, Any]]:
-        epochs = job.state().get("epochs", [])
-        return [one for one in epochs if one["reason"].startswith(reason)]
+        incarnations = job.state().get("epochs", [])
+        return [one for one in incarnations if one["reason"].startswith(reason)]
 
     job.until(lambda: found() and len(job.steps(found()[0]["epoch"])) >= 3, f"epoch for {reason}")
     (one,) = found()
@@ -52,13 +52,13 @@ def stop(job: ElasticJob) -> None:
     assert job.left_behind() == []
 
 
-def layers_of(epoch: dict[str, Any], name: str) -> int:
+def layers_of(incarnation: dict[str, Any], name: str) -> int:
     """Layers on a node of one process; 0 for one that is not used."""
-    degrees = re.match(r"PP (\d+) x DP (\d+), layers ([0-9-]+)", epoch["shape"])
+    degrees = re.match(r"PP (\d+) x DP (\d+), layers ([0-9-]+)", incarnation["shape"])
     assert degrees is not None
-    if name not in epoch["nodes"]:
+    if name not in incarnation["nodes"]:
         return 0
-    return int(degrees[3].split("-")[epoch["nodes"].index(name) // int(degrees[2])])
+    return int(degrees[3].split("-")[incarnation["nodes"].index(name) // int(degrees[2])])
 
 
 def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_path: Path) -> None:
@@ -80,17 +80,17 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         job.change("abc")
         epoch_for(job, "d was taken from the machines file")
         stop(job)
-        epochs = job.state()["epochs"]
-        assert {one["chosen_by"] for one in epochs} == {"planner"}
-        assert [one["lost_steps"] for one in epochs] == [0] * len(epochs)
-        first = epochs[0]
+        incarnations = job.state()["epochs"]
+        assert {one["chosen_by"] for one in incarnations} == {"planner"}
+        assert [one["lost_steps"] for one in incarnations] == [0] * len(incarnations)
+        first = incarnations[0]
         assert sorted(first["nodes"]) == ["a", "b", "c", "d"]
         assert layers_of(first, "a") == layers_of(first, "b") > layers_of(first, "c")
         # The planner did not know how slow it is at first, and then met it.
-        before = epochs[moved["epoch"] - 2]
+        before = incarnations[moved["epoch"] - 2]
         assert layers_of(moved, "a") < layers_of(before, "a")
         assert moved["predicted_step_s"] > before["predicted_step_s"]
-        assert "d" not in epochs[-1]["nodes"]
+        assert "d" not in incarnations[-1]["nodes"]
         told = {node["name"]: node["slowness"] for node in job.state()["machines"]}
         assert told["a"] > 1.5
         done = [line for line in job.lines() if "iteration" in line]

@@ -43,8 +43,8 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     own += ["--unequal", "--replicate-every", "1"]
     job = ElasticJob(tmp_path, "ab", MODEL, own)
 
-    def trained(epoch: int) -> None:
-        job.until(lambda: len(job.steps(epoch)) >= 4, f"4 steps of epoch {epoch}")
+    def trained(incarnation: int) -> None:
+        job.until(lambda: len(job.steps(incarnation)) >= 4, f"4 steps of epoch {incarnation}")
 
     try:
         trained(1)
@@ -54,14 +54,14 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
         trained(3)
         job.manager.send_signal(signal.SIGTERM)
         assert job.end() == 128 + signal.SIGTERM
-        epochs: list[dict[str, Any]] = job.state()["epochs"]
-        assert epochs[1]["shape"].startswith(("PP 2 x DP 2-1,", "PP 2 x DP 1-2,"))
-        assert sorted(epochs[1]["nodes"]) == ["a", "b", "c"]
-        assert "-" not in epochs[2]["shape"].partition(",")[0]
+        incarnations: list[dict[str, Any]] = job.state()["epochs"]
+        assert incarnations[1]["shape"].startswith(("PP 2 x DP 2-1,", "PP 2 x DP 1-2,"))
+        assert sorted(incarnations[1]["nodes"]) == ["a", "b", "c"]
+        assert "-" not in incarnations[2]["shape"].partition(",")[0]
         # Every stage has a copy of its state on another node.
-        assert epochs[2]["source"] == "copies in memory", job.said()
-        assert [one["lost_steps"] <= 1 for one in epochs] == [True] * 3
-        begin = epochs[1]["resumed_iteration"]
+        assert incarnations[2]["source"] == "copies in memory", job.said()
+        assert [one["lost_steps"] <= 1 for one in incarnations] == [True] * 3
+        begin = incarnations[1]["resumed_iteration"]
         done = {line["iteration"]: line["loss"] for line in job.lines() if "iteration" in line}
         expected = alone(job, tmp_path / "alone", begin, max(done))
         for iteration, loss in done.items():
@@ -75,7 +75,7 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     ("own", "more", "told"),
     [
         (["--unequal"], (), "--unequal: the planner chooses stages .* add --plan-with FILE"),
-        ([], ("--stage-data-parallel-sizes", "2-1"), "a job that changes shape chooses the ranks"),
+        ([], ("--stage-data-parallel-sizes", "2-1"), "a job that changes layout chooses the ranks"),
     ],
 )
 def test_bad_input(own: list[str], more: tuple[str, ...], told: str, tmp_path: Path) -> None:

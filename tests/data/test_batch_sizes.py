@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.adaptive.config.batch import BatchConfig
+from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.errors import ConfigError
 

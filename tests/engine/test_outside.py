@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.engine.outside import OutsideTrace
-from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
@@ -106,11 +105,11 @@ def test_others_see_what_it_does(tmp_path: Path, chunks: Chunks) -> None:
         tracing = Tracing(recorder)
         outside = OutsideTrace(loop, tracing)
         for chunk in chunks:
-            chunk.register_forward_hook(lambda *_: seen.append(outside.look()))
+            chunk.register_forward_hook(lambda *_: seen.append(outside.snapshot()))
         tracing.begin_iteration(1, 3, is_traced=True)
-        assert outside.look() == {}
+        assert outside.snapshot() == {}
         step(outside, chunks)
-        assert outside.look() == {}
+        assert outside.snapshot() == {}
     assert [(s["doing"], s["chunk"], s["microbatch"], s["done"]) for s in seen] == [
         ("F", chunk, microbatch, [3 * chunk + microbatch, 3 * chunk, 0])
         for chunk in range(2)

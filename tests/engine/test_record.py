@@ -15,7 +15,8 @@ from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 
-from .conftest import ROOT, Start
+from ..multiprocess.launch import ROOT
+from .conftest import Start
 from .loopback import Picks, Ranks, ready_first
 
 SHAPE = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster.command import check_trainer
 from megatron.adaptive.cluster.conf import load_conf
+from megatron.adaptive.cluster.node import check_trainer
 
 from .schema import mistakes
 

@@ -20,8 +20,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.dropout import DropoutKeys, _settle, _stir  # noqa: E402
-from megatron.adaptive.gpt.forward import ChunkFeed, GptForward  # noqa: E402
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward, _settle, _stir  # noqa: E402  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402

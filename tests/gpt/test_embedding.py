@@ -16,14 +16,14 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.embedding import (  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
+from megatron.adaptive.gpt.placement import (  # noqa: E402
     embedding_ranks,
     finalize_gradients,
     local_copies,
+    placement_of,
 )
-from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
-from megatron.adaptive.gpt.layout import placement_of  # noqa: E402
-from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402
 
 FLAGS = (

@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.errors import DataError
-from megatron.adaptive.gpt.flops import flops_per_token, stage_work
+from megatron.adaptive.gpt.model import flops_per_token, stage_work
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

@@ -14,10 +14,10 @@ accelerator.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from megatron.adaptive.gpt.dropout import DropoutKeys  # noqa: E402
 from megatron.adaptive.gpt.forward import (  # noqa: E402
     LOSS_NAME,
     ChunkFeed,
+    DropoutKeys,
     GptForward,
     masked_mean_loss,
 )

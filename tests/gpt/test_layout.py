@@ -18,7 +18,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (  # noqa: 
 )
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.gpt.layout import PlacedLayout, placement_of  # noqa: E402
+from megatron.adaptive.gpt.placement import PlacedLayout, placement_of  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402
 
 KINDS: tuple[PlacementKind, ...] = ("loop", "v")

@@ -10,13 +10,17 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import BatchShape
-from megatron.adaptive.modules.gradients import LossScale, clip_factor, squared_norm
-from megatron.adaptive.modules.holding import check_groups, keep_only
-from megatron.adaptive.modules.measure import check_replay, segment_seconds
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.partition import balanced, given_partition
-from megatron.adaptive.modules.slices import check_shared
-from megatron.adaptive.modules.tape import Value
+from megatron.adaptive.modules.cutting import (
+    balanced,
+    check_groups,
+    check_shared,
+    given_partition,
+    keep_only,
+)
+from megatron.adaptive.modules.program import MessageLayout
+from megatron.adaptive.modules.recording import Value
+from megatron.adaptive.modules.segments import check_replay, measure_segments
+from megatron.adaptive.modules.update import LossScale, clip_factor, squared_norm
 
 from .models import SHARED, knotty, make_batch
 from .ranks import Case, assert_same
@@ -38,7 +42,7 @@ def test_a_message_brings_all_tensors() -> None:
         torch.randn(9).to(torch.bfloat16),
     ]
     for count in range(len(tensors) + 1):
-        layout = Layout.of([value(tuple(one.shape), one.dtype) for one in tensors[:count]])
+        layout = MessageLayout.of([value(tuple(one.shape), one.dtype) for one in tensors[:count]])
         message = layout.pack(tensors[:count], CPU)
         assert message.nbytes == layout.nbytes or count == 1
         for one, other in zip(layout.unpack(message), tensors, strict=False):
@@ -47,16 +51,16 @@ def test_a_message_brings_all_tensors() -> None:
 
 def test_missing_gradients_are_zeros() -> None:
     kinds = [value((2,), torch.float32), value((3,), torch.float32)]
-    layout = Layout.of(kinds)
+    layout = MessageLayout.of(kinds)
     given = torch.ones(3)
     first, second = layout.unpack(layout.pack([None, given], CPU))
     assert first.tolist() == [0, 0]
     assert second.tolist() == [1, 1, 1]
-    assert Layout.of(kinds[:1]).pack([None], CPU).tolist() == [0, 0]
+    assert MessageLayout.of(kinds[:1]).pack([None], CPU).tolist() == [0, 0]
 
 
 def test_another_shape_than_the_samples_is_refused() -> None:
-    layout = Layout.of([value((2,), torch.float32)])
+    layout = MessageLayout.of([value((2,), torch.float32)])
     with pytest.raises(ConfigError, match=r"\[3\].*\[2\].*move the cut point"):
         layout.pack([torch.ones(3)], CPU)
 
@@ -157,12 +161,13 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
 
 
 def test_segments_are_timed() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     case = Case(knotty(), make_batch(4), 2)
-    seconds = segment_seconds(case.forward, case.forwards.training, case.microbatch(0))
-    assert len(seconds) == 9
-    assert all(0 < one < 10 for one in seconds)
-    assert all(one.grad is None for one in (*model.parameters(), *case.model.parameters()))
+    found = measure_segments(
+        case.forward, case.forwards.training, case.microbatch(0), CPU, split=False, repeats=1
+    )
+    assert len(found) == 9
+    assert all(0 < one.seconds < 10 for one in found)
+    assert all(one.grad is None for one in case.model.parameters())
 
 
 class Sly(torch.nn.Module):

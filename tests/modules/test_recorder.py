@@ -135,7 +135,7 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
     """Shapes of what crosses a border of three stages."""
-    from megatron.adaptive.modules.slices import slice_tape
+    from megatron.adaptive.modules.cutting import slice_tape
 
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
@@ -234,7 +234,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_cannot_be_cut_is_named(body: Body, words: list[str]) -> None:
-    from megatron.adaptive.modules.slices import slice_tape
+    from megatron.adaptive.modules.cutting import slice_tape
 
     with pytest.raises(ConfigError) as refusal:
         slice_tape(case_of(body).forwards.training, (1, 1, 1))

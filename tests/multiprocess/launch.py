@@ -1,13 +1,26 @@
-"""Runs a script under ``torchrun`` with a time limit that leaves no process behind."""
+"""Runs programs as ranks on this machine, with a time limit that leaves no process behind.
+
+Ranks are forked from one process for each process of the tests, the fork server of a job's nodes:
+importing torch and megatron-core takes longer than most programs. Where the launcher itself is
+under test, or what a user's process imports, tests start processes of their own.
+"""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +28,232 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+RANK = Path(__file__).with_name("forked_rank.py")
+START_LIMIT_S = 120.0
+GRACE_S = 2.0
+
+
+class Forkserver:
+    """A process that has imported what ranks need, and forks programs.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="tests-forkserver-"))
+        self._orders, theirs = socket.socketpair()
+        self._log = self._folder / "log.txt"
+        module = "megatron.adaptive.cluster.rank_forkserver"
+        with theirs, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self._buffer = b""
+        self._keys = itertools.count()
+        self._ended: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
+        atexit.register(self.close)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(
+        self, command: Sequence[str], *, output: Path, error: Path, variables: dict[str, str]
+    ) -> str:
+        """Forks a program and returns its key.
+
+        Args:
+            command: a script and its arguments, or ``-m``, a module and its arguments.
+            output: file that what it prints is added to.
+            error: the same for its standard error, which may be the same file.
+            variables: its whole environment.
+        """
+        key = str(next(self._keys))
+        given = {"output": str(output), "error": str(error), "names": sorted(variables)}
+        order = {
+            "key": key,
+            "variables": variables,
+            "script": str(RANK),
+            "arguments": [json.dumps(given), *command],
+            "folder": str(output.parent),
+        }
+        self._orders.sendall(json.dumps({"start": order}).encode() + b"\n")
+        end_s = time.monotonic() + START_LIMIT_S
+        while key not in self._pids:
+            if not self._read(end_s):
+                raise AssertionError(f"the fork server does not answer: {tail(self._log)}")
+        return key
+
+    def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
+        """Waits until all programs have ended or one has failed; returns those statuses."""
+        end_s = time.monotonic() + limit_s
+        while True:
+            ended = {key: self._ended[key] for key in keys if key in self._ended}
+            if len(ended) == len(keys) or any(ended.values()) or not self._read(end_s):
+                return ended
+
+    def kill(self, keys: Sequence[str]) -> None:
+        """Ends programs that still run, and all that they started."""
+        left = [key for key in keys if key not in self._ended]
+        families: list[psutil.Process] = []
+        for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 10.0)):
+            for key in left:
+                try:
+                    process = psutil.Process(self._pids[key])
+                    families += process.children(recursive=True)
+                    process.send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+            end_s = time.monotonic() + grace_s
+            while any(key not in self._ended for key in left) and self._read(end_s):
+                pass
+            left = [key for key in left if key not in self._ended]
+        for member in families:
+            if member.is_running():
+                member.kill()
+
+    def close(self) -> None:
+        """Ends it and all that it forked."""
+        self._process.kill()
+        self._process.wait(10)
+        self._orders.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, end_s: float) -> bool:
+        """Takes in messages; false where the time is over or the fork server ended."""
+        if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            return False
+        data = self._orders.recv(1 << 16)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "started" in message:
+                self._pids[message["started"]] = message["pid"]
+            elif "ended" in message:
+                self._ended[message["ended"]] = message["status"]
+        return bool(data)
+
+
+@cache
+def _servers() -> list[Forkserver]:
+    return []
+
+
+def forkserver() -> Forkserver:
+    """Returns the fork server of this process, which the first call starts."""
+    servers = _servers()
+    if not servers or not servers[-1].is_alive:
+        servers.append(Forkserver())
+    return servers[-1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns what programs of the tests run with."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **own, **more}
+
+
+def run_ranks(
+    script: Path, arguments: Sequence[str], *, world_size: int, log: Path, limit_s: float
+) -> int | None:
+    """Runs a script as the ranks of a job, in the environment that ``torchrun`` gives.
+
+    Args:
+        script: the program of every rank.
+        arguments: its arguments.
+        world_size: number of ranks.
+        log: file for what all ranks write; they run in its folder.
+        limit_s: ranks find it in ``WATCHDOG_S``; five seconds later everything is killed.
+
+    Returns:
+        The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
+    """
+    import torch.distributed as dist
+
+    log.write_text("")
+    # Ranks meet in a store of their launcher, as under torchrun.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WATCHDOG_S": str(limit_s),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    server = forkserver()
+    keys: list[str] = []
+    try:
+        for rank in range(world_size):
+            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            keys.append(
+                server.start(
+                    [str(script), *arguments],
+                    output=log,
+                    error=log,
+                    variables=environment(**common, **own),
+                )
+            )
+        ended = server.wait(keys, limit_s + 5)
+    finally:
+        server.kill(keys)
+    if failed := [status for status in ended.values() if status]:
+        return failed[0]
+    return 0 if len(ended) == world_size else None
 
 
 def torchrun(
-    script: Path, arguments: Sequence[str], *, world_size: int, log: Path, limit_s: float
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    log: Path,
+    limit_s: float,
+    fresh: bool = False,
 ) -> None:
-    """Run ``script`` as ``world_size`` ranks on this machine.
+    """Runs a script as the ranks of a job, as :func:`run_ranks` does.
 
     Args:
         script: the program of every rank.
         arguments: its arguments.
         world_size: number of ranks.
         log: file for what all ranks write.
-        limit_s: ranks are told it as ``WATCHDOG_S``; five seconds later everything is killed.
+        limit_s: as for :func:`run_ranks`.
+        fresh: whether ranks import everything themselves, started by torchrun.
 
     Raises:
         AssertionError: the ranks did not all succeed; holds the end of what they wrote.
     """
+    if fresh:
+        status = _run_fresh(script, arguments, world_size, log, limit_s)
+    else:
+        status = run_ranks(script, arguments, world_size=world_size, log=log, limit_s=limit_s)
+    said = "ended with status " + str(status) if status is not None else "had to be killed"
+    assert status == 0, f"{world_size} ranks of {script.name} {said}:\n{tail(log)}"
+
+
+def _run_fresh(
+    script: Path, arguments: Sequence[str], world_size: int, log: Path, limit_s: float
+) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "WATCHDOG_S": str(limit_s),
-    }
     with log.open("w") as output:
         job = subprocess.Popen(
             [*command, str(script), *arguments],
-            env=environment,
+            env=environment(WATCHDOG_S=str(limit_s)),
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -52,19 +261,51 @@ def torchrun(
             start_new_session=True,
         )
         try:
-            status: int | None = job.wait(limit_s + 5)
+            return job.wait(limit_s + 5)
         except subprocess.TimeoutExpired:
-            status = None
+            return None
         finally:
             kill_tree(job)
-    said = "ended with status " + str(status) if status is not None else "had to be killed"
-    assert status == 0, f"{world_size} ranks of {script.name} {said}:\n{tail(log)}"
+
+
+def run_forked(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program as ``subprocess.run`` does, forked from what has imported torch already.
+
+    Args:
+        command: a script and its arguments, or ``-m``, a module and its arguments.
+        folder: where it runs.
+        limit_s: after which it is killed.
+        variables: of its environment, besides :func:`environment`.
+
+    Raises:
+        AssertionError: it took longer; holds the end of what it wrote.
+    """
+    server = forkserver()
+    with tempfile.TemporaryDirectory(prefix="tests-output-") as name:
+        output, error = Path(name, "output"), Path(name, "error")
+        output.touch()
+        error.touch()
+        given = environment(**(variables or {}), FORKED_FOLDER=str(folder))
+        key = server.start(command, output=output, error=error, variables=given)
+        try:
+            ended = server.wait([key], limit_s)
+        finally:
+            server.kill([key])
+        said = output.read_text(errors="replace"), error.read_text(errors="replace")
+    assert key in ended, f"{command} took longer than {limit_s:g} s:\n{''.join(said)[-12_000:]}"
+    return subprocess.CompletedProcess([*command], ended[key], *said)
 
 
 def run_cases(
     cases: Sequence[dict[str, Any]], *, world_size: int, folder: Path, limit_s: float
 ) -> tuple[dict[str, Any], str | None]:
-    """Train the cases of ``worker.py`` one after the other in one job.
+    """Trains the cases of ``worker.py`` one after the other in one job.
 
     Returns:
         Results by case, up to the first case that failed, and what the ranks wrote if one did.
@@ -86,7 +327,7 @@ def run_cases(
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """End a process and all it started, the ranks of torchrun in sessions of their own too."""
+    """Ends a process and all it started, the ranks of torchrun in sessions of their own too."""
     try:
         family = [*psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -101,6 +342,6 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
 
 
 def tail(path: Path, limit: int = 12_000) -> str:
-    """Return the end of a file."""
+    """Returns the end of a file."""
     text = path.read_text(errors="replace")
     return text if len(text) <= limit else f"...{text[-limit:]}"

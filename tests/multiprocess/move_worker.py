@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.gpt.setup import Run  # noqa: E402
-from megatron.adaptive.rebalance import change_placement as relocate  # noqa: E402
+from megatron.adaptive.rebalance import change_placement as moving  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog  # noqa: E402
 from megatron.adaptive.training.pretrain import pretrain  # noqa: E402
 
@@ -36,7 +36,7 @@ from megatron.adaptive.training.pretrain import pretrain  # noqa: E402
 def watch_moves(left_behind: list[int]) -> None:
     """Count what is left of a run's weights and optimizer when the next one is built."""
     references: list[weakref.ref[torch.Tensor]] = []
-    take_down, build_run = relocate.take_down, relocate.build_run
+    take_down, build_run = moving.take_down, moving.build_run
 
     def noting(run: Run) -> None:
         held = [p for chunk in run.chunks for p in chunk.parameters()]
@@ -48,7 +48,7 @@ def watch_moves(left_behind: list[int]) -> None:
         left_behind.append(sum(reference() is not None for reference in references))
         return build_run(job)
 
-    relocate.take_down, relocate.build_run = noting, counting  # type: ignore[attr-defined]
+    moving.take_down, moving.build_run = noting, counting  # type: ignore[attr-defined]
 
 
 def watch_iterations(seen: list[list[Any]]) -> None:

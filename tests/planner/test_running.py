@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
@@ -60,7 +60,6 @@ def job(
     memory: float = 1e12,
     batch: int = 16,
     schedule: str = "1f1b",
-    cores: int = 0,
     parameters: float = 1e6,
     slow: dict[str, float] | None = None,
     chunks: int = 1,
@@ -91,10 +90,8 @@ def job(
         for size in (1, 2, 4)
     }
     groups = tuple(
-        NodeGroup(
-            type=NodeType(
-                name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST, cores=cores
-            ),
+        NodePool(
+            type=NodeType(name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST),
             count=1,
         )
         for name, count in zip(names, gpus, strict=True)
@@ -118,10 +115,9 @@ def seconds_of(running: Running, size: int, micro_batch: int, partition: tuple[i
     return predict(plan, running.model, running.cluster, running.whole).seconds
 
 
-@pytest.mark.parametrize("cores", [0, 2])
 @pytest.mark.parametrize("batch", [4, 12, 16])
-def test_no_shape_with_balanced_stages_is_faster(batch: int, cores: int) -> None:
-    running = job(batch=batch, cores=cores)
+def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
+    running = job(batch=batch)
     found = choose_option(running, most=4)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     best = found[0]
@@ -158,7 +154,7 @@ def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
 
 
 def test_a_lower_cap_of_a_rule_needs_less() -> None:
-    running = job(schedule="adaptive", parameters=0.0, cores=2)
+    running = job(schedule="adaptive", parameters=0.0)
     sizes: dict[str, Any] = {"pipeline_sizes": (4,), "micro_batches": (1,)}
     free = choose_option(running, **sizes)[0]
     capped = choose_option(replace(running, cap=2.0), **sizes)[0]
@@ -177,7 +173,7 @@ def test_slow_nodes_get_less() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "interleaved", "adaptive"])
 def test_every_schedule_has_a_shape(schedule: str) -> None:
-    running = job(schedule=schedule, chunks=2 if schedule == "interleaved" else 1, cores=2)
+    running = job(schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
     found = choose_option(running, pipeline_sizes=(2,), most=4)
     assert len(found[0].partition) == running.placement(2).num_stages
     assert found[0].fits

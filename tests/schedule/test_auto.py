@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.auto import Choice, candidates, choose
+from megatron.adaptive.schedule.auto import ScheduleChoice, candidates, choose
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
 def pick(
@@ -19,10 +18,10 @@ def pick(
     present: PlacementKind = "v",
     placements: tuple[PlacementKind, ...] = ("v",),
     splittable: bool = True,
-) -> Choice:
+) -> ScheduleChoice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(
-        Profile(times=times, action_sigma=sigma),
+        StageProfile(times=times, action_sigma=sigma),
         present=Placement(num_ranks=4, num_chunks=chunks, kind=present),
         num_microbatches=16,
         most=dict.fromkeys(placements, most),
@@ -74,10 +73,10 @@ def on_two_ranks(
     times: tuple[float, ...],
     factors: tuple[float, ...] | None = None,
     most: tuple[float, float] = (16.0, 16.0),
-) -> Choice:
+) -> ScheduleChoice:
     """The choice for a V of two ranks and four stages with these times."""
     return choose(
-        Profile(
+        StageProfile(
             times=StageTimes(forward_s=times, backward_s=times, weight_s=times),
             rank_factors=factors,
         ),

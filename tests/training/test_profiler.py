@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.training.profiler import make_profiler
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+import torch  # noqa: E402
+
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Installed  # noqa: E402
+from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.training.hooks import make_profiler  # noqa: E402
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -38,7 +43,7 @@ def run(
 ) -> None:
     profiler = make_profiler(cfg, rank, folder)
     for iteration in range(first, last):
-        profiler.step(iteration)
+        profiler.before_step(iteration)
         work(iteration)
     profiler.close()
     profiler.close()

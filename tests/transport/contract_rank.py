@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.completions import Arrival, Completions

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.config.transport import TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.config.transport import TRANSPORTS
+from megatron.adaptive.config.parallel import TRANSPORTS
 from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.transport.interface import Endpoint
 from megatron.adaptive.transport.select import (

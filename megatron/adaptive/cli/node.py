@@ -1,4 +1,4 @@
-"""``node``: one node of a run. ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts call it.
+"""Runs one node of a job; ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts call it.
 
 ::
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import socket
@@ -19,11 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron.adaptive.cluster.command import ROOT, NodePlace, check_trainer
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
-from megatron.adaptive.cluster.network import (
+from megatron.adaptive.cluster.host import (
+    count_gpus,
     interface_of,
     interface_variables,
     is_loopback,
@@ -32,34 +31,24 @@ from megatron.adaptive.cluster.network import (
     rdma_variables,
     resolve,
 )
-from megatron.adaptive.cluster.node import run_node
-from megatron.adaptive.cluster.preflight import check_files, make_folder
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
-from megatron.adaptive.cluster.sampler import count_gpus
+from megatron.adaptive.cluster.node import (
+    ROOT,
+    NodePlace,
+    check_files,
+    check_trainer,
+    make_folder,
+    run_node,
+)
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-    def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; for an unknown option name the nearest."""
-        options, unknown = self.parse_known_args(list(argv))
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(known)}"
-            self.error(f"{unknown[0]} is not an option: {hint}")
-        return options
-
-
 def main(argv: Sequence[str]) -> int:
-    """Take part in a run as one node.
+    """Takes part in a run as one node.
 
     Returns:
         The exit status of the node's processes; 75 if the run was stopped early in good order.
@@ -75,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     return roles[role](argv[1:])
 
 
-def _parser(role: str, description: str) -> _Parser:
-    parser = _Parser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
+def _parser(role: str, description: str) -> CommandParser:
+    parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=int, help="its port (29500; MASTER_PORT)")
@@ -110,26 +99,30 @@ def _master(argv: Sequence[str]) -> int:
         f"master at {address}:{port}; on the other nodes: "
         f"bash run_worker.sh --master-addr {address}"
     )
+    store = open_store(port)
     found = _Found(logs / _FOUND_NAME, address, port)
     try:
-        rank, told, reached = gather_nodes(
+        rank, answer, reached = gather_nodes(
             conf,
             _hello(options, conf),
-            port=port,
+            store,
             say=_say,
-            make_told=lambda places: _told(conf, places, logs, port),
+            make_answer=lambda places: _answer(conf, places, logs, port),
         )
     finally:
         found.close()
+    del store  # torchrun takes its port
     if not given and reached is not None:
         address = reached
-    place = _place(told, rank, address)
+    place = _place(answer, rank, address)
     own = interface or interface_of(address)
-    return _run(conf, place, logs / told["job"], own)
+    return _run(conf, place, logs / answer["job"], own)
 
 
-def _told(conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int) -> dict[str, Any]:
-    """Return what all workers are told; checks the trainer's rules now that sizes are known."""
+def _answer(
+    conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int
+) -> dict[str, Any]:
+    """Returns what all workers get; checks the trainer's rules now that sizes are known."""
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
@@ -163,21 +156,21 @@ def _worker(argv: Sequence[str]) -> int:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
-    folder = Path(joined.told["folder"])
-    conf = make_conf(joined.told["conf"], folder if folder.is_dir() else ROOT)
+    folder = Path(joined["folder"])
+    conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)
-    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined.own_addr)
-    place = _place(joined.told, joined.node_rank, joined.master_addr)
-    return _run(conf, place, conf.path("LOG_DIR") / joined.told["job"], interface)
+    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
+    place = _place(joined, joined["node_rank"], joined["master_addr"])
+    return _run(conf, place, conf.path("LOG_DIR") / joined["job"], interface)
 
 
 def _slurm(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="node slurm", allow_abbrev=False)
+    parser = CommandParser(prog="node slurm", allow_abbrev=False)
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)
-    told = json.loads(options.conf.read_text())
-    conf = make_conf(told["conf"], Path(told["folder"]))
+    answer = json.loads(options.conf.read_text())
+    conf = make_conf(answer["conf"], Path(answer["folder"]))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
@@ -232,12 +225,12 @@ def _run(
     )
 
 
-def _place(told: dict[str, Any], rank: int, address: str) -> NodePlace:
+def _place(answer: dict[str, Any], rank: int, address: str) -> NodePlace:
     return NodePlace(
         node_rank=rank,
-        processes=tuple(told["processes"]),
+        processes=tuple(answer["processes"]),
         master_addr=address,
-        master_port=told["port"],
+        master_port=answer["port"],
     )
 
 
@@ -254,10 +247,10 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Refuse to wait for workers in a folder where another run's master does.
+    """Refuses to wait for workers in a folder where another run's master does.
 
     Raises:
-        ConfigError: workers could not tell which one is theirs.
+        ConfigError: workers would not know which one is theirs.
     """
     found = _Found.read(logs / _FOUND_NAME)
     if found is None:
@@ -270,7 +263,7 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Return a name that no other job has, its folder made: pods often share time and number."""
+    """Returns a name that no other job has, its folder made: pods often share time and number."""
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         with contextlib.suppress(FileExistsError):
@@ -299,7 +292,7 @@ def _say(text: str) -> None:
 
 
 class _Found:
-    """The file by which workers with the same folder of logs find the master."""
+    """Holds the file by which workers with the same folder of logs find the master."""
 
     def __init__(self, path: Path, address: str, port: int) -> None:
         self._path = path
@@ -310,14 +303,14 @@ class _Found:
 
     @staticmethod
     def read(path: Path) -> tuple[str, int] | None:
-        """Return the master's address and port, ``None`` if nothing is told."""
+        """Returns the master's address and port, ``None`` if there is no file."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            told = json.loads(path.read_text())
-            return str(told["address"]), int(told["port"])
+            answer = json.loads(path.read_text())
+            return str(answer["address"]), int(answer["port"])
         return None
 
     def close(self) -> None:
-        """Take the file away, unless another master has replaced it."""
+        """Takes the file away, unless another master has replaced it."""
         with contextlib.suppress(OSError):
             if self._path.read_text() == self._text:
                 self._path.unlink()

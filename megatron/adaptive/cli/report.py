@@ -1,18 +1,17 @@
-"""``report``: one page about a job, after its run or during it."""
+"""Writes one page about a job, after its run or during it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cluster.command import ROOT
-from megatron.adaptive.cluster.report import gather
-from megatron.adaptive.cluster.report_page import write_report
+from megatron.adaptive.cluster.node import ROOT
+from megatron.adaptive.cluster.report import gather, write_report
+from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and say where it is.
+    """Writes the page and says where it is.
 
     Returns:
         Exit status 0.

@@ -1,39 +1,34 @@
-"""``status``: what is known of a job; ``get_result.sh`` calls it."""
+"""Prints the state of a job; ``get_result.sh`` calls it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
-from megatron.adaptive.cluster.command import ROOT
+from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.cluster.status import JobStatus, NodeStatus, read_status
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.command_parser import CommandParser
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"status: {message}; see --help")
-
-
 def main(argv: Sequence[str]) -> int:
-    """Print what is known of a job.
+    """Prints the state of a job.
 
     Returns:
-        1 if it is stalled, a node was lost or a node told an error.
+        1 if it is stalled, a node was lost or a node reported an error.
 
     Raises:
         ConfigError: an option is wrong.
         SetupError: nobody knows the job.
     """
-    parser = _Parser(prog="get_result.sh", description="Tell how a job is.", allow_abbrev=False)
+    parser = CommandParser(
+        prog="get_result.sh", description="Tell how a job is.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=ROOT / "logs", help="LOG_DIR of conf.sh (logs)")

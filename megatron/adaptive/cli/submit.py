@@ -1,4 +1,4 @@
-"""``submit``: gives a run to Slurm as ``conf.sh`` says."""
+"""Submits a run to Slurm as ``conf.sh`` says."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cluster.command import ROOT, check_trainer
 from megatron.adaptive.cluster.conf import load_conf
-from megatron.adaptive.cluster.preflight import check_files, make_folder
+from megatron.adaptive.cluster.node import ROOT, check_files, check_trainer, make_folder
 from megatron.adaptive.cluster.slurm import batch_script, check_cluster, submit
+from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the configuration, write the script and submit it.
+    """Checks the configuration, write the script and submit it.
 
     Returns:
         Exit status 0.

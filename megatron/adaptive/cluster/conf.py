@@ -1,4 +1,4 @@
-"""The configuration of a launch: ``conf.sh`` and plan, read and checked against all rules.
+"""Reads ``conf.sh`` and plan into the configuration of a launch, checked against all rules.
 
 A value comes from the command line (``--set NAME=VALUE``), else the plan, else ``conf.sh``, else
 its default. Rules of the trainer itself are checked by the trainer's own parser.
@@ -6,27 +6,268 @@ its default. Rules of the trainer itself are checked by the trainer's own parser
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron.adaptive.cluster.settings import PASSED_ON, SETTINGS, check_names, read_value
-from megatron.adaptive.cluster.source import read_variables
-from megatron.adaptive.config.partition import parse_partition, parse_widths
 from megatron.adaptive.config.plan import read_plan
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.schedule import parse_partition, parse_widths
+from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = ["LaunchConf", "NodeGroup", "load_conf", "make_conf"]
+__all__ = [
+    "PASSED_ON",
+    "SETTINGS",
+    "LaunchConf",
+    "LaunchGroup",
+    "Setting",
+    "check_names",
+    "load_conf",
+    "make_conf",
+    "read_value",
+    "read_variables",
+]
+
+Kind = Literal["count", "number", "switch", "choice", "text", "port"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Describes one variable.
+
+    Attributes:
+        kind: how its text is read; ``count`` is a whole number from 1 on.
+        default: its text where it is not set; empty for none.
+        meaning: one line.
+        choices: allowed texts of a ``choice``.
+    """
+
+    kind: Kind
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "JOB_NAME": Setting("text", "megatron-adaptive", "name of the job"),
+    "PLAN": Setting("text", "", "plan file; see docs/plan.md"),
+    "MODEL": Setting("text", "small", "name of a model, or a file of the trainer's flags"),
+    "GLOBAL_BATCH_SIZE": Setting("count", "", "samples of each step over all ranks"),
+    "MICRO_BATCH_SIZE": Setting("count", "1", "samples of each microbatch"),
+    "TENSOR_MP_SIZE": Setting("count", "1", "ranks that share each layer"),
+    "PIPELINE_MP_SIZE": Setting("count", "1", "ranks that the layers are spread over"),
+    "DP_SIZE": Setting("count", "", "copies of the model"),
+    "STAGE_DP_SIZES": Setting("text", "", "ranks of each stage where they differ, as in 2-1"),
+    "MODEL_CHUNKS": Setting("count", "1", "model chunks of each pipeline rank"),
+    "PARTITION": Setting("text", "", "layers of each stage, as in 0-11-8-8"),
+    "SCHEDULE": Setting("text", "adaptive", "order of work in the pipeline"),
+    "RECOMPUTE": Setting(
+        "choice", "none", "what backwards compute again", ("none", "selective", "full")
+    ),
+    "DISTRIBUTED_OPTIMIZER": Setting("switch", "false", "copies divide the optimizer state"),
+    "OVERLAP_GRAD_REDUCE": Setting("switch", "false", "reduce gradients while backwards run"),
+    "SEQUENCE_PARALLEL": Setting("switch", "false", "split the sequence outside the matrices"),
+    "PRECISION": Setting("choice", "", "type of parameters", ("fp32", "fp16", "bf16")),
+    "TRAIN_ITERS": Setting("count", "100", "iterations of the whole training"),
+    "LR": Setting("number", "1e-4", "highest learning rate"),
+    "DATA": Setting("text", "mock", "prefix of .bin and .idx, or mock for made-up samples"),
+    "VOCAB_FILE": Setting("text", "", "vocabulary; vocab.json beside DATA by default"),
+    "MERGE_FILE": Setting("text", "", "merges; merges.txt beside DATA by default"),
+    "TRAINER_FLAGS": Setting("text", "", "further flags of pretrain_gpt.py; the last of one wins"),
+    "CHECKPOINT_DIR": Setting("text", "", "folder of checkpoints to save and to go on from"),
+    "LOCAL_CHECKPOINT_DIR": Setting("text", "", "folder on each node's own disk, written first"),
+    "SAVE_INTERVAL": Setting("count", "100", "iterations between checkpoints"),
+    "LOG_DIR": Setting("text", "logs", "folder that holds a folder of logs for each job"),
+    "TRACE": Setting("switch", "false", "write traces of the pipeline"),
+    "HOMOGENEOUS_CLUSTER": Setting("switch", "true", "all nodes are equal"),
+    "NNODES": Setting("count", "", "number of nodes"),
+    "NPROC_PER_NODE": Setting("count", "", "processes of each node, one for each GPU"),
+    "WORLD_SIZE": Setting("count", "", "number of all processes"),
+    "NODES": Setting("text", "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
+    "DEVICE": Setting("choice", "gpu", "what a process computes on", ("gpu", "cpu")),
+    "MASTER_ADDR": Setting("text", "", "address of the first node, where it is not found"),
+    "MASTER_PORT": Setting("port", "", "port of the first node on which all meet"),
+    "IFNAME": Setting("text", "", "network interface, where it is not found"),
+    "MEETING_TIMEOUT_S": Setting("number", "600", "how long nodes wait for each other"),
+    "SLURM_PARTITION": Setting("text", "", "partition, or TYPE=PARTITION for each node type"),
+    "SLURM_GRES": Setting("text", "gpu", "kind of GPU, or TYPE=GRES for each type; none"),
+    "SLURM_TIME": Setting("text", "", "time limit of the job, as in 2:00:00"),
+    "SLURM_ACCOUNT": Setting("text", "", "account that is charged"),
+    "SLURM_FLAGS": Setting("text", "", "further options of sbatch"),
+    "CPUS_PER_TASK": Setting("count", "", "processors of each node that the job takes"),
+    "REQUEUE": Setting(
+        "switch", "true", "go on in the same job after an early stop or the loss of a node"
+    ),
+    "CONTAINER": Setting(
+        "choice", "none", "what runs the image", ("none", "pyxis", "enroot", "apptainer")
+    ),
+    "IMAGE": Setting("text", "", "container image"),
+    "CONTAINER_MOUNTS": Setting("text", "", "further folders in the container, FROM:TO,..."),
+    "RELOAD_CONTAINER": Setting("switch", "false", "make the container anew"),
+    "PROFILE": Setting("switch", "false", "PyTorch profiler, into LOG_DIR"),
+    "NSYS": Setting("switch", "false", "Nsight Systems around each node's processes"),
+    "NCU": Setting("switch", "false", "Nsight Compute around each node's processes"),
+    "PYTHON": Setting("text", "", "Python of the nodes; this one by default"),
+}
+
+# Variables that other programs read: given to every process as they are.
+PASSED_ON = (
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "CUDA_", "OMP_", "MKL_", "UCX_", "HF_"),
+    *("PYTORCH_", "NVTE_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED", "TRITON_", "LD_LIBRARY_"),
+)
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def check_names(variables: Mapping[str, str], where: str) -> None:
+    """Refuses names in capitals that nobody reads; others are the file's own helpers.
+
+    Raises:
+        ConfigError: names the nearest that there is.
+    """
+    for name in variables:
+        if name in SETTINGS or name.startswith(PASSED_ON) or not name[:1].isupper():
+            continue
+        nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
+        hint = f"the nearest is {nearest[0]}" if nearest else "see conf.sh for those there are"
+        raise ConfigError(
+            f"{where}: {name} is not a variable of the launcher: {hint}; helpers of your own are "
+            "written in small letters"
+        )
+
+
+def read_value(name: str, text: str) -> object:
+    """Reads the text of a variable; ``None`` where it is empty and there is no default.
+
+    Returns:
+        An ``int``, ``float``, ``bool`` or ``str``.
+
+    Raises:
+        ConfigError: the text breaks the rule of its kind.
+    """
+    setting = SETTINGS[name]
+    text = text.strip() or setting.default
+    if not text:
+        return None
+    if setting.kind in ("count", "port"):
+        limit = 65535 if setting.kind == "port" else 10**9
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= limit):
+            what = (
+                "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
+            )
+            raise _wrong(name, text, what)
+        return int(text)
+    if setting.kind == "number":
+        return _number(name, text)
+    if setting.kind == "switch":
+        if text.lower() not in _TRUE + _FALSE:
+            raise _wrong(name, text, "true or false")
+        return text.lower() in _TRUE
+    if setting.kind == "choice" and text not in setting.choices:
+        raise _wrong(name, text, f"one of {', '.join(setting.choices)}")
+    return text
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise _wrong(name, text, "a number above 0")
+    return value
+
+
+def _wrong(name: str, text: str, rule: str) -> ConfigError:
+    return ConfigError(f"{name}={text}: it must be {rule} ({SETTINGS[name].meaning})")
+
+
+_LIMIT_S = 20.0
+# Prints every variable that the file set as NAME, NUL, VALUE, NUL; arrays with the mark of one.
+_SCRIPT = r"""
+set -eu
+cd -- "$2"
+_known=" $(compgen -v | tr '\n' ' ') "
+source "$1" >&2 </dev/null
+for _name in $(compgen -v); do
+  case $_known in *" $_name "*) continue ;; esac
+  case $_name in _* | BASH* | FUNCNAME | LINENO | PIPESTATUS | REPLY) continue ;; esac
+  _kind=$(declare -p "$_name" 2>/dev/null) || continue
+  case $_kind in
+    'declare -'[aA]*) printf '%s\0\001array\0' "$_name" ;;
+    *) printf '%s\0%s\0' "$_name" "${!_name-}" ;;
+  esac
+done
+"""
+_ARRAY = "\001array"
+_PLACE = re.compile(r"^(?:environment: )?(?:.*: )?line (\d+): (.*)$")
+
+
+def read_variables(path: Path) -> dict[str, str]:
+    """Runs ``path`` with bash, in its own folder and a clean environment, and returns what it set.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Values by name, in the order of names.
+
+    Raises:
+        ConfigError: there is no such file, bash cannot run it, or it sets an array.
+        SetupError: there is no bash.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {what}; copy conf.sh of this project and change it")
+    full = path.resolve()
+    kept = ("PATH", "HOME", "USER", "TMPDIR", "LANG")
+    clean = {name: os.environ[name] for name in kept if name in os.environ}
+    try:
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-c", _SCRIPT, "conf", str(full), str(full.parent)],
+            env=clean,
+            capture_output=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SetupError(f"{path} needs bash to be read, and there is none: install bash") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{path} ran for more than {_LIMIT_S:g} s: it must only set variables"
+        ) from None
+    if done.returncode:
+        raise ConfigError(f"{path}: {_complaint(done.stderr, full, done.returncode)}")
+    words = done.stdout.decode(errors="replace").split("\0")[:-1]
+    variables = dict(zip(words[::2], words[1::2], strict=True))
+    for name, value in variables.items():
+        if value == _ARRAY and name.isupper():
+            raise ConfigError(
+                f"{path}: {name} is an array: write one text in quotes, with spaces between"
+            )
+    return variables
+
+
+def _complaint(stderr: bytes, path: Path, status: int) -> str:
+    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
+    text = next((line for line in lines if str(path) in line), lines[0] if lines else "")
+    text = text.removeprefix("conf: ").removeprefix(f"{path}: ")
+    if match := _PLACE.match(text):
+        return f"line {match[1]}: {match[2]}; bash cannot run it"
+    return f"it ended with status {status}; every command in it must succeed"
+
 
 _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeGroup:
-    """Nodes that are equal, in the order of the ranks.
+class LaunchGroup:
+    """Describes nodes that are equal, in the order of the ranks.
 
     Attributes:
         kind: name of the node type, empty where all nodes are equal.
@@ -45,7 +286,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """A checked configuration.
+    """Holds a checked configuration.
 
     Attributes:
         folder: what relative paths start from: the folder of ``conf.sh``.
@@ -56,7 +297,7 @@ class LaunchConf:
 
     folder: Path
     values: Mapping[str, Any]
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[LaunchGroup, ...]
     environment: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Any:
@@ -64,13 +305,13 @@ class LaunchConf:
 
     @property
     def nodes(self) -> int | None:
-        """Number of nodes, ``None`` if it is not said."""
+        """Counts the nodes, ``None`` if the number is not given."""
         counts = [group.nodes for group in self.groups]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Processes of each node by node rank, ``None`` if it is not said."""
+        """Lists the processes of each node by node rank, ``None`` if they are not given."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -80,18 +321,18 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Number of all processes, ``None`` if it is not said."""
+        """Counts all processes, ``None`` if the number is not given."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
         return size
 
     def path(self, name: str) -> Path:
-        """Return the path that variable ``name`` holds, absolute."""
+        """Returns the path that variable ``name`` holds, absolute."""
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Return the variables that have a value as texts, those for processes included.
+        """Returns the variables that have a value as texts, those for processes included.
 
         What a plan says is among them in its own variables, so ``PLAN`` is not.
         """
@@ -105,7 +346,7 @@ class LaunchConf:
 def load_conf(
     path: Path | None, changes: Sequence[str] = (), plan: Path | None = None
 ) -> LaunchConf:
-    """Read ``conf.sh`` and check it.
+    """Reads ``conf.sh`` and checks it.
 
     Args:
         path: the file; ``None`` for defaults alone.
@@ -129,7 +370,7 @@ def load_conf(
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Check variables and make a configuration of them.
+    """Checks variables and makes a configuration of them.
 
     Args:
         variables: texts by name.
@@ -167,7 +408,7 @@ def _changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Let the plan set its variables; a file that says otherwise contradicts it."""
+    """Lets the plan set its variables; a file that says otherwise contradicts it."""
     for name, value in plan.items():
         said = texts.get(name, "").strip()
         if name in fixed:
@@ -179,14 +420,14 @@ def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[st
         texts[name] = value
 
 
-def _groups(values: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
+def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
     if values["HOMOGENEOUS_CLUSTER"]:
         if values["NODES"] is not None:
             raise ConfigError(
                 f"NODES={values['NODES']}: it is for mixed nodes; set HOMOGENEOUS_CLUSTER=false or "
                 "give NNODES and NPROC_PER_NODE"
             )
-        group = NodeGroup(
+        group = LaunchGroup(
             nodes=values["NNODES"],
             processes=values["NPROC_PER_NODE"],
             partition=values["SLURM_PARTITION"] or "",
@@ -206,7 +447,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
     gres = _by_kind("SLURM_GRES", values["SLURM_GRES"], kinds)
     return tuple(
-        NodeGroup(
+        LaunchGroup(
             kind=match[1],
             nodes=int(match[2]),
             processes=int(match[3]),
@@ -219,7 +460,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Read ``TYPE=VALUE ...``, or one value for all types."""
+    """Reads ``TYPE=VALUE ...``, or one value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     found = dict(word.partition("=")[::2] for word in text.split())
@@ -233,7 +474,7 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
 
 
 def _check_sizes(conf: LaunchConf) -> None:
-    """Check what the numbers of nodes, processes and copies must be together."""
+    """Checks what the numbers of nodes, processes and copies must be together."""
     values, processes = conf.values, conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
@@ -270,7 +511,7 @@ def _check_sizes(conf: LaunchConf) -> None:
 
 
 def _check_stage_sizes(values: Mapping[str, Any], size: int) -> None:
-    """The ranks of unequal stages are those of the job."""
+    """Checks that the ranks of unequal stages are those of the job."""
     text = values["STAGE_DP_SIZES"]
     try:
         sizes = parse_widths(text)

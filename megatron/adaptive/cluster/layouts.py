@@ -1,6 +1,6 @@
-"""Which shape a job takes on the processes that are there.
+"""Chooses the layout of a job for the processes that are there.
 
-Without a profile: as many processes as the batch and the layers allow, and of those shapes the one
+Without a profile: as many processes as the batch and the layers allow, and of those layouts the one
 with the pipeline nearest to that of the command line, a deeper one first, for the model was meant
 to fit into so many stages. The global batch stays. Nodes that are known to be slow get fewer
 layers. With ``--plan-with`` the planner chooses, see ``planning``.
@@ -11,33 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.partition import format_partition, nearly_even_split
+from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
-    "ByRule",
     "Chooser",
     "Offer",
-    "Shape",
+    "ParallelLayout",
     "as_asked",
-    "choose_shape",
-    "is_better",
+    "choose_layout",
     "relative_time",
 ]
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Least part of a step that a shape must save for the job to move into it."""
+"""Least part of a step that a layout must save for the job to move into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A node that a shape may use.
+    """Describes a node that a layout may use.
 
     Attributes:
         name: of the node.
@@ -53,8 +50,8 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A shape and the flags that stand for it.
+class ParallelLayout:
+    """Describes how ranks share the model and the batch, and the flags that say so.
 
     Attributes:
         tensor: tensor-parallel width.
@@ -87,12 +84,12 @@ class Shape:
 
     @property
     def is_to_be_measured(self) -> bool:
-        """Whether nothing is known of what is run, which is to be found out first."""
+        """Returns whether the model has to be measured first."""
         return not self.partition
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """What two shapes differ in, however they were chosen."""
+    def identity(self) -> tuple[object, ...]:
+        """Returns what two layouts differ in, however they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
@@ -115,55 +112,49 @@ class Shape:
         return text if self.step_s is None else f"{text}, micro-batch {self.micro_batch}"
 
 
-class Chooser(Protocol):
-    """Chooses the shape of a job.
+class Chooser:
+    """Chooses the layout of a job, by the rule of this module; others choose by a planner.
 
     Attributes:
         why: why the last call found none, empty where nothing is to be said.
     """
 
-    why: str
+    why = ""
 
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
-        """Choose the best shape.
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
+        """Chooses the best layout.
 
         Args:
             arguments: of the trainer, as the user gave them.
             offers: the nodes, in the order of the ranks where the chooser has no other.
 
         Returns:
-            The shape, ``None`` where none fits.
+            The layout, ``None`` where none fits.
         """
-
-    def is_better(self, shape: Shape, running: Shape) -> bool:
-        """Whether a job should leave a shape for another one.
-
-        Args:
-            shape: the other one.
-            running: the present one.
-        """
-
-
-class ByRule:
-    """Chooses by the rule of this module."""
-
-    why = ""
-
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
-        """See :class:`Chooser`."""
-        return choose_shape(
+        return choose_layout(
             arguments, [one.slots for one in offers], [one.slowness for one in offers]
         )
 
-    def is_better(self, shape: Shape, running: Shape) -> bool:
-        """See :class:`Chooser`."""
-        return is_better(shape, running)
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        """Returns whether a job should leave a layout for another one.
+
+        Args:
+            layout: the other one.
+            running: the present one.
+        """
+        if layout.step_s is not None and running.step_s is not None:
+            return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+        if layout.step_s is not None:  # the planner had no answer in time before
+            return layout.identity != running.identity
+        return layout.world_size > running.world_size
 
 
-def choose_shape(
+def choose_layout(
     arguments: Sequence[str], slots: Sequence[int], slowness: Sequence[float] = ()
-) -> Shape | None:
-    """Choose a shape by the rule above.
+) -> ParallelLayout | None:
+    """Chooses a layout by the rule above.
 
     Args:
         arguments: of the trainer, as the user gave them.
@@ -171,10 +162,10 @@ def choose_shape(
         slowness: of each node, see :class:`Offer`; empty where all are as they should be.
 
     Returns:
-        The shape, ``None`` where none fits.
+        The layout, ``None`` where none fits.
 
     Raises:
-        ConfigError: the arguments break a rule in every shape of any size; says the first.
+        ConfigError: the arguments break a rule in every layout of any size; says the first.
     """
     asked = as_asked(arguments)
     tensor = asked.parallel.tensor_model_parallel_size
@@ -193,57 +184,43 @@ def choose_shape(
             if chunks == 1 and len(set(by_rank)) > 1:
                 weights = _by_stage(by_rank, pipeline, replicas * tensor)
                 partition = _weighted_split(asked.model.num_layers, weights)
-            shape = _shape(asked, arguments, pipeline, replicas, partition)
-            if shape is not None:
-                return shape
+            layout = _layout(asked, arguments, pipeline, replicas, partition)
+            if layout is not None:
+                return layout
     return None
 
 
-def is_better(shape: Shape, running: Shape) -> bool:
-    """Whether a job should leave a shape for another one.
+def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
+    """Estimates a step's time, in forwards and backwards of one layer and sample.
 
     Args:
-        shape: the other one.
-        running: the present one.
-    """
-    if shape.step_s is not None and running.step_s is not None:
-        return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
-    if shape.step_s is not None:  # the planner had no answer in time before
-        return shape.layout != running.layout
-    return shape.world_size > running.world_size
-
-
-def relative_time(shape: Shape, slowness: Sequence[float]) -> float:
-    """What a step takes, in forwards and backwards of one layer and sample.
-
-    Args:
-        shape: the shape.
+        layout: the layout.
         slowness: of the node of each rank.
     """
-    layers: Sequence[float] = shape.partition
-    if shape.widths:
-        ends = list(accumulate(shape.widths, initial=0))
+    layers: Sequence[float] = layout.partition
+    if layout.widths:
+        ends = list(accumulate(layout.widths, initial=0))
         # Each replica has one of so many microbatches.
         paces = [
             count * max(slowness[begin:end]) / (end - begin)
             for count, (begin, end) in zip(layers, pairwise(ends), strict=True)
         ]
-        microbatches = shape.microbatches * shape.widths[0]
-        return (microbatches + shape.pipeline - 1) * shape.micro_batch * max(paces)
-    weights = _by_stage(slowness, shape.pipeline, shape.world_size // shape.pipeline)
-    if len(layers) != shape.pipeline:  # several chunks on a rank
-        layers = [sum(layers) / shape.pipeline] * shape.pipeline
+        microbatches = layout.microbatches * layout.widths[0]
+        return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
+    weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
+    if len(layers) != layout.pipeline:  # several chunks on a rank
+        layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
-    return (shape.microbatches + shape.pipeline - 1) * shape.micro_batch * pace
+    return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """The slowness of each pipeline rank: all of its processes wait for the slowest."""
+    """Returns the slowness of each pipeline rank: all of its processes wait for the slowest."""
     return [max(by_rank[at * width : (at + 1) * width]) for at in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each stage, one at least, so that the slowest is as quick as it can be.
+    """Splits layers over stages, one at least, so that the slowest is as quick as it can be.
 
     Layer by layer to the stage that is done first with it, an inner one where that is open.
     """
@@ -259,7 +236,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 
 
 def as_asked(arguments: Sequence[str]) -> TrainerConfig:
-    """Read the arguments for the smallest world in which they are sound.
+    """Reads the arguments for the smallest world in which they are sound.
 
     Its size does not matter here: degrees are taken apart from it.
 
@@ -269,7 +246,7 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
     words = list(arguments)
     if any(word.partition("=")[0] == _SIZES for word in words):
         raise ConfigError(
-            f"{_SIZES}: a job that changes shape chooses the ranks of its stages; leave it out, or"
+            f"{_SIZES}: a job that changes layout chooses the ranks of its stages; leave it out, or"
             " see --unequal"
         )
     first: ConfigError | None = None
@@ -284,7 +261,7 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(words: Sequence[str]) -> int:
-    """Processes of one replica as the flags say."""
+    """Counts the processes of one replica by the flags."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = "1"
@@ -298,7 +275,7 @@ def _unit(words: Sequence[str]) -> int:
 
 
 def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Replicas and pipeline ranks on so many groups of tensor-parallel ranks, best first."""
+    """Lists replicas and pipeline ranks on so many groups of tensor-parallel ranks, best first."""
     per_replica = asked.batch.global_batch_size // asked.batch.micro_batch_size
     meant = asked.parallel.pipeline_model_parallel_size
     found = [
@@ -315,14 +292,14 @@ def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
     return iter(sorted(found, key=rank))
 
 
-def _shape(
+def _layout(
     asked: TrainerConfig,
     arguments: Sequence[str],
     pipeline: int,
     replicas: int,
     partition: tuple[int, ...],
-) -> Shape | None:
-    """The flags of a shape, ``None`` where the trainer would refuse them."""
+) -> ParallelLayout | None:
+    """Makes a layout of degrees, ``None`` where the trainer would refuse its flags."""
     tensor = asked.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:
@@ -335,7 +312,7 @@ def _shape(
         parse([*arguments, *flags], world_size=tensor * pipeline * replicas, last_wins=True)
     except ConfigError:
         return None
-    return Shape(
+    return ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         data=replicas,

@@ -1,4 +1,11 @@
-"""Which nodes there are: starts agents on the machines of a file, takes in those that come.
+"""Keeps the nodes of a job: starts agents on the machines of a file, takes in those that come.
+
+The machines file has a host per line and is read again whenever it changes::
+
+    # comment
+    node-a slots=8
+    node-b                         as many processes as it has GPUs, one without
+    localhost name=c slots=1       several nodes on this machine have names
 
 Everything that happens becomes an event of one queue; what it means for the job is the manager's.
 """
@@ -7,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -19,12 +28,100 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentSpec
-from megatron.adaptive.cluster.machines import Machine, read_machines
-from megatron.adaptive.cluster.messages import Link
+from megatron.adaptive.cluster.agent import AgentConnection, AgentSpec
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["Event", "Membership", "Node"]
+__all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
+_KEYS = ("slots", "name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Describes one line of the file.
+
+    Attributes:
+        name: unique within the file.
+        host: where it is, as ssh takes it.
+        slots: processes that it may run, ``None`` for one on each GPU.
+    """
+
+    name: str
+    host: str
+    slots: int | None = None
+
+    @property
+    def has_loopback(self) -> bool:
+        """Returns whether the host's name means this machine on every machine."""
+        return self.host.lower() == "localhost" or self.host.startswith("127.")
+
+    @property
+    def is_local(self) -> bool:
+        """Returns whether this process runs on it, by its name or an address."""
+        own = socket.gethostname().lower()
+        if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
+            return True
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        # Only addresses of this machine can be bound.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((self.host, 0))
+            return True
+        return False
+
+
+def read_machines(path: Path) -> tuple[Machine, ...]:
+    """Reads a machines file.
+
+    Raises:
+        ConfigError: it is missing, empty, or a line breaks a rule; names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(
+            f"--machines {path}: {reason}; name a file with a host per line"
+        ) from None
+    found: dict[str, tuple[int, Machine]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"--machines {path}, line {number}"
+        machine = _machine(words, where)
+        if machine.name in found:
+            raise ConfigError(
+                f"{where}: {machine.name} is in line {found[machine.name][0]} already: remove one,"
+                " or give nodes on one host a name=NAME each"
+            )
+        found[machine.name] = number, machine
+    if not found:
+        raise ConfigError(f"--machines {path}: it names no machine; write a host per line")
+    return tuple(machine for _, machine in found.values())
+
+
+def _machine(words: list[str], where: str) -> Machine:
+    host, keys = words[0], dict[str, str]()
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise ConfigError(f"{where}: {word!r}: after the host come slots=N and name=NAME only")
+        keys[key] = value
+    for what in (host, keys.get("name", host)):
+        if _NAME.fullmatch(what) is None:
+            raise ConfigError(f"{where}: {what!r} is not a name of a host or node")
+    slots = keys.get("slots")
+    if slots is not None and (not slots.isdecimal() or int(slots) < 1):
+        raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
+    return Machine(
+        name=keys.get("name", host), host=host, slots=None if slots is None else int(slots)
+    )
+
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -40,30 +137,30 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Something that happened.
+    """Reports something that happened.
 
     Attributes:
         kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
             ``port``, ``stop`` or ``tick``.
         node: where, the empty text for the manager itself.
-        told: what the agent said.
+        message: what the agent sent.
     """
 
     kind: str
     node: str
-    told: dict[str, Any]
+    message: dict[str, Any]
 
     @property
     def why_it_leaves(self) -> str:
-        """What ``notice`` and ``removed`` mean for the node."""
+        """Explains ``notice`` and ``removed`` for the node."""
         if self.kind == "notice":
-            return f"notice {self.told['signal']} on {self.node}"
+            return f"notice {self.message['signal']} on {self.node}"
         return f"{self.node} was taken from the machines file"
 
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """A node of the job, past or present.
+    """Describes a node of the job, past or present.
 
     Attributes:
         name: of the node.
@@ -87,17 +184,17 @@ class Node:
     slots: int = 0
     is_ready: bool = False
     copies_port: int = 0
-    link: Link | None = None
+    link: AgentConnection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
-    def told(self) -> dict[str, Any]:
-        """What the state of the job holds of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its entry in the state of the job."""
         names = ("name", "status", "why", "host", "pid", "slots")
         return {name: getattr(self, name) for name in names}
 
 
 class Membership:
-    """The nodes of a job.
+    """Keeps the nodes of a job.
 
     Args:
         machines: file of machines, ``None`` where nodes come by themselves.
@@ -133,7 +230,7 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """At which agents reach the manager."""
+        """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
         return "127.0.0.1" if self._is_alone else _own_address()
@@ -151,40 +248,40 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """The first of these nodes that is about to go, and says so."""
+        """Returns the first of these nodes that is about to go."""
         found = (self.nodes[name] for name in names)
         return next((node for node in found if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Send a signal to the ranks of these nodes, as far as they can be reached."""
+        """Sends a signal to the ranks of these nodes, as far as they can be reached."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
     def usable(self) -> list[Node]:
-        """Nodes that can run ranks, in the order of the file or as they came."""
+        """Lists nodes that can run ranks, in the order of the file or as they came."""
         order = {machine.name: at for at, machine in enumerate(self._read)}
         found = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(found, key=lambda node: order.get(node.name, len(order)))
 
     @property
     def are_starting(self) -> bool:
-        """Whether an agent has not answered yet."""
+        """Returns whether an agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
     def lasting_pid(self, node: Node) -> int:
-        """The process on a node that stays when another node manages the job."""
+        """Returns the process on a node that stays when another node manages the job."""
         is_own = self._own is not None and node.name == self._own.name
         return os.getpid() if is_own else node.pid
 
     def address_of(self, node: Node) -> str:
-        """At which the other nodes reach a node."""
+        """Returns the address at which the other nodes reach a node."""
         assert node.link is not None
         peer = node.link.peer
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
-    def look_at_file(self) -> None:
-        """Read the machines file again if it has changed."""
+    def reread_file(self) -> None:
+        """Reads the machines file again if it has changed."""
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -211,7 +308,7 @@ class Membership:
                 self._start_agent(machine)
 
     def release(self, node: Node, why: str, status: int) -> None:
-        """Let a node go that runs nothing any more.
+        """Lets a node go that runs nothing any more.
 
         Args:
             node: which.
@@ -223,7 +320,7 @@ class Membership:
             node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
-        """Let all nodes go and wait for the agents that were started here.
+        """Lets all nodes go and waits for the agents that were started here.
 
         Args:
             status: that they end with.
@@ -265,7 +362,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Start the agent of a machine and see it end."""
+        """Starts the agent of a machine and sees it end."""
         command = [sys.executable, "-m", "megatron.adaptive", "run", "--agent"]
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
@@ -295,7 +392,7 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        # It stays open: its end tells the agent that the manager is gone.
+        # It stays open: its end means to the agent that the manager is gone.
         process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
         said = ""
         if process.stderr is not None:
@@ -320,23 +417,23 @@ class Membership:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._attend(Link(reader, writer))
+            await self._attend(AgentConnection(reader, writer))
 
-    async def _attend(self, link: Link) -> None:
-        told = await link.receive()
-        if told is None or told["what"] != "join" or told.get("secret") != self._secret:
+    async def _attend(self, link: AgentConnection) -> None:
+        hello = await link.receive()
+        if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")
             await link.close()
             return
-        node = self.nodes.setdefault(told["name"], Node(name=told["name"]))
+        node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
         if node.status in ("present", "leaving"):
-            link.send("refused", why=f"has a node {told['name']} already: give it another --name")
+            link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
             await link.close()
             return
-        node.link, node.host, node.pid = link, told["host"], told["pid"]
-        node.slots, node.status, node.why = told["slots"], "present", ""
+        node.link, node.host, node.pid = link, hello["host"], hello["pid"]
+        node.slots, node.status, node.why = hello["slots"], "present", ""
         node.is_ready = False
-        node.copies_port = told.get("copies_port", 0)
+        node.copies_port = hello.get("copies_port", 0)
         link.send("welcome")
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
@@ -350,7 +447,7 @@ class Membership:
 
 
 def _listen(*, is_local: bool) -> socket.socket:
-    """Listen on a port of this machine's own choice: one for both versions of IP."""
+    """Listens on a port of this machine's own choice: one for both versions of IP."""
     if not is_local and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # where it was turned off since
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -358,7 +455,7 @@ def _listen(*, is_local: bool) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of the way out of this machine; no packet is sent."""
+    """Finds the address of the way out of this machine; sends no packet."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))

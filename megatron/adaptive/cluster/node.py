@@ -6,37 +6,196 @@
     <LOG_DIR>/<job>/<node>.out    what the node's processes print
     <LOG_DIR>/<job>/<node>.err    their errors and warnings
     <LOG_DIR>/<job>/<node>.gpu    what they use, sampled
+    <LOG_DIR>/<job>/progress.jsonl    how far the run is
+
+The commands come from the configuration: the trainer's flags, each node's torchrun, the container
+around it. Files, folders and the port are checked before anything starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from megatron.adaptive.cluster.command import (
-    ROOT,
-    NodePlace,
-    in_container,
-    node_command,
-    run_record,
-)
 from megatron.adaptive.cluster.conf import LaunchConf
-from megatron.adaptive.cluster.preflight import make_folder
-from megatron.adaptive.cluster.sampler import Sampler
+from megatron.adaptive.cluster.host import ResourceSampler
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.model import model_flags
+from megatron.adaptive.config.plan import run_flags
+from megatron.adaptive.config.schedule import parse_partition
+from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = ["EXIT_STOPPED_EARLY", "run_node"]
+__all__ = [
+    "EXIT_STOPPED_EARLY",
+    "ROOT",
+    "NodePlace",
+    "check_files",
+    "check_port",
+    "check_trainer",
+    "in_container",
+    "make_folder",
+    "node_command",
+    "python_of",
+    "run_node",
+    "run_record",
+    "trainer_flags",
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+_MOCK_VOCABULARY = "50303"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Describes a node's part in the job once all have met.
+
+    Attributes:
+        node_rank: of this node.
+        processes: processes of each node, by node rank.
+        master_addr: where the first node listens.
+        master_port: its port.
+    """
+
+    node_rank: int
+    processes: tuple[int, ...]
+    master_addr: str
+    master_port: int
+
+
+def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
+    """Returns the flags of ``pretrain_gpt.py``.
+
+    Args:
+        conf: the configuration.
+        run_dir: folder of this job's logs, for traces and profiles.
+
+    Raises:
+        ConfigError: the model is unknown.
+    """
+    flags = model_flags(conf["MODEL"], conf.folder)
+    flags += run_flags(conf.values)
+    if conf["TRAIN_ITERS"] is not None:
+        flags += ["--train-iters", str(conf["TRAIN_ITERS"])]
+    flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--progress-dir", str(run_dir)]
+    flags += _data_flags(conf)
+    if conf["CHECKPOINT_DIR"]:
+        folder = str(conf.path("CHECKPOINT_DIR"))
+        flags += ["--save", folder, "--load", folder, "--save-interval", str(conf["SAVE_INTERVAL"])]
+        if conf["LOCAL_CHECKPOINT_DIR"]:
+            flags += ["--save-local", str(conf.path("LOCAL_CHECKPOINT_DIR"))]
+    if conf["TRACE"]:
+        flags += ["--trace-dir", str(run_dir / "traces")]
+    if conf["PROFILE"] or conf["NSYS"] or conf["NCU"]:
+        flags.append("--profile")
+    if conf["PROFILE"]:
+        flags += ["--use-pytorch-profiler", "--tensorboard-dir", str(run_dir / "profile")]
+    return flags + shlex.split(conf["TRAINER_FLAGS"] or "")
+
+
+def _data_flags(conf: LaunchConf) -> list[str]:
+    if conf["DATA"] == "mock":
+        return f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_MOCK_VOCABULARY}".split()
+    data = conf.path("DATA")
+    files = {"VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
+    paths = {
+        name: str(conf.path(name) if conf[name] else data.parent / default)
+        for name, default in files.items()
+    }
+    flags = ["--data-path", str(data), "--tokenizer-type", "GPT2BPETokenizer"]
+    return [*flags, "--vocab-file", paths["VOCAB_FILE"], "--merge-file", paths["MERGE_FILE"]]
+
+
+def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
+    """Checks the trainer's own rules before anything starts.
+
+    Raises:
+        ConfigError: names the variable where the rule is about one, else the trainer's flag.
+    """
+    flags = trainer_flags(conf, run_dir)
+    if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
+        raise ConfigError(
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
+            " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
+        )
+    if conf["PARTITION"] is not None and "--num-layers" in flags:
+        layers = flags[len(flags) - 1 - flags[::-1].index("--num-layers") + 1]
+        total = sum(parse_partition(conf["PARTITION"]))
+        if layers.isdigit() and total != int(layers):
+            raise ConfigError(
+                f"PARTITION={conf['PARTITION']}: it holds {total} layers, but MODEL="
+                f"{conf['MODEL']} has {layers}"
+            )
+    parse(flags, world_size=world_size, last_wins=True)
+
+
+def python_of(conf: LaunchConf) -> str:
+    """Returns the Python that nodes run."""
+    return conf["PYTHON"] or sys.executable
+
+
+def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]:
+    """Returns the command that starts a node's processes."""
+    command = [*_profiler(conf, place.node_rank, run_dir), python_of(conf)]
+    command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(place.processes))]
+    command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
+    command += ["--nproc-per-node", str(place.processes[place.node_rank])]
+    command += ["--master-addr", place.master_addr, "--master-port", str(place.master_port)]
+    return [*command, str(ROOT / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
+
+
+def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
+    target = str(run_dir / f"profile-node{node_rank}")
+    if conf["NSYS"]:
+        flags = "--trace cuda,nvtx,osrt --capture-range cudaProfilerApi --capture-range-end stop"
+        return ["nsys", "profile", "--force-overwrite", "true", "-o", target, *flags.split()]
+    if conf["NCU"]:
+        flags = "--target-processes all --profile-from-start off"
+        return ["ncu", "--force-overwrite", "-o", target, *flags.split()]
+    return []
+
+
+def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
+    """Returns ``command`` as it runs inside the image; pyxis is Slurm's to start."""
+    if conf["CONTAINER"] not in ("apptainer", "enroot"):
+        return list(command)
+    mounts = [f"{ROOT}:{ROOT}", f"{run_dir}:{run_dir}"]
+    mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
+    gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
+    if conf["CONTAINER"] == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return ["apptainer", "exec", *gpu, *binds, str(conf["IMAGE"]), *command]
+    binds = [word for mount in mounts for word in ("--mount", mount)]
+    return ["enroot", "start", "--rw", *binds, str(conf["IMAGE"]), *command]
+
+
+def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
+    """Returns what ``run.json`` says: the job's latest start, its settings, every node's part."""
+    record = {
+        "started_unix_s": round(time.time(), 1),
+        "conf": conf.texts(),
+        "processes": place.processes,
+        "world_size": sum(place.processes),
+        "master": f"{place.master_addr}:{place.master_port}",
+        "flags": trainer_flags(conf, run_dir),
+    }
+    return json.dumps(record, indent=2) + "\n"
+
 
 EXIT_STOPPED_EARLY = 75
 """A run that SIGUSR1 stopped in good order, as its time was nearly over: start it again."""
@@ -59,7 +218,7 @@ def run_node(
     echo: bool,
     reach_s: float | None = None,
 ) -> int:
-    """Start a node's processes and wait for their end.
+    """Starts a node's processes and waits for their end.
 
     Signals that end a program are passed on to them, SIGUSR1 to the ranks among them.
 
@@ -84,7 +243,7 @@ def run_node(
         (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
     environment = _environment(conf, variables)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they heed it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
     with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
         begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
         for file in (out, err):
@@ -133,7 +292,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass signals on to the processes, and leave none of them behind."""
+    """Passes signals on to the processes, and leave none of them behind."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _tell_ranks(job.pid, n))
     try:
@@ -147,7 +306,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _tell_ranks(pid: int, number: int) -> None:
-    """Send a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
+    """Sends a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -162,7 +321,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def _sampled(path: Path) -> Iterator[None]:
-    sampler = Sampler(os.getpid(), path)
+    sampler = ResourceSampler(os.getpid(), path)
     try:
         yield
     finally:
@@ -222,7 +381,7 @@ class _Way(threading.Thread):
                 os.killpg(self._job.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """The processes have ended; wait for a line that is being written."""
+        """Ends the check after the processes; waits for a line that is being written."""
         self._over.set()
         self.join(_ASK_S + 1.0)
 
@@ -249,3 +408,64 @@ class _Copy(threading.Thread):
                 with contextlib.suppress(OSError):
                     self._terminal.write(line.decode(errors="replace"))
                     self._terminal.flush()
+
+
+def check_files(conf: LaunchConf) -> None:
+    """Checks that data and image are there.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if conf["DATA"] != "mock":
+        for ending in (".bin", ".idx"):
+            path = Path(f"{conf.path('DATA')}{ending}")
+            if not path.is_file():
+                raise ConfigError(
+                    f"DATA={conf['DATA']}: there is no file {path}; make it with python -m "
+                    "megatron.adaptive preprocess-data, or set DATA=mock"
+                )
+    image = conf["IMAGE"] or ""
+    is_file = {
+        "apptainer": "://" not in image,
+        "pyxis": image.startswith(("/", "./")),
+    }.get(conf["CONTAINER"], False)
+    if is_file and not conf.path("IMAGE").exists():
+        raise ConfigError(
+            f"IMAGE={image}: there is no {conf.path('IMAGE')}; CONTAINER={conf['CONTAINER']} "
+            "needs it"
+        )
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Makes a folder and checks that it can be written.
+
+    Args:
+        folder: absolute.
+        name: the variable that names it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name}={folder}: {error.strerror}; name another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}={folder}: this user may not write there; name another folder")
+
+
+def check_port(port: int) -> None:
+    """Checks that a port of this machine is free.
+
+    Raises:
+        SetupError: another program listens on it.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise SetupError(
+                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another program "
+                "listens there: set another MASTER_PORT"
+            ) from error

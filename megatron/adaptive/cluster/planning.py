@@ -1,4 +1,4 @@
-"""Shapes by the planner: for the nodes that are there, from a cluster file, profiles, or both.
+"""Plans layouts for the nodes that are there, from a cluster file, profiles, or both.
 
 ::
 
@@ -9,43 +9,251 @@
 Degrees, layers of each stage, the microbatch and recompute are the plan's. What would change the
 losses stays: the global batch always; the microbatch with dropout, whose numbers are drawn for a
 microbatch; the tensor-parallel width with attention dropout or where it would pad the vocabulary
-otherwise. Searches only; ``plan_process`` keeps them out of the manager's way.
+otherwise. A node that is slow, or has fewer processes than its type, is a kind of its own beside
+its type: links are those of the type, durations are so many times as long.
+
+Searches only; ``plan_process`` keeps them out of the manager's way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, Shape, as_asked
-from megatron.adaptive.cluster.machines import Machine
-from megatron.adaptive.cluster.plan_inputs import (
-    PLAN_WITH,
-    NodeKind,
-    cluster_of,
-    equal_nodes,
-    profile_of,
-    read_inputs,
-)
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
+from megatron.adaptive.cluster.membership import Machine
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cluster import Cluster, NodeType
+from megatron.adaptive.planner.cluster import (
+    Cluster,
+    LinkSpeed,
+    NodePool,
+    NodeType,
+    known_gpu,
+    make_cluster,
+)
+from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.plan import Plan
-from megatron.adaptive.planner.plan_file import plan_document
-from megatron.adaptive.planner.presets import arguments_model
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.plan import Plan, PlanRow, plan_document
+from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.report import Row
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
-__all__ = ["Planning"]
+__all__ = [
+    "PLAN_WITH",
+    "NodeKind",
+    "Planning",
+    "cluster_of",
+    "equal_nodes",
+    "profile_of",
+    "read_inputs",
+]
+
+PLAN_WITH = "--plan-with"
+_ANY_NUMBER = 1 << 20
+# Without a cluster file, for links that the profile does not hold.
+_WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
+_BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Describes nodes that a plan takes for equal.
+
+    Attributes:
+        base: their type.
+        gpus: processes of each.
+        slowness: how many times as long as their type's their work takes.
+    """
+
+    base: NodeType
+    gpus: int
+    slowness: float
+
+    @property
+    def is_base(self) -> bool:
+        """Returns whether they are as their type is."""
+        return self.slowness == 1.0 and self.gpus == self.base.gpus
+
+    @property
+    def node(self) -> NodeType:
+        """Returns the type that stands for them in a plan."""
+        if self.is_base:
+            return self.base
+        name = f"{self.base.name} x {self.gpus}"
+        name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
+        return replace(self.base, name=name, gpu=self.gpu, gpus=self.gpus)
+
+    @property
+    def gpu(self) -> str:
+        """Returns the name that their durations go by."""
+        gpu = self.base.gpu
+        return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
+
+
+def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
+    """Reads a cluster file, profiles, or both, distinguished by content.
+
+    Returns:
+        The cluster, and the profiles as one; ``None`` for what was not given.
+
+    Raises:
+        ConfigError: a file cannot be read or breaks a rule.
+    """
+    clusters: list[tuple[str, Any]] = []
+    profiles: list[tuple[str, dict[str, Any]]] = []
+    for path in paths:
+        document = read_file(path, "cluster or profile")
+        if isinstance(document, dict) and "layers" in document:
+            profiles.append((str(path), profile_file.load(path)))
+        elif isinstance(document, dict) and isinstance(document.get("nodes"), list):
+            clusters.append((str(path), document))
+        else:
+            raise ConfigError(
+                f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
+                " which lists layers; see docs/planner.md"
+            )
+    if len(clusters) > 1:
+        raise ConfigError(
+            f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
+            " one cluster; leave one out"
+        )
+    profile = None
+    if profiles:
+        profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
+    if not clusters:
+        return None, profile
+    memories = {} if profile is None else profile_file.measured_memory(profile)
+    where, document = clusters[0]
+    return make_cluster(document, where, memories), profile
+
+
+def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
+    """Returns a cluster of equal nodes, of as many processes as each may have.
+
+    Args:
+        document: a profile, which says of which part.
+        where: the file.
+
+    Raises:
+        ConfigError: it is of several parts, or does not say their memory.
+    """
+    gpus = list(dict.fromkeys(row["gpu"] for row in document["layers"]))
+    if len(gpus) > 1:
+        raise ConfigError(
+            f"{where}: it holds measurements of {', '.join(gpus)}: name a cluster file too, which"
+            " says which node has which"
+        )
+    part = known_gpu(gpus[0])
+    gpu = gpus[0] if part is None else part.name
+    memory = profile_file.measured_memory(document).get(gpu)
+    if memory is None and part is None:
+        raise ConfigError(
+            f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
+        )
+    named = [
+        name for name, facts in document.get("nodes", {}).items() if facts.get("gpu") == gpus[0]
+    ]
+    node = NodeType(
+        name=named[0] if named else gpu,
+        gpu=gpu,
+        gpus=_ANY_NUMBER,
+        memory_bytes=memory if memory is not None else part.memory_bytes if part else 0.0,
+        intra=_WITHIN,
+    )
+    return Cluster(groups=(NodePool(type=node, count=1),), network=_BETWEEN)
+
+
+def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
+    """Returns a cluster of so many nodes of each kind.
+
+    Args:
+        cluster: by the names of their types.
+        counts: of each kind, in the order of the nodes.
+    """
+    groups = tuple(NodePool(type=kind.node, count=count) for kind, count in counts.items())
+    return replace(cluster, groups=groups, links=_for_pairs(cluster.links, list(counts)))
+
+
+def _for_pairs(links: Mapping[Any, LinkSpeed], kinds: Sequence[NodeKind]) -> dict[Any, LinkSpeed]:
+    """Returns links between types by the names of the kinds of node that stand for these."""
+    found = {}
+    for one in kinds:
+        for other in kinds:
+            for pair in ((one, other), (other, one)):
+                link = links.get((pair[0].base.name, pair[1].base.name))
+                if link is not None:
+                    found[one.node.name, other.node.name] = link
+                    break
+    return found
+
+
+def profile_of(profile: Profile, kinds: Sequence[NodeKind]) -> Profile:
+    """Returns what is known of durations by the names of kinds of node.
+
+    Args:
+        profile: by the names of their types.
+        kinds: of the nodes that are there.
+    """
+    layers = dict(profile.layers)
+    tables = [dict(profile.optimizer_s_per_parameter), dict(profile.launch_s), dict(profile.step_s)]
+    slow: dict[str, tuple[str, float]] = {}
+    for kind in kinds:
+        if kind.slowness == 1.0 or kind.gpu in slow:
+            continue
+        slow[kind.gpu] = kind.base.gpu, kind.slowness
+        for (name, gpu, tp, size), takes in profile.layers.items():
+            if gpu == kind.base.gpu:
+                layers[name, kind.gpu, tp, size] = _times(takes, kind.slowness)
+        for table in tables:
+            if kind.base.gpu in table:
+                table[kind.gpu] = table[kind.base.gpu] * kind.slowness
+    estimator = profile.estimator
+
+    def estimate(name: str, gpu: str, tp: int, size: int) -> LayerTimes:
+        assert estimator is not None
+        base, slowness = slow.get(gpu, (gpu, 1.0))
+        return _times(estimator(name, base, tp, size), slowness)
+
+    names = {kind.node.name: kind.base.name for kind in kinds}
+    return replace(
+        profile,
+        layers=layers,
+        links=_for_pairs(profile.links, kinds),
+        intra_links={
+            new: profile.intra_links[old]
+            for new, old in names.items()
+            if old in profile.intra_links
+        },
+        all_reduce={
+            (new, ranks): link
+            for new, old in names.items()
+            for (name, ranks), link in profile.all_reduce.items()
+            if name == old
+        },
+        optimizer_s_per_parameter=tables[0],
+        launch_s=tables[1],
+        step_s=tables[2],
+        estimator=None if estimator is None else estimate,
+    )
+
+
+def _times(takes: LayerTimes, slowness: float) -> LayerTimes:
+    return replace(
+        takes,
+        forward_s=takes.forward_s * slowness,
+        backward_input_s=takes.backward_input_s * slowness,
+        backward_weight_s=takes.backward_weight_s * slowness,
+        launch_s=takes.launch_s * slowness,
+    )
+
 
 _PLANS = 6
 """Plans to look at: the trainer may refuse one for what the planner does not know."""
@@ -62,10 +270,10 @@ _RECOMPUTE = ("--recompute", "--checkpoint-activations")
 
 
 class Planning:
-    """Plans the shapes of one job.
+    """Plans the layouts of one job.
 
     Args:
-        paths: cluster file, profiles, or both, told apart by what they hold.
+        paths: cluster file, profiles, or both, distinguished by content.
         arguments: of the trainer.
         unequal: whether stages may have unequal numbers of replicas.
 
@@ -87,17 +295,17 @@ class Planning:
                 f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
         self._model = arguments_model(arguments, "model")
-        cluster, told = read_inputs(paths)
+        cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
         self._has_cluster = cluster is not None
         if cluster is None:
-            assert told is not None  # there is at least one file
-            cluster = equal_nodes(told, self._where)
+            assert document is not None  # there is at least one file
+            cluster = equal_nodes(document, self._where)
         measured = None
-        if told is not None:
-            profile_file.check_model(told, self._model, self._where)
+        if document is not None:
+            profile_file.check_model(document, self._model, self._where)
             gpus = {one.name: one.gpu for one in cluster.types}
-            measured = profile_file.make_profile(profile_file.renamed(told, gpus)[0])
+            measured = profile_file.make_profile(profile_file.renamed(document, gpus)[0])
         self._cluster = cluster
         self._profile = complete_profile(measured, self._model, cluster)
         self._types = {host: group.type for group in cluster.groups for host in group.hosts}
@@ -110,7 +318,7 @@ class Planning:
         self._other = others[0] if others else None
 
     def require_machines(self, machines: Sequence[Machine], where: str) -> None:
-        """Refuse machines that the cluster file does not have.
+        """Refuses machines that the cluster file does not have.
 
         Raises:
             ConfigError: there are such; names them.
@@ -125,7 +333,7 @@ class Planning:
             )
 
     def expected(self, machines: Sequence[Machine] | None) -> list[Offer]:
-        """The nodes that may come, as far as the files tell; empty where they do not.
+        """Lists the nodes that may come, as far as the files name them.
 
         Args:
             machines: those of the machines file, ``None`` where nodes come by themselves.
@@ -147,11 +355,11 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Names of nodes that the cluster file does not have."""
+        """Lists names of nodes that the cluster file does not have."""
         return [one.name for one in offers if self._type_of(one) is None]
 
-    def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> Shape:
-        """Find the fastest shape.
+    def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
+        """Finds the fastest layout.
 
         Args:
             offers: the nodes that are there; those that the cluster file does not have are left
@@ -163,7 +371,7 @@ class Planning:
         """
         nodes, cluster, profile = self._on(offers)
         equal = replace(self._options(cluster), most_cpu_s=most_cpu_s)
-        found: Shape | None = None
+        found: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
@@ -173,16 +381,16 @@ class Planning:
             other, refused = self._fastest(equal, nodes, cluster, profile)
         except ConfigError as error:
             other, refused = None, error
-        shapes = [one for one in (other, found) if one is not None]
-        if not shapes:
+        layouts = [one for one in (other, found) if one is not None]
+        if not layouts:
             assert refused is not None
             raise refused
-        return min(shapes, key=lambda one: one.step_s or 0.0)
+        return min(layouts, key=lambda one: one.step_s or 0.0)
 
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], cluster: Cluster, profile: Profile
-    ) -> tuple[Shape | None, ConfigError | None]:
-        """The best plan that the trainer takes, and why it does not take the first.
+    ) -> tuple[ParallelLayout | None, ConfigError | None]:
+        """Finds the best plan that the trainer takes, and why it does not take the first.
 
         Raises:
             ConfigError: there is no plan.
@@ -195,13 +403,13 @@ class Planning:
         refused: ConfigError | None = None
         for row in propose(self._model, cluster, profile, request).rows:
             try:
-                return self._shape(row, nodes, cluster, profile), refused
+                return self._layout(row, nodes, cluster, profile), refused
             except ConfigError as error:
                 refused = refused or error
         return None, refused
 
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
-        """Options under which the search also meets stages of unequal numbers of replicas.
+        """Returns options under which the search also tries stages of unequal numbers of replicas.
 
         It gives a narrow stage larger microbatches, of which a run deals out the parts.
         """
@@ -223,7 +431,7 @@ class Planning:
         return self._other
 
     def _on(self, offers: Sequence[Offer]) -> tuple[list[str], Cluster, Profile]:
-        """Names of the nodes by number in a cluster of them alone; it; what is known of it."""
+        """Returns the nodes' names by number in a cluster of them alone, it, and its profile."""
         found: dict[NodeKind, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -263,7 +471,7 @@ class Planning:
         return any(word.startswith(tuple(prefixes)) for word in self._arguments)
 
     def _widths(self, cluster: Cluster) -> tuple[int, ...]:
-        """Tensor-parallel widths under which losses stay as they are."""
+        """Lists tensor-parallel widths under which losses stay as they are."""
         config = self._config
         given = config.parallel.tensor_model_parallel_size
         words = {word.partition("=")[0] for word in self._arguments}
@@ -272,7 +480,7 @@ class Planning:
             return (given,)
 
         def padded(width: int) -> tuple[int, ...]:
-            # A tokenizer may have a token more than it was told.
+            # A tokenizer may have a token more than it was given.
             unit = config.model.make_vocab_size_divisible_by * width
             return tuple(-(-(vocabulary + more) // unit) * unit for more in (0, 1))
 
@@ -285,7 +493,7 @@ class Planning:
         )
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Sizes of a microbatch under which losses stay as they are; empty for all."""
+        """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
         # Both draw, or weigh, by microbatch.
@@ -293,8 +501,10 @@ class Planning:
             return (self._config.batch.micro_batch_size,)
         return ()
 
-    def _shape(self, row: Row, nodes: Sequence[str], cluster: Cluster, profile: Profile) -> Shape:
-        """The shape of a plan.
+    def _layout(
+        self, row: PlanRow, nodes: Sequence[str], cluster: Cluster, profile: Profile
+    ) -> ParallelLayout:
+        """Makes the layout of a plan.
 
         Raises:
             ConfigError: the trainer refuses it.
@@ -309,8 +519,8 @@ class Planning:
         document = plan_document(plan, self._model, cluster, row.prediction)
         left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
         left += ["recompute"] if self._is_given(_RECOMPUTE) else []
-        told = {key: value for key, value in document.items() if key not in left}
-        flags = plan_flags(told, PLAN_WITH)
+        document = {key: value for key, value in document.items() if key not in left}
+        flags = plan_flags(document, PLAN_WITH)
         counts = [len(place.replicas) for place in plan.places]
         world_size = plan.tp * sum(counts)
         parse([*self._arguments, *flags], world_size=world_size, last_wins=True)
@@ -323,7 +533,7 @@ class Planning:
         for node in used:
             takes = profile.times(kind, cluster.nodes[node].gpu, plan.tp, plan.micro_batch)
             pace[nodes[node]] = takes.forward_s + takes.backward_s
-        return Shape(
+        return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
             data=plan.dp,

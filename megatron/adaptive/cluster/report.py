@@ -1,37 +1,59 @@
-"""What a report says of a job after its run: gathered from all that the job left in its folder."""
+"""Gathers all that a job left in its folder, its traces too, and writes it as one page."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import asdict
+from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster import logs as texts
-from megatron.adaptive.cluster.logs import IterationLine
-from megatron.adaptive.cluster.report_trace import traced
-from megatron.adaptive.cluster.settings import SETTINGS
-from megatron.adaptive.cluster.slurm import slurm
-from megatron.adaptive.cluster.status import JobStatus, read_status
-from megatron.adaptive.errors import SetupError
+import numpy as np
 
-__all__ = ["gather"]
+from megatron.adaptive.cluster.conf import SETTINGS
+from megatron.adaptive.cluster.slurm import slurm
+from megatron.adaptive.cluster.status import (
+    JobStatus,
+    count_messages,
+    differences,
+    effective_sizes,
+    is_error,
+    is_warning,
+    lines_of,
+    node_names,
+    progress_of,
+    read_record,
+    read_status,
+    samples_of,
+)
+from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.progress import ProgressTail
+from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.views.page import plotly_js
+from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
+from megatron.adaptive.trace.views.palette import IDLE
+
+__all__ = ["gather", "traced", "write_report"]
 
 MAX_POINTS = 5000
 """Of a curve; of more, evenly spaced ones are drawn."""
 MAX_MESSAGES = 200
 """Different warnings and errors of each node."""
-_START = re.compile(r"=== (.*) node (\d+) starts$")
+_NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
 
 
 def gather(job: str, logs: Path) -> dict[str, Any]:
-    """Read all that a job left.
+    """Reads all that a job left.
 
     Args:
         job: its id, which is the name of its folder.
@@ -45,14 +67,19 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     """
     status = read_status(job, logs)
     folder = logs / job
-    names = texts.node_names(folder)
+    names = node_names(folder)
     if not names:
         raise SetupError(
             f"job {job}: there are no logs in {folder}; give the LOG_DIR of its conf.sh with "
             "--log-dir"
         )
-    record = texts.read_record(folder)
-    lines, starts, sizes, ranks = _read_output(folder, names)
+    record = read_record(folder)
+    progress = progress_of(folder, record, kept=None)
+    starts = [
+        line for line in progress.refresh() if "total_iterations" in line and not line.get("moved")
+    ]
+    lines = progress.records
+    sizes = effective_sizes(progress.start, lines[-1] if lines else {})
     traces, notes = traced(folder / "traces")
     processes = record.get("processes", [])
     drawn = _thinned(lines)
@@ -61,60 +88,39 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     messages, more = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
-        "facts": _facts(status, lines, starts, processes),
+        "facts": _facts(status, progress, starts, processes),
         "settings": _settings(status, sizes),
-        "curves": _curves(drawn, record.get("world_size")),
-        "starts": _resumed(lines, starts),
+        "curves": _curves(drawn),
+        "starts": [line["start_iteration"] + 1 for line in starts[1:]],
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
-        "nodes": _spans_of_nodes(processes, ranks),
+        "nodes": _spans_of_nodes(processes, _names_of_ranks(folder, names)),
         "traces": traces,
         "messages": messages,
         "notes": [*notes, *more],
     }
 
 
-def _read_output(
-    folder: Path, names: Sequence[str]
-) -> tuple[list[IterationLine], list[str], dict[str, str], dict[int, str]]:
-    """Return iterations in the order of time, starts, the sizes said last, and node ranks."""
-    lines: list[IterationLine] = []
-    starts: set[str] = set()
-    sizes: dict[str, str] = {}
-    ranks: dict[int, tuple[str, str]] = {}
+def _names_of_ranks(folder: Path, names: Sequence[str]) -> dict[int, str]:
+    """Returns the node of each rank in the latest start that it had."""
+    found: dict[int, tuple[str, str]] = {}
     for name in names:
-        for line in texts.lines_of(folder / f"{name}.out"):
-            if line.startswith(" ["):
-                found = texts.iteration_of(line)
-                if found is not None:
-                    lines.append(found)
-            elif line.startswith("==="):
-                match = _START.match(line)
-                if match:
-                    if match[2] == "0":
-                        starts.add(match[1])
-                    ranks[int(match[2])] = max(ranks.get(int(match[2]), ("", "")), (match[1], name))
-            elif line.startswith("using world size"):
-                sizes = texts.effective_of(line) or sizes
-    lines.sort(key=lambda line: line.unix_s)
-    return lines, sorted(starts), sizes, {rank: name for rank, (_, name) in ranks.items()}
+        for line in lines_of(folder / f"{name}.out"):
+            if line.startswith("===") and (match := _NODE_START.match(line)):
+                rank = int(match[2])
+                found[rank] = max(found.get(rank, ("", "")), (match[1], name))
+    return {rank: name for rank, (_, name) in found.items()}
 
 
-def _thinned(lines: list[IterationLine]) -> list[IterationLine]:
+def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     step = -(-len(lines) // MAX_POINTS) if lines else 1
     return lines[::step]
 
 
-def _resumed(lines: Sequence[IterationLine], starts: Sequence[str]) -> list[int]:
-    """Return the first iteration of each start but the first."""
-    found = []
-    for start in starts[1:]:
-        unix_s = datetime.strptime(start, "%Y-%m-%d %H:%M:%S").timestamp()
-        found += [line.iteration for line in lines if line.unix_s >= unix_s][:1]
-    return found
-
-
 def _facts(
-    status: JobStatus, lines: list[IterationLine], starts: Sequence[str], processes: Sequence[int]
+    status: JobStatus,
+    progress: ProgressTail,
+    starts: Sequence[Mapping[str, Any]],
+    processes: Sequence[int],
 ) -> list[tuple[str, str]]:
     facts = [("state", status.state or "not known to Slurm")]
     facts += [(name, value) for name, value in _account(status.job).items() if name != "state"]
@@ -122,11 +128,14 @@ def _facts(
     if processes:
         facts.append(("processes of each node", " + ".join(map(str, processes))))
     if starts:
-        facts.append(("starts", f"{len(starts)}, the latest {starts[-1]}"))
-    if lines:
-        facts.append(("iterations", f"{lines[-1].iteration} of {lines[-1].iterations}"))
-        if lines[-1].loss is not None:
-            facts.append(("latest loss", f"{lines[-1].loss:.4f}"))
+        began = time.localtime(starts[-1]["unix_ns"] / 1e9)
+        latest = time.strftime("%Y-%m-%d %H:%M:%S", began)
+        facts.append(("starts", f"{len(starts)}, the latest {latest}"))
+    if progress.records:
+        line = progress.records[-1]
+        facts.append(("iterations", f"{line['iteration']} of {progress.total_iterations}"))
+        if line.get("loss") is not None:
+            facts.append(("latest loss", f"{line['loss']:.4f}"))
     if status.iteration_ms is not None:
         facts.append(("time of an iteration", f"{status.iteration_ms:.1f} ms (median of the last)"))
     if status.tokens_per_s is not None:
@@ -136,7 +145,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Return what Slurm's accounting says; empty without one."""
+    """Returns what Slurm's accounting says; empty without one."""
     if not job.isdigit() or shutil.which("sacct") is None:
         return {}
     try:
@@ -152,9 +161,9 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus, sizes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return every variable with a value: requested, effective where the run says it, differs."""
+    """Returns every variable with a value: requested, effective where the run says it, differs."""
     effective = {**status.effective, **sizes}
-    differ = {name for name, _, _ in texts.differences(status.requested, effective)}
+    differ = {name for name, _, _ in differences(status.requested, effective)}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
     names += [name for name in status.requested if name not in SETTINGS]
     return [
@@ -169,22 +178,18 @@ def _settings(status: JobStatus, sizes: Mapping[str, str]) -> list[dict[str, Any
     ]
 
 
-def _curves(lines: Sequence[IterationLine], world_size: int | None) -> dict[str, list[Any]]:
-    ranks = world_size or 1
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {
-        "iteration": [line.iteration for line in lines],
-        "loss": [line.loss for line in lines],
-        "ms": [line.ms for line in lines],
-        "tokens_per_s": [
-            None if line.tokens_per_s is None else round(line.tokens_per_s * ranks, 1)
-            for line in lines
-        ],
+        "iteration": [line["iteration"] for line in lines],
+        "loss": [line.get("loss") for line in lines],
+        "ms": [line.get("step_ms") for line in lines],
+        "tokens_per_s": [line.get("tokens_per_s") for line in lines],
     }
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Return what a node used over time, in columns; empty without samples."""
-    samples = list(texts.samples_of(path))
+    """Returns what a node used over time, in columns; empty without samples."""
+    samples = list(samples_of(path))
     step = -(-len(samples) // MAX_POINTS) if samples else 1
     samples = samples[::step]
     gpus: dict[int, dict[str, list[Any]]] = {}
@@ -213,7 +218,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 
 
 def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return which ranks are each node's: name, first rank, number of them."""
+    """Returns which ranks are each node's: name, first rank, number of them."""
     found, first = [], 0
     for rank, count in enumerate(processes):
         found.append({"name": names.get(rank, f"node {rank}"), "first": first, "count": count})
@@ -224,14 +229,14 @@ def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return every error and warning once for each node, with how often it came; and notes."""
+    """Returns every error and warning once for each node, with how often it came; and notes."""
     found: list[dict[str, Any]] = []
     notes = []
-    counts = [(name, *texts.count_messages(folder, name)) for name in names]
+    counts = [(name, *count_messages(folder, name)) for name in names]
     if batch.is_file():
-        lines = [line.strip() for line in texts.lines_of(batch)]
-        errors = Counter(line for line in lines if texts.is_error(line))
-        warnings = Counter(line for line in lines if texts.is_warning(line))
+        lines = [line.strip() for line in lines_of(batch)]
+        errors = Counter(line for line in lines if is_error(line))
+        warnings = Counter(line for line in lines if is_warning(line))
         counts.append(("batch", errors, warnings))
     for name, errors, warnings in counts:
         for kind, counter in (("error", errors), ("warning", warnings)):
@@ -243,3 +248,136 @@ def _messages(
                 )
     found.sort(key=lambda one: one["kind"])
     return found, notes
+
+
+def write_report(found: Mapping[str, Any], target: Path) -> None:
+    """Writes the page, replacing the file.
+
+    Args:
+        found: what ``gather`` returns.
+        target: the file, ``.html``.
+
+    Raises:
+        TraceError: the file cannot be written.
+        SetupError: plotly is not installed.
+    """
+    plotly = plotly_js()
+    before, after = _asset("report.html").split("{{scripts}}")
+    before = before.replace("{{title}}", escape(str(found["title"])))
+    text = json.dumps(found).replace("<", "\\u003c")
+    with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(before.replace("{{style}}", _asset("report.css")))
+        file.write(f'<script type="application/json" id="report-data">{text}</script>\n')
+        for part in (plotly, _asset("report.js")):
+            file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
+        file.write(after)
+
+
+def _asset(name: str) -> str:
+    return (
+        resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    )
+
+
+MAX_BARS = 60_000
+"""Of all iterations together; short ones are merged where there are more."""
+MAX_STEPS = 4
+MAX_CELLS = 200_000
+"""Iterations times ranks of the times; of more, evenly spaced iterations are shown."""
+_NS_PER_MS = 1e6
+
+
+def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Reads the traces of a job.
+
+    Args:
+        folder: that of the traces; need not exist.
+
+    Returns:
+        What the page draws, ``None`` without traces; and notes for the reader.
+    """
+    if not folder.is_dir():
+        return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
+    try:
+        run = read_run(folder)
+        figures = run_figures(run, workers=1)
+        steps, typical = _steps(figures)
+    except TraceError as error:
+        return None, [f"no timeline: {error}"]
+    colors = categories(run.num_chunks)
+    drawn = [_step(run, iteration, colors, len(steps)) for iteration in steps]
+    found = {
+        "ranks": figures.ranks.tolist(),
+        "labels": [_label(run, int(rank)) for rank in figures.ranks],
+        "idle": f"#{IDLE}",
+        "categories": [asdict(category) for category in colors],
+        "steps": drawn,
+        "typical": typical,
+        **_times(figures),
+    }
+    return found, [*run.notes(), *figures.notes()]
+
+
+def _label(run: RunTrace, rank: int) -> str:
+    header = run.ranks[rank].header
+    return f"rank {rank}: stage {header.pp_rank}, copy {header.dp_rank}, part {header.tp_rank}"
+
+
+def _times(figures: RunFigures) -> dict[str, Any]:
+    """Returns the time of every rank from its first to its last action, by iteration."""
+    known = figures.num_actions > 0
+    ms = np.where(known, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
+    limit = max(2, MAX_CELLS // max(1, ms.shape[1]))
+    count = len(figures.iterations)
+    shown = np.unique(np.linspace(0, count - 1, min(limit, count)).round().astype(int))
+    rows = [
+        [round(float(value), 3) if there else None for value, there in zip(row, here, strict=True)]
+        for row, here in zip(ms[shown].T, known[shown].T, strict=True)
+    ]
+    return {"iterations": figures.iterations[shown].tolist(), "rank_ms": rows}
+
+
+def _steps(figures: RunFigures) -> tuple[list[int], int]:
+    """Chooses iterations to draw: one in the middle of the times, the slowest, the first, the last.
+
+    Returns:
+        The iterations, and the place of the one in the middle among them.
+
+    Raises:
+        TraceError: nothing was recorded.
+    """
+    recorded = np.flatnonzero((figures.num_actions > 0).all(axis=1))
+    if not len(recorded):
+        raise TraceError("no iteration is complete")
+    order = recorded[np.argsort(figures.step_ns[recorded].max(axis=1), kind="stable")]
+    wanted = [order[len(order) // 2], order[-1], recorded[0], recorded[-1]]
+    places = sorted(dict.fromkeys(int(place) for place in wanted[:MAX_STEPS]))
+    typical = places.index(int(order[len(order) // 2]))
+    return [int(figures.iterations[place]) for place in places], typical
+
+
+def _step(run: RunTrace, iteration: int, colors: Sequence[Category], share: int) -> dict[str, Any]:
+    """Returns the bars of all ranks in an iteration, in milliseconds from its first one."""
+    tables = [run.ranks[rank].table([iteration]) for rank in sorted(run.ranks)]
+    rows = merged(rows_of(tables, run.num_chunks), MAX_BARS // share)
+    columns = rows.columns
+    if not len(rows):
+        return {"iteration": iteration, "bars": {}, "merged_below_ms": 0}
+    # What was done within something else is drawn by that alone.
+    keep = columns["category"] != rows.within
+    start_ns = int(columns["start"].min())
+    bars: dict[str, dict[str, list[float]]] = {}
+    for number in range(len(colors)):
+        chosen = keep & (columns["category"] == number)
+        if chosen.any():
+            bars[str(number)] = {
+                "row": columns["row"][chosen].tolist(),
+                "start": np.round((columns["start"][chosen] - start_ns) / _NS_PER_MS, 4).tolist(),
+                "length": np.round(columns["length"][chosen] / _NS_PER_MS, 4).tolist(),
+                "microbatch": columns["microbatch"][chosen].tolist(),
+            }
+    return {
+        "iteration": iteration,
+        "bars": bars,
+        "merged_below_ms": rows.merged_below_ns / _NS_PER_MS,
+    }

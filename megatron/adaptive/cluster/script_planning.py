@@ -2,7 +2,7 @@
 
 ::
 
-    model.json + nodes that are there ──> as many processes as any shape takes
+    model.json + nodes that are there ──> as many processes as any layout takes
                                           ──> pipeline size that was wished for, or the next to it
                                               ──> the least predicted step: microbatch, partition
 
@@ -13,29 +13,25 @@ first one that was.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Offer, Shape
-from megatron.adaptive.cluster.plan_inputs import NodeKind, cluster_of, profile_of
-from megatron.adaptive.cluster.plan_process import PlanProcess
-from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
+from megatron.adaptive.cluster.planning import NodeKind, cluster_of, profile_of
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.running import Option, Running, choose_option, least_largest_of
 
-__all__ = ["ByMeasuring", "ScriptPlanning"]
+__all__ = ["ScriptPlanning"]
 
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
-_FIRST_S = 180.0
-"""For the first plan on a machine, which compiles the search."""
 
 
 class ScriptPlanning:
-    """Plans shapes of one measured module.
+    """Plans layouts of one measured module.
 
     Args:
         path: of what was measured.
@@ -45,13 +41,13 @@ class ScriptPlanning:
         self._path = path
 
     def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Nodes that cannot be planned with: none."""
+        """Lists nodes that cannot be planned with: none."""
         return []
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
-    ) -> Shape:
-        """Find the best shape.
+    ) -> ParallelLayout:
+        """Finds the best layout.
 
         Args:
             offers: the nodes that are there.
@@ -80,7 +76,7 @@ class ScriptPlanning:
                 except ConfigError as error:
                     first = first or error
                     continue
-                return _shape(module, option, places, timed=timed)
+                return _layout(module, option, places, timed=timed)
         assert first is not None
         raise first
 
@@ -114,7 +110,7 @@ class ScriptPlanning:
         for kind in kinds:
             order.append(starts[kind])
             starts[kind] += 1
-        groups = tuple(NodeGroup(type=one, count=1) for one in types.values())
+        groups = tuple(NodePool(type=one, count=1) for one in types.values())
         base = Cluster(groups=groups, network=_UNMEASURED, links=whole.links)
         split = None if module.split is None else module.profile(split=True)
         return Running(
@@ -130,72 +126,13 @@ class ScriptPlanning:
         )
 
 
-class ByMeasuring:
-    """Chooses shapes of a script: all processes to measure its model, then those of its plan.
-
-    Args:
-        model: file of what was measured.
-        process: that plans.
-        within_s: time limit of a plan.
-        say: prints a line for the user.
-    """
-
-    def __init__(
-        self, model: Path, process: PlanProcess, within_s: float, say: Callable[[str], None]
-    ) -> None:
-        self._model = model
-        self._process = process
-        self._within_s = within_s
-        self._say = say
-        self._known: dict[tuple[object, ...], tuple[Shape | None, str]] = {}
-        self.why = ""
-
-    async def choose(self, arguments: Sequence[str], offers: Sequence[Offer]) -> Shape | None:
-        """See ``shapes.Chooser``."""
-        module = MeasuredModule.read(self._model)
-        if module is None:
-            return _to_measure(offers)
-        key = (module.signature, module.micro_batch_size, *offers)
-        if key not in self._known:
-            limit_s = self._within_s if self._known else max(_FIRST_S, self._within_s)
-            try:
-                found = await asyncio.to_thread(self._process.ask, tuple(offers), limit_s)
-            except SetupError as error:
-                self._say(f"warning: no plan: {error}; the busiest stage alone decides")
-                try:
-                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
-                except ConfigError as none:
-                    found = None, str(none)
-            self._known[key] = found
-        shape, text = self._known[key]
-        self.why = "" if shape is not None else text
-        return shape
-
-    def is_better(self, shape: Shape, running: Shape) -> bool:
-        """See ``shapes.Chooser``: more processes, or as many and faster."""
-        if running.is_to_be_measured or shape.is_to_be_measured:
-            return False
-        if shape.world_size != running.world_size:
-            return shape.world_size > running.world_size
-        if shape.step_s is None or running.step_s is None:
-            return False
-        return shape.step_s < (1 - WORTH_A_MORPH) * running.step_s
-
-
-def _to_measure(offers: Sequence[Offer]) -> Shape | None:
-    count = sum(one.slots for one in offers)
-    if not count:
-        return None
-    return Shape(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
-
-
 def _host(offer: Offer) -> str:
-    """The machine of a node: its own name for itself, which comes last."""
+    """Returns the machine of a node: its own name for itself, which comes last."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """So many processes on the first nodes, those of one machine together, its slow ones last."""
+    """Places processes on the first nodes, those of one machine together, its slow ones last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -210,7 +147,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Pipeline sizes in the order in which they are looked at; 0 for all together."""
+    """Lists pipeline sizes in the order in which they are tried; 0 for all together."""
     wish = module.pipeline_size
     if wish is None:
         return [0]
@@ -229,7 +166,7 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]:
-    """The types of nodes by name; of several nodes the one with the least memory counts."""
+    """Returns the types of nodes by name; of several nodes the one with the least memory counts."""
     found: dict[str, NodeType] = {}
     for host in sorted(hosts, key=lambda one: one.memory_bytes):
         if host.type not in found:
@@ -239,7 +176,6 @@ def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]
                 gpus=host.processes,
                 memory_bytes=host.memory_bytes,
                 intra=whole.intra_links.get(host.type, _UNMEASURED),
-                cores=host.cores,
             )
     return found
 
@@ -247,7 +183,7 @@ def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]
 def _with_memory(
     cluster: Cluster, sharing: dict[NodeKind, int], hosts: Sequence[MeasuredHost]
 ) -> Cluster:
-    """Divide the memory of a host among the processes that it has now.
+    """Divides the memory of a host among the processes that it has now.
 
     Args:
         cluster: with a group for each kind of nodes.
@@ -270,10 +206,10 @@ def _with_memory(
     return replace(cluster, groups=tuple(groups))
 
 
-def _shape(
+def _layout(
     module: MeasuredModule, option: Option, places: Sequence[tuple[Offer, int]], *, timed: bool
-) -> Shape:
-    return Shape(
+) -> ParallelLayout:
+    return ParallelLayout(
         tensor=1,
         pipeline=option.pipeline_size,
         data=option.replicas,

@@ -1,25 +1,50 @@
-"""What is known of a job of Slurm or of pods: its state, its logs, whether it moves."""
+"""Reads the logs of a job of Slurm or of pods: its state, its nodes, whether it moves.
+
+Files may be large, missing, or cut off anywhere, and a job that was queued again appends to them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
+import re
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster import logs as texts
-from megatron.adaptive.cluster.logs import ENDED, IterationLine, iteration_of, tail
+from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.cluster.slurm import slurm
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 
-__all__ = ["JobStatus", "NodeStatus", "SlurmState", "read_status", "slurm_state"]
+__all__ = [
+    "JobStatus",
+    "NodeStatus",
+    "SlurmState",
+    "count_messages",
+    "differences",
+    "effective_sizes",
+    "is_error",
+    "is_warning",
+    "lines_of",
+    "node_names",
+    "progress_of",
+    "read_record",
+    "read_status",
+    "samples_of",
+    "slurm_state",
+]
+
+TAIL_BYTES = 1 << 16
 
 _SHOWN = 3
+_MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
@@ -31,11 +56,116 @@ _GOES_ON = (
     *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
 )
 _LOST_STATES = ("down", "fail", "reboot", "power")
+_START = re.compile(r"=== .* node \d+ starts$|job \d+, start \d+: ")
+_SIZES = {
+    "WORLD_SIZE": "world_size",
+    "DP_SIZE": "data_parallel_size",
+    "TENSOR_MP_SIZE": "tensor_model_parallel_size",
+    "PIPELINE_MP_SIZE": "pipeline_model_parallel_size",
+}
+_ERROR = re.compile(r"^error: |^\w*(Error|Exception)\b|: error: |out of memory|Traceback")
+_WARNING = re.compile(r"warning", re.IGNORECASE)
+
+
+def differences(
+    requested: Mapping[str, str], effective: Mapping[str, str]
+) -> tuple[tuple[str, str, str], ...]:
+    """Returns name, requested and effective value of what is not as it was asked for.
+
+    Args:
+        requested: variables of ``conf.sh``, and ``WORLD_SIZE``.
+        effective: what the run says of itself.
+    """
+    grows = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
+    return tuple(
+        (name, requested[name], value)
+        for name, value in effective.items()
+        if requested.get(name)
+        and requested[name] != value
+        and not (grows and name == "GLOBAL_BATCH_SIZE")
+    )
+
+
+def is_error(line: str) -> bool:
+    """Returns whether a line reports an error."""
+    return _ERROR.search(line) is not None
+
+
+def is_warning(line: str) -> bool:
+    """Returns whether a line reports a warning."""
+    return _WARNING.search(line) is not None and not is_error(line)
+
+
+def node_names(folder: Path) -> list[str]:
+    """Returns the nodes that have files in a job's folder."""
+    return sorted({path.stem for path in folder.glob("*.out")})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns what ``run.json`` of a job says, empty where it is missing or cut off."""
+    try:
+        found = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
+    """Returns the last lines of a file, of its latest start only."""
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, 2)
+            file.seek(max(0, length - size))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = text.splitlines()
+    if length > size:
+        lines = lines[1:]
+    starts = [index for index, line in enumerate(lines) if _START.match(line)]
+    return lines[starts[-1] + 1 :] if starts else lines
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yields all lines of a file, none if it is missing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield line.rstrip("\n")
+    except OSError:
+        return
+
+
+def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
+    """Yields the samples of a node's use, or the latest alone; skips lines that are cut off."""
+    lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
+    for line in lines:
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(sample, dict) and isinstance(sample.get("unix_s"), (int, float)):
+            yield sample
+            if latest:
+                return
+
+
+def count_messages(folder: Path, name: str) -> tuple[Counter[str], Counter[str]]:
+    """Returns the errors and warnings in a node's files, with how often each occurs."""
+    errors: Counter[str] = Counter()
+    warnings: Counter[str] = Counter()
+    for ending in ("err", "out"):
+        for line in lines_of(folder / f"{name}.{ending}"):
+            if is_error(line):
+                errors[line.strip()] += 1
+            elif is_warning(line):
+                warnings[line.strip()] += 1
+    return errors, warnings
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """What Slurm says of a job; everything is empty where it says nothing.
+    """Holds Slurm's account of a job; everything is empty where it has none.
 
     Attributes:
         state: its word, such as ``RUNNING``.
@@ -52,14 +182,14 @@ class SlurmState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """What a node's files say.
+    """Summarizes a node's files.
 
     Attributes:
         name: of its files.
         out: last lines of its output.
         err: last lines of its errors.
-        errors: lines of both that tell an error, each once.
-        warnings: lines that tell a warning, each once.
+        errors: lines of both that report an error, each once.
+        warnings: lines that report a warning, each once.
         use: the latest sample of ``sampler.py``, ``None`` without one.
         is_former: it took part in an earlier start of the job only.
     """
@@ -75,7 +205,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """What is known of a job.
+    """Summarizes a job.
 
     Attributes:
         job: its id.
@@ -115,12 +245,12 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Whether a node was lost or tells an error in the job's latest start."""
+        """Returns whether a node was lost or reports an error in the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
 def read_status(job: str, logs: Path) -> JobStatus:
-    """Gather what is known of a job. Reads the ends of its files only.
+    """Summarizes a job from the ends of its files.
 
     Args:
         job: its id, which is the name of its folder.
@@ -132,23 +262,30 @@ def read_status(job: str, logs: Path) -> JobStatus:
     folder = logs / job
     known = slurm_state(job)
     _check_known(job, folder, known)
-    record = texts.read_record(folder)
-    names = texts.node_names(folder)
+    record = read_record(folder)
+    progress = progress_of(folder, record)
+    progress.refresh()
+    # A start that trains not yet has only lines of the one before; clocks of nodes may differ.
+    since_ns = max(
+        progress.start.get("unix_ns", 0),
+        (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9,
+    )
+    lines = [line for line in progress.records if line["unix_ns"] >= since_ns]
+    ended = progress.ended_ns >= since_ns and bool(progress.ended)
+    names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = tuple(_node(folder, name, *ends[name]) for name in names)
     nodes = tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
-    now = [ends[node.name] for node in nodes if not node.is_former]
-    lines = [line for out, _ in now for line in map(iteration_of, out) if line]
-    ended = any("training ends" in line for out, _ in now for line in out[-20:])
     lost = {} if ended else _lost(known, nodes)
     if (logs / f"{job}.batch").is_file():  # Slurm says there which node failed
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
-    ms = statistics.median(line.ms for line in lines[-50:]) if lines else None
-    since_s = max(0.0, time.time() - lines[-1].unix_s) if lines else None
+    latest = lines[-1] if lines else {}
+    ms = _median(lines, "step_ms")
+    since_s = max(0.0, time.time() - latest["unix_ns"] / 1e9) if lines else None
     limit_s = max(_LEAST_STALL_S, _STALLED * (ms or 0.0) / 1e3)
     requested = {**record.get("conf", {})}
     requested["WORLD_SIZE"] = str(record.get("world_size", requested.get("WORLD_SIZE", "")))
-    effective = _effective(folder, nodes, lines)
+    effective = effective_sizes(progress.start, latest)
     return JobStatus(
         job=job,
         state=known.state,
@@ -156,10 +293,10 @@ def read_status(job: str, logs: Path) -> JobStatus:
         folder=str(folder),
         nodes=nodes,
         lost=lost,
-        iteration=lines[-1].iteration if lines else None,
-        iterations=lines[-1].iterations if lines else None,
+        iteration=latest.get("iteration"),
+        iterations=progress.total_iterations if lines else None,
         iteration_ms=ms,
-        tokens_per_s=_tokens(lines, record.get("world_size")),
+        tokens_per_s=_median(lines, "tokens_per_s"),
         since_s=since_s,
         is_over=_is_over(known, nodes, ended or bool(lost)),
         is_stalled=since_s is not None
@@ -168,19 +305,19 @@ def read_status(job: str, logs: Path) -> JobStatus:
         and not ended,
         requested={name: value for name, value in requested.items() if value},
         effective=effective,
-        differences=texts.differences(requested, effective),
+        differences=differences(requested, effective),
     )
 
 
 def _is_over(known: SlurmState, nodes: tuple[NodeStatus, ...], ended: bool) -> bool:
-    """Whether a job has ended: Slurm says so; of pods, the training or all nodes do."""
+    """Returns whether a job has ended: by Slurm; of pods, by the training or all nodes."""
     if known.state:
         return known.state not in _GOES_ON
     return ended or all(node.use is not None and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Ask Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
+    """Asks Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
@@ -233,7 +370,7 @@ def _check_known(job: str, folder: Path, known: SlurmState) -> None:
 
 
 def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
-    """Whether a node's latest sample is older than the latest start of the job."""
+    """Returns whether a node's latest sample is older than the latest start of the job."""
     started_s = record.get("started_unix_s")
     if node.use is None or not isinstance(started_s, (int, float)):
         return False
@@ -241,7 +378,7 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(known: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Return the nodes that vanished: Slurm says so, or their samples stopped without a last one.
+    """Returns the nodes that vanished: Slurm says so, or their samples stopped without a last one.
 
     While a job runs, a node that is silent is lost, before Slurm knows. When it is over, processes
     may have been killed before they wrote a last sample: then Slurm's word counts where it has one.
@@ -269,32 +406,48 @@ def _lost(known: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
 
 def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus:
     both = [line.strip() for line in (*err, *out)]
-    errors = tuple(dict.fromkeys(line for line in both if texts.is_error(line)))
-    warnings = tuple(dict.fromkeys(line for line in both if texts.is_warning(line)))
+    errors = tuple(dict.fromkeys(line for line in both if is_error(line)))
+    warnings = tuple(dict.fromkeys(line for line in both if is_warning(line)))
     return NodeStatus(
         name=name,
         out=tuple(out[-_SHOWN:]),
         err=tuple(err[-_SHOWN:]),
         errors=errors[-_SHOWN:],
         warnings=warnings[-_SHOWN:],
-        use=next(texts.samples_of(folder / f"{name}.gpu", latest=True), None),
+        use=next(samples_of(folder / f"{name}.gpu", latest=True), None),
     )
 
 
-def _tokens(lines: list[IterationLine], world_size: int | None) -> float | None:
-    found = [line.tokens_per_s for line in lines[-50:] if line.tokens_per_s is not None]
-    return statistics.median(found) * world_size if found and world_size else None
+def progress_of(
+    folder: Path, record: Mapping[str, Any], kept: int | None = _MEDIAN_OF
+) -> ProgressTail:
+    """Returns the reader of how far a job is.
+
+    Args:
+        folder: of its logs.
+        record: its ``run.json``; flags of the user's may name another folder.
+        kept: lines to keep, ``None`` for all.
+    """
+    path, flags = progress_file(folder), record.get("flags", [])
+    if not path.is_file() and "--progress-dir" in flags:
+        path = Path(flags[-flags[::-1].index("--progress-dir")]) / PROGRESS_NAME
+    return ProgressTail(path, kept)
 
 
-def _effective(
-    folder: Path, nodes: tuple[NodeStatus, ...], lines: list[IterationLine]
-) -> dict[str, str]:
-    """Return what the run says of its sizes: rank 0 at its start, the writer with each line."""
-    found: dict[str, str] = {}
-    for node in nodes:
-        found = found or texts.effective_of(texts.head(folder / f"{node.name}.out"))
-    if lines:
-        found["TRAIN_ITERS"] = str(lines[-1].iterations)
-        if lines[-1].batch is not None:
-            found["GLOBAL_BATCH_SIZE"] = str(lines[-1].batch)
-    return found
+def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found = [line[key] for line in lines[-_MEDIAN_OF:] if line.get(key) is not None]
+    return statistics.median(found) if found else None
+
+
+def effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the sizes of a run as it writes them, by the variables of ``conf.sh``.
+
+    Args:
+        start: line of its latest start.
+        latest: line of its latest iteration; empty before there is one.
+    """
+    found = {name: start.get(key) for name, key in _SIZES.items()}
+    if latest:
+        found["TRAIN_ITERS"] = start.get("total_iterations")
+        found["GLOBAL_BATCH_SIZE"] = latest.get("global_batch_size")
+    return {name: str(value) for name, value in found.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Nodes that stay slow: what is known of them, and whether another shape is better for it.
+"""Tracks nodes that stay slow, and decides whether another layout is better for it.
 
 The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
-slow it is goes into every later shape: its stage gets fewer layers. The job moves for it once for
-each node, three times within an hour, and only where the new shape should be faster. A node that
+slow it is goes into every later layout: its stage gets fewer layers. The job moves for it once for
+each node, three times within an hour, and only where the new layout should be faster. A node that
 joins anew is as good as any; one that only comes to another manager of the job is the same as ever.
 """
 
@@ -16,9 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.adaptive.cluster.job import SlowRank
-from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Chooser, Offer, Shape, relative_time
+from megatron.adaptive.cluster.layouts import (
+    WORTH_A_MORPH,
+    Chooser,
+    Offer,
+    ParallelLayout,
+    relative_time,
+)
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.rank_arguments import Policy, Running, assign
+from megatron.adaptive.cluster.ranks import Policy, RunningRanks, assign
 
 __all__ = ["Stragglers"]
 
@@ -31,11 +37,11 @@ _MOST_MOVES, _WITHIN_S = 3, 3600.0
 
 
 class Stragglers:
-    """The slow nodes of a job, and the shapes that suit them.
+    """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
         policy: ``ignore``; ``replan``, to move layers away; ``exclude``, to leave the node out.
-        chooser: of shapes.
+        chooser: of layouts.
         arguments: of the trainer.
         say: prints a line for the user.
     """
@@ -59,34 +65,34 @@ class Stragglers:
 
     @property
     def why(self) -> str:
-        """Why the chooser found no shape, empty where it does not say."""
+        """Explains why the chooser found no layout; may be empty."""
         return self._chooser.why
 
-    def is_better(self, shape: Shape, running: Shape) -> bool:
-        """Whether the job should leave a shape for another one; see ``shapes.Chooser``."""
-        return self._chooser.is_better(shape, running)
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        """Implements ``layouts.Chooser``."""
+        return self._chooser.is_better(layout, running)
 
-    async def choose(self, nodes: Sequence[Node]) -> Shape | None:
-        """Choose a shape; nodes that were left out take part only where there is none without.
+    async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
+        """Chooses a layout; nodes that were left out take part only where there is none without.
 
         Args:
             nodes: that are there, in order.
         """
         rest = self.wanted(nodes)
-        shape = await self._choose(rest) if rest else None
-        if shape is None and len(rest) < len(nodes):
-            shape = await self._choose(nodes)
-        return shape
+        layout = await self._choose(rest) if rest else None
+        if layout is None and len(rest) < len(nodes):
+            layout = await self._choose(nodes)
+        return layout
 
     def wanted(self, nodes: Sequence[Node]) -> list[Node]:
-        """Nodes that were not left out."""
+        """Lists nodes that were not left out."""
         return [node for node in nodes if node.name not in self._aside]
 
     def recall(self, machines: Sequence[Mapping[str, Any]]) -> int:
-        """Take over what the manager before knew.
+        """Takes over what the manager before knew.
 
         Args:
-            machines: what :meth:`told` said of each node under it.
+            machines: what :meth:`to_dict` said of each node under it.
 
         Returns:
             How many nodes took part then.
@@ -95,7 +101,7 @@ class Stragglers:
         return sum(one["status"] == "present" for one in machines)
 
     def joined(self, node: Node, *, pid: int) -> None:
-        """Forget what was known of a node: it may have been mended.
+        """Forgets what was known of a node: it may have been mended.
 
         Args:
             node: which.
@@ -113,22 +119,24 @@ class Stragglers:
         if known.get("is_left_out"):
             self._aside[name] = _LEFT_OUT
 
-    def told(self, node: Node) -> dict[str, Any]:
-        """What the state of the job holds of a node."""
+    def to_dict(self, node: Node) -> dict[str, Any]:
+        """Returns a node's entry in the state of the job."""
         why = self._aside.get(node.name, "") if node.status == "present" else ""
         return {
-            **node.told(),
+            **node.to_dict(),
             "slowness": round(self._slowness.get(node.name, 1.0), 3),
             "is_left_out": node.name in self._aside,
             **({"why": why} if why else {}),
         }
 
-    async def heed(self, found: Sequence[SlowRank], running: Running, nodes: Sequence[Node]) -> str:
-        """Decide whether to move to another shape for a slow rank.
+    async def handle(
+        self, found: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
+    ) -> str:
+        """Decides whether to move to another layout for a slow rank.
 
         Args:
-            found: what the diagnosis said in this epoch.
-            running: the epoch; its shape is told anew what it takes.
+            found: what the diagnosis said in this incarnation.
+            running: the incarnation; the predicted time of its layout is corrected.
             nodes: that are there, in order.
 
         Returns:
@@ -137,7 +145,7 @@ class Stragglers:
         if self._policy == "ignore":
             return ""
         for one in found:
-            name = running.where.get(f"{running.epoch.number}/{one.slow_rank}")
+            name = running.where.get(f"{running.incarnation.number}/{one.slow_rank}")
             if name is None or name in self._judged or one.times < _IN_A_ROW:
                 continue
             excess = min(_MOST_SLOW, self._excess(one, name, running))
@@ -149,20 +157,25 @@ class Stragglers:
                 return reason
         return ""
 
-    def _excess(self, found: SlowRank, name: str, running: Running) -> float:
-        """How many times as long a node takes as the others do, by what was known of all."""
+    def _excess(self, found: SlowRank, name: str, running: RunningRanks) -> float:
+        """Returns a node's time relative to the others', corrected by what was known of all."""
         nodes = _nodes(running)
         if len(found.pace_ns) != len(nodes):
             return found.factor
         own: list[float] = []
         others: list[float] = []
         for node, takes in zip(nodes, found.pace_ns, strict=True):
-            known = running.shape.pace.get(node, self._slowness.get(node, 1.0))
+            known = running.layout.pace.get(node, self._slowness.get(node, 1.0))
             (own if node == name else others).append(takes / known)
         return max(own) / statistics.median(others) if others else 1.0
 
     async def _judge(
-        self, found: SlowRank, excess: float, name: str, running: Running, nodes: Sequence[Node]
+        self,
+        found: SlowRank,
+        excess: float,
+        name: str,
+        running: RunningRanks,
+        nodes: Sequence[Node],
     ) -> str:
         text = f"{name} is slow, rank {found.slow_rank} takes {excess:.2f} times as long"
         self._slowness[name] = self._slowness.get(name, 1.0) * excess
@@ -174,17 +187,17 @@ class Stragglers:
         others = [
             node for node in self.wanted(nodes) if self._policy == "replan" or node.name != name
         ]
-        shape = await self._choose(others) if others else None
-        if shape is None or not self._is_faster(shape, others, running):
+        layout = await self._choose(others) if others else None
+        if layout is None or not self._is_faster(layout, others, running):
             other = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            self._say(f"warning: {text}; it stays: no shape {other} is faster")
+            self._say(f"warning: {text}; it stays: no layout {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = _LEFT_OUT
         self._moves.append(now_s)
         return text
 
-    async def _choose(self, nodes: Sequence[Node]) -> Shape | None:
+    async def _choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
         offers = [
             Offer(
                 name=node.name,
@@ -198,34 +211,36 @@ class Stragglers:
             )
             for node in nodes
         ]
-        shape = await self._chooser.choose(self._arguments, offers)
-        if shape is None or shape.places:
-            return shape
-        return replace(shape, places=tuple((node.name, node.slots) for node in nodes))
+        layout = await self._chooser.choose(self._arguments, offers)
+        if layout is None or layout.places:
+            return layout
+        return replace(layout, places=tuple((node.name, node.slots) for node in nodes))
 
-    def _is_faster(self, shape: Shape, nodes: Sequence[Node], running: Running) -> bool:
+    def _is_faster(
+        self, layout: ParallelLayout, nodes: Sequence[Node], running: RunningRanks
+    ) -> bool:
         most = 1 - WORTH_A_MORPH
-        if shape.step_s is not None and running.shape.step_s is not None:
-            return shape.step_s < most * running.shape.step_s
-        new = [self._slowness.get(place.node.name, 1.0) for place in assign(nodes, shape)]
+        if layout.step_s is not None and running.layout.step_s is not None:
+            return layout.step_s < most * running.layout.step_s
+        new = [self._slowness.get(place.node.name, 1.0) for place in assign(nodes, layout)]
         old = [self._slowness.get(name, 1.0) for name in _nodes(running)]
-        return relative_time(shape, new) < most * relative_time(running.shape, old)
+        return relative_time(layout, new) < most * relative_time(running.layout, old)
 
 
-def _slow_down(running: Running, name: str, times: float) -> None:
-    """Have a planned shape say what it takes with a node that is slower than was known."""
-    shape, nodes = running.shape, _nodes(running)
-    if shape.step_s is None:
+def _slow_down(running: RunningRanks, name: str, times: float) -> None:
+    """Corrects a planned layout's time for a node that is slower than was known."""
+    layout, nodes = running.layout, _nodes(running)
+    if layout.step_s is None:
         return
-    pace = {**shape.pace, name: shape.pace[name] * times}
+    pace = {**layout.pace, name: layout.pace[name] * times}
     before, after = (
-        relative_time(shape, [one[node] for node in nodes]) for one in (shape.pace, pace)
+        relative_time(layout, [one[node] for node in nodes]) for one in (layout.pace, pace)
     )
-    running.shape = replace(shape, pace=pace, step_s=shape.step_s * after / before)
+    running.layout = replace(layout, pace=pace, step_s=layout.step_s * after / before)
 
 
-def _nodes(running: Running) -> list[str]:
-    """The node of each rank."""
+def _nodes(running: RunningRanks) -> list[str]:
+    """Returns the node of each rank."""
     return [running.where[key] for key in sorted(running.where, key=_rank)]
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megatron.adaptive.config.optimizer import OptimizerConfig
-from megatron.adaptive.config.precision import PrecisionConfig
-from megatron.adaptive.config.recompute import RecomputeConfig
+from megatron.adaptive.config.model import RecomputeConfig
+from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 

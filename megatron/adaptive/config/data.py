@@ -1,4 +1,4 @@
-"""Where samples and vocabulary come from."""
+"""Training data and batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from megatron.adaptive.config.flags import assign, flag
 
-__all__ = ["DataConfig"]
+__all__ = [
+    "BatchConfig",
+    "DataConfig",
+]
 
 _DEFAULT_SPLIT = "969,30,1"
 _NO_PACKAGE = (
@@ -132,3 +135,33 @@ class DataConfig:
     def has_path_per_split(self) -> bool:
         """True if training, validation and test have datasets of their own."""
         return any((self.train_data_path, self.valid_data_path, self.test_data_path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batch.
+
+    ``rampup_batch_size`` is ``(start, increment, samples)`` or ``None``.
+    """
+
+    micro_batch_size: int = flag("Samples of each microbatch.", minimum=1, unit="SAMPLES")
+    global_batch_size: int = flag(
+        "Samples of each optimizer step over all ranks.",
+        minimum=1,
+        unit="SAMPLES",
+        derived="micro batch size x data parallel size",
+    )
+    rampup_batch_size: tuple[int, int, int] | None = flag(
+        "Grow the batch from START by INCREMENT up to --global-batch-size over SAMPLES; needs "
+        "--train-samples.",
+        default=None,
+        minimum=1,
+        unit="START INCREMENT SAMPLES",
+    )
+
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Every global batch size of the run in order, one unless it is ramped up."""
+        if self.rampup_batch_size is None:
+            return (self.global_batch_size,)
+        start, increment, _ = self.rampup_batch_size
+        return tuple(range(start, self.global_batch_size + 1, increment))

@@ -1,18 +1,26 @@
-"""What a process finds around it: environment variables and installed packages.
+"""Reads environment variables and finds installed packages.
 
-The one place that reads environment variables. Everybody else is given an :class:`Environment`.
+The one place that reads environment variables. Everybody else is given an :class:`Environment`. A
+script of the user's, which has flags of its own, is given a :class:`JobOrder` in one of them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["Environment", "Installed"]
+__all__ = [
+    "EXIT_MEASURED",
+    "Environment",
+    "Installed",
+    "JOB_VARIABLE",
+    "JobOrder",
+]
 
 _LAUNCHER = "start the program with torchrun or unset the variable"
 
@@ -34,15 +42,15 @@ class Environment:
         omp_num_threads: threads of CPU kernels, ``None`` if not limited.
         cuda_device_max_connections: hardware queues of a GPU, ``None`` if not set.
         is_launched: a launcher set the rank; otherwise this is rank 0 of 1.
-        socket_interface: network interface that gloo is told to use (``GLOO_SOCKET_IFNAME``),
+        socket_interface: network interface that gloo shall use (``GLOO_SOCKET_IFNAME``),
             ``None`` if not set.
         has_agent_store: the launcher serves the store that ranks meet in
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
-        copies: how copies of the state are to be kept in memory, as ``run`` tells its ranks
+        copies: how copies of the state are to be kept in memory, as ``run`` orders its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
         node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
-        job: what ``run`` tells a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``), see
-            :class:`~megatron.adaptive.config.job.JobOrder`; ``None`` without it.
+        job: order of ``run`` to a script that trains a ``Pipeline``
+            (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
     """
 
     rank: int = 0
@@ -168,3 +176,59 @@ def _require_below(name: str, value: int, limit_name: str, limit: int) -> None:
             f"environment variable {name} is {value}: it must be below {limit_name} = {limit}; "
             f"{_LAUNCHER}"
         )
+
+
+JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
+EXIT_MEASURED = 79
+"""Status of ranks that have measured their model and wait to be started in a shape for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOrder:
+    """Holds where a rank saves and reports its progress, and its layout.
+
+    Attributes:
+        checkpoints: folder of checkpoints, to go on from as well.
+        progress: folder of the progress file of this shape.
+        model: file of what the job knows of the model.
+        epoch: number of the shape.
+        signature: of the model and the settings that the shape was planned for; empty where
+            nothing is known of them: they are to be measured first.
+        pipeline_size: processes of a pipeline.
+        replicas: pipelines.
+        micro_batch_size: samples of a microbatch.
+        partition: segments of each stage.
+    """
+
+    checkpoints: str
+    progress: str
+    model: str
+    epoch: int
+    signature: str = ""
+    pipeline_size: int = 0
+    replicas: int = 0
+    micro_batch_size: int = 0
+    partition: tuple[int, ...] = ()
+
+    def to_text(self) -> str:
+        """The value of the variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> JobOrder:
+        """Read the value of the variable.
+
+        Raises:
+            ConfigError: it was not written by this program.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        names = {one.name for one in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ConfigError(
+                f"environment variable {JOB_VARIABLE} is {text[:60]!r}: it is set by python -m"
+                " megatron.adaptive run alone; unset it"
+            )
+        return cls(**{**values, "partition": tuple(values["partition"])})

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.adaptive.config.flags import flag
-from megatron.adaptive.config.partition import parse_partition
 
 __all__ = [
     "KEEPING_ALL",
     "PlacementKind",
     "RULES",
     "SPLIT_SCHEDULES",
-    "UNEQUAL_SCHEDULES",
     "ScheduleConfig",
+    "UNEQUAL_SCHEDULES",
     "V_SCHEDULES",
     "default_placement",
+    "even_split",
+    "format_partition",
+    "nearly_even_split",
+    "parse_partition",
+    "parse_widths",
 ]
 
 PlacementKind = Literal["loop", "v"]
@@ -45,13 +51,67 @@ _IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Return how stages lie where ``--pipeline-placement`` does not say it.
+    """Returns the order of stages over ranks where ``--pipeline-placement`` does not say it.
 
     Args:
         schedule: the value of ``--pipeline-schedule``.
         num_chunks: model chunks of each pipeline rank.
     """
     return "v" if schedule in _IN_A_V and num_chunks == 2 else "loop"
+
+
+_PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
+
+
+def parse_partition(text: str) -> tuple[int, ...]:
+    """Reads layers per stage from ``0-11-8-8``.
+
+    Raises:
+        ValueError: the text is not whole numbers joined by ``-``.
+    """
+    if _PARTITION.fullmatch(text) is None:
+        raise ValueError(
+            f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
+        )
+    return tuple(int(part) for part in text.split("-"))
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """Reads ranks per stage from ``2-1-1``.
+
+    Raises:
+        ValueError: the text is not whole numbers from 1 on joined by ``-``.
+    """
+    widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
+    if min(widths) < 1:
+        raise ValueError(f"{text!r} does not give the ranks of each stage, write it as in 2-1-1")
+    return widths
+
+
+def format_partition(layers_per_stage: Sequence[int]) -> str:
+    """Writes layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
+    return "-".join(str(layers) for layers in layers_per_stage)
+
+
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The same number of layers for each stage.
+
+    Raises:
+        ValueError: the layers do not divide evenly.
+    """
+    if num_stages < 1 or num_layers % num_stages != 0:
+        raise ValueError(f"{num_layers} layers do not divide evenly into {num_stages} stages")
+    return (num_layers // num_stages,) * num_stages
+
+
+def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage that differ by one at most, the inner stages taking the remainder.
+
+    The outer stages also carry embedding and loss, so that a spare layer is best kept off them.
+    """
+    base, rest = divmod(num_layers, num_stages)
+    first = (num_stages - rest + 1) // 2
+    return tuple(base + (first <= stage < first + rest) for stage in range(num_stages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +220,11 @@ class ScheduleConfig:
 
     @property
     def is_rule(self) -> bool:
-        """Whether the order is chosen at run time."""
+        """True if the order is chosen at run time."""
         return self.pipeline_schedule in RULES
 
     def traces(self, iterations_done: int) -> bool:
-        """Whether the next iteration is traced.
+        """Returns whether the next iteration is traced.
 
         Args:
             iterations_done: iterations that this process has finished, 0 at its first one, also

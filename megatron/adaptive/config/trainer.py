@@ -8,25 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.batch import BatchConfig
-from megatron.adaptive.config.checkpoint import CheckpointConfig
-from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.logging import LoggingConfig
-from megatron.adaptive.config.model import ModelConfig
-from megatron.adaptive.config.optimizer import OptimizerConfig
-from megatron.adaptive.config.parallel import ParallelConfig
-from megatron.adaptive.config.partition import even_split
-from megatron.adaptive.config.precision import PrecisionConfig
-from megatron.adaptive.config.recompute import RecomputeConfig
-from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
+from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
+from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.adaptive.config.schedule import (
     SPLIT_SCHEDULES,
     PlacementKind,
     ScheduleConfig,
     default_placement,
+    even_split,
 )
-from megatron.adaptive.config.transport import TransportConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["TrainerConfig", "groups"]
@@ -68,7 +62,7 @@ class TrainerConfig:
 
     @property
     def placement_kind(self) -> PlacementKind:
-        """How stages lie over the pipeline ranks."""
+        """Order of the stages over the pipeline ranks."""
         given = self.schedule.pipeline_placement
         if given is None:
             return default_placement(self.schedule.pipeline_schedule, self.parallel.num_chunks)
@@ -76,12 +70,12 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Where ``progress.jsonl`` goes, ``None`` for nowhere."""
+        """Folder of ``progress.jsonl``, ``None`` for none."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are work of their own.
+        """True if weight gradients are work of their own.
 
         With one pipeline rank there is nothing to wait for and so nothing to gain.
         """
@@ -110,7 +104,7 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
-        """Read back what :meth:`to_dict` wrote.
+        """Reads back what :meth:`to_dict` wrote.
 
         Only names and types are checked, not the rules between settings. A setting that the
         writer did not know takes its default, as do the settings of a whole group.

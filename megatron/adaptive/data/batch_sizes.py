@@ -5,7 +5,7 @@ Pure functions of the consumed samples, so that a resumed run goes on where it s
 
 from __future__ import annotations
 
-from megatron.adaptive.config.batch import BatchConfig
+from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["BatchSizes"]

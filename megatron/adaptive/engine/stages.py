@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
-from megatron.adaptive.engine.meter import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.placement import Placement
@@ -218,7 +218,7 @@ class MegatronStages:
         if received is not None and not self._forward_only:
             received.requires_grad_()
         model = self._chunks[chunk]
-        with self._meter.measure(chunk, model) if not self._forward_only else _NOTHING:
+        with self._meter.measure(chunk, model.parameters()) if not self._forward_only else _NOTHING:
             output, num_tokens = forward_step(
                 self._forward_step_func,
                 self._data_iterators[chunk],

@@ -1,6 +1,16 @@
-"""What a training program tells the trace: iterations, and what happens around the actions.
+"""Traces what happens around the actions of a step: iterations, spans, and a loop that is not ours.
 
 Without a trace, and in iterations that are not traced, every call returns at once.
+
+megatron-core's own loop is timed from outside. It is given another ``forward_step_func``, which
+times the forward of each microbatch and leaves a hook on its output: autograd calls it when the
+backward of that output begins, and once more when it is through. Waits and messages between them
+are not seen::
+
+    loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
+                                    └─ output.register_hook
+
+A loss that the loop computes from the output is part of neither.
 """
 
 from __future__ import annotations
@@ -12,12 +22,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+from torch.autograd import Variable
+
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.trace.clock_sync import ClockSync
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
-__all__ = ["Tracing"]
+__all__ = ["OutsideTrace", "Tracing"]
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,18 +69,18 @@ class Tracing:
         # Iteration and microbatches; kind, chunk and microbatch; two marks.
         self._unresolved: list[tuple[tuple[int, int], tuple[int, int, int], Any, Any]] = []
 
-    def watch(self, look: Callable[[], dict[str, Any]]) -> None:
-        """Let who looks at the running job see what this rank does.
+    def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
+        """Shows programs that look on what this rank does.
 
         Args:
-            look: what it does within the pipeline's step, in fields of ``trace.live_state.Now``;
-                called from another thread.
+            snapshot: returns what it does within the pipeline's step, in fields of
+                ``trace.live_state.Now``; called from another thread.
         """
 
         def now() -> dict[str, Any]:
             iteration, num_microbatches = self._place
             known = {"iteration": iteration, "num_microbatches": num_microbatches}
-            return {**known, "doing": self._doing, **look()}
+            return {**known, "doing": self._doing, **snapshot()}
 
         if self.recorder is not None:
             self.recorder.watch(now)
@@ -197,3 +211,80 @@ class Tracing:
 
 def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
     return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
+
+
+class OutsideTrace:
+    """Stands for megatron-core's function that runs a step.
+
+    Args:
+        function: that function.
+        tracing: where spans go.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]], tracing: Tracing) -> None:
+        self._function = function
+        self._tracing = tracing
+        self._doing: dict[str, Any] = {}
+        self._done = [0, 0, 0]
+
+    def __call__(self, **given: Any) -> list[Any]:
+        """Run a step; arguments and result are those of megatron-core's function."""
+        if given.get("forward_only", False) or not self._tracing.is_traced:
+            return self._function(**given)
+        self._done = [0, 0, 0]
+        step = _Step(self, given["forward_step_func"], given["model"])
+        try:
+            return self._function(**{**given, "forward_step_func": step})
+        finally:
+            self._doing = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns what this rank does in its step; see ``Executor.snapshot``."""
+        return {**self._doing, "done": list(self._done)} if self._doing else {}
+
+    def begins(self, kind: str, chunk: int, microbatch: int) -> Any:
+        """An action starts; returns the mark of the moment."""
+        self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
+        return self._tracing.mark()
+
+    def ends(self, kind: str, chunk: int, microbatch: int, start: Any) -> None:
+        """An action ended that started at a mark."""
+        self._tracing.device_span(kind, start, self._tracing.mark(), chunk, microbatch)
+        self._done[0 if kind == "F" else 1] += 1
+        self._doing = {"doing": "wait"}
+
+
+class _Step:
+    """The ``forward_step_func`` of one step."""
+
+    def __init__(self, trace: OutsideTrace, function: Callable[..., Any], model: Any) -> None:
+        self._trace = trace
+        self._function = function
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._chunks = {id(one): chunk for chunk, one in enumerate(models)}
+        self._forwards = [0] * len(models)
+
+    def __call__(self, data_iterator: Any, model: Any, *more: Any) -> Any:
+        trace, chunk = self._trace, self._chunks[id(model)]
+        microbatch = self._forwards[chunk]
+        self._forwards[chunk] += 1
+        start = trace.begins("F", chunk, microbatch)
+        result = self._function(data_iterator, model, *more)
+        trace.ends("F", chunk, microbatch, start)
+        output = result[0]
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(_Backward(trace, chunk, microbatch))
+        return result
+
+
+class _Backward:
+    """Hears of the gradient of an output, which is where its backward begins."""
+
+    def __init__(self, trace: OutsideTrace, chunk: int, microbatch: int) -> None:
+        self._trace = trace
+        self._place = (chunk, microbatch)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        start = self._trace.begins("B", *self._place)
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(lambda: self._trace.ends("B", *self._place, start))

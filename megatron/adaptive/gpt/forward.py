@@ -1,17 +1,39 @@
-"""The forward step of GPT training: batch in, loss out."""
+"""Runs the forward of GPT training: batch in, loss out, with random numbers keyed by their place.
+
+A seed of dropout is a key of when and where in the model it is drawn, written as one number and
+stirred by a function that can be turned back::
+
+    bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
+           step        microbatch   layer       lane
+
+Layer 0 is the embedding, transformer layers count from 1 through the whole model. Lane 0 is the
+generator for tensors that tensor-parallel ranks hold alike, lane 1 + i the one for split tensors on
+the i-th of these ranks; a dense GPT draws from no other. Stirring spreads every bit over all, for a
+CPU generator starts from the lower half of its seed. That it can be turned back is for
+recomputation: megatron-core restores generators to what they were before a layer's forward, at a
+time when another microbatch is the current one, and a generator's seed then says which is meant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import (
+    _MODEL_PARALLEL_RNG_TRACKER_NAME,
+    get_cuda_rng_tracker,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.gpt.dropout import DropoutKeys
+
+__all__ = ["DropoutKeys"]
+
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -102,3 +124,117 @@ def masked_mean_loss(
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
     return loss, {LOSS_NAME: reported}
+
+
+_WORD = (1 << 64) - 1
+_STEP_BITS, _MICROBATCH_BITS, _LAYER_BITS, _LANE_BITS = 24, 16, 12, 12
+_HOOK = "dropout_key_hook"
+_TIME_SHIFT = _LAYER_BITS + _LANE_BITS
+
+
+class DropoutKeys:
+    """Seeds the random generators from step, microbatch and layer alone.
+
+    So neither the order of work nor the cut of the model into stages changes a single random
+    number, and a resumed run needs no generator state. Nor does the number of replicas, over all of
+    which microbatches are counted in the order in which samples are dealt out. Ranks of one
+    tensor-parallel group share the generator for replicated tensors and differ in the one for split
+    tensors; context-parallel ranks differ in both.
+
+    Made after megatron-core's parallel state and generators. Not thread-safe; a backward that
+    recomputes a layer may run in autograd's thread while the caller waits for it.
+
+    Args:
+        seed: the run's seed.
+        enabled: whether the model has dropout at all; if not, nothing here does anything.
+    """
+
+    def __init__(self, seed: int, *, enabled: bool) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        self._replicas = parallel_state.get_data_parallel_world_size()
+        self._replica = parallel_state.get_data_parallel_rank()
+        cp_rank = parallel_state.get_context_parallel_rank()
+        digest = hashlib.sha256(f"{seed} {cp_rank}".encode()).digest()
+        self._secret = int.from_bytes(digest[:8], "little")
+        self._own_lane = 1 + parallel_state.get_tensor_model_parallel_rank()
+        assert self._own_lane < 1 << _LANE_BITS
+        self._tracker = get_cuda_rng_tracker()
+        # As megatron-core names the device, also where that is a CPU.
+        device = torch.cuda.current_device()
+        self._generator: torch.Generator = torch.cuda.default_generators[device]
+        self._spare = torch.Generator(device=self._generator.device)
+
+    def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Have every transformer layer of ``chunks`` seed the generators before its forward.
+
+        A layer takes step and microbatch from the last :meth:`apply`, or from the generators as a
+        recomputation restores them. In evaluation it does nothing.
+        """
+        if not self._enabled:
+            return
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TransformerLayer):
+                    assert module.layer_number < 1 << _LAYER_BITS
+                    # A layer that was here before a change of partition has one already.
+                    if (former := getattr(module, _HOOK, None)) is not None:
+                        former.remove()
+                    setattr(module, _HOOK, module.register_forward_pre_hook(self._enter))
+
+    def apply(self, *, step: int, microbatch: int) -> None:
+        """Set the generators for the forward of ``microbatch``, up to the first layer.
+
+        Args:
+            step: iteration, from 0; numbers repeat after 2**24.
+            microbatch: its index in the step on this replica, from 0; numbers repeat after 2**16
+                of all replicas.
+        """
+        if not self._enabled:
+            return
+        microbatch = microbatch * self._replicas + self._replica
+        time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | microbatch % (1 << _MICROBATCH_BITS)
+        self._seed(time << _TIME_SHIFT, lane=0)
+
+    def _enter(self, layer: Any, _given: Any) -> None:
+        if not layer.training:
+            return
+        key = _settle(self._generator.initial_seed()) ^ self._secret
+        # Between ranks that split the sequence, megatron-core runs layers on a generator for split
+        # tensors; in a recomputation only the lane still tells that.
+        self._seed(
+            key >> _TIME_SHIFT << _TIME_SHIFT | layer.layer_number << _LANE_BITS,
+            lane=key % (1 << _LANE_BITS),
+        )
+
+    def _seed(self, place: int, *, lane: int) -> None:
+        """Seed both generators for ``place``, a key without its lane; ``lane`` is the current one.
+
+        It runs once per layer and forward: whatever takes time here counts.
+        """
+        self._generator.manual_seed(_stir((place | lane) ^ self._secret))
+        own = self._spare.manual_seed(_stir((place | self._own_lane) ^ self._secret))
+        states = self._tracker.get_states()
+        # A new tensor each time: checkpoints of activations hold on to the old ones.
+        states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = own.get_state()
+        self._tracker.set_states(states)
+
+
+# A bijection of 64-bit numbers in which every bit of the input flips about half of the output.
+# Source: D. Stafford, "Better Bit Mixing", variant 13; known as the finalizer of SplitMix64.
+_FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_INVERSE_1, _INVERSE_2 = (pow(factor, -1, 1 << 64) for factor in (_FACTOR_1, _FACTOR_2))
+
+
+def _stir(key: int) -> int:
+    key = (key ^ key >> 30) * _FACTOR_1 & _WORD
+    key = (key ^ key >> 27) * _FACTOR_2 & _WORD
+    return key ^ key >> 31
+
+
+def _settle(seed: int) -> int:
+    """Return the key that :func:`_stir` made ``seed`` of."""
+    seed = (seed ^ seed >> 31 ^ seed >> 62) * _INVERSE_2 & _WORD
+    seed = (seed ^ seed >> 27 ^ seed >> 54) * _INVERSE_1 & _WORD
+    return seed ^ seed >> 30 ^ seed >> 60

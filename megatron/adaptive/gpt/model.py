@@ -1,4 +1,4 @@
-"""Builds the rank's chunks of megatron-core's GPT model from the run's settings."""
+"""Builds a rank's chunks of megatron-core's GPT and their optimizer; counts their operations."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import (
     Float16Module,
@@ -31,16 +37,24 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.deferred_layers import (
     defer_outer_layers,
     deferring_spec,
     why_not_split,
 )
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.embedding import start_equal
-from megatron.adaptive.gpt.layout import PlacedLayout, placement_of, widths_of
-from megatron.adaptive.gpt.unequal import start_unequal, sum_gradients
+from megatron.adaptive.gpt.placement import (
+    PlacedLayout,
+    placement_of,
+    start_equal,
+    start_unequal,
+    sum_gradients,
+    widths_of,
+)
 from megatron.adaptive.schedule.placement import Placement
+
+__all__ = ["flops_per_token", "stage_work"]
 
 
 class KeyedInit:
@@ -400,3 +414,156 @@ def _data_parallel_config(config: TrainerConfig) -> DistributedDataParallelConfi
         bucket_size=parallel.ddp_bucket_size,
         average_in_collective=parallel.ddp_average_in_collective,
     )
+
+
+def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
+    """Return megatron-core's optimizer over the parameters of ``chunks``."""
+    settings, precision = config.optimizer, config.precision
+    core = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        decoupled_lr=settings.decoupled_lr,
+        decoupled_min_lr=settings.decoupled_min_lr,
+        weight_decay=settings.weight_decay,
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        params_dtype=getattr(torch, precision.dtype_name),
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        clip_grad=settings.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    # No weight decay on biases and norms, and a learning rate of its own for the embedding.
+    return get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
+
+
+def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
+    """Return megatron-core's schedule of learning rate and weight decay, counted in samples.
+
+    Args:
+        config: the run's settings.
+        optimizer: what it steers.
+        train_samples: samples of the whole run.
+    """
+    settings = config.optimizer
+    batch = config.batch.global_batch_size
+
+    def samples(iterations: int | None, given: int | None, default: int) -> int:
+        if given is not None:
+            return given
+        return default if iterations is None else iterations * batch
+
+    decay = samples(settings.lr_decay_iters, settings.lr_decay_samples, train_samples)
+    if settings.lr_warmup_fraction is not None:
+        warmup = int(settings.lr_warmup_fraction * decay)
+    else:
+        warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * batch
+    start_decay = settings.start_weight_decay
+    end_decay = settings.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay if start_decay is None else start_decay,
+        end_wd=settings.weight_decay if end_decay is None else end_decay,
+        wd_incr_steps=train_samples,
+        wd_incr_style=settings.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
+        wsd_decay_steps=samples(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples, 0),
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )
+
+
+_MULTIPLY_ADD = 2  # operations of each element of a matrix product
+_PASSES = 3  # forward, backward by inputs, backward by weights: each as much as the forward
+
+
+def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
+    """Return the model FLOPs of one token's forward and backward through the whole model.
+
+    With h hidden size, s sequence length, q = heads x head width, k = key-value heads x head
+    width, f feed-forward width and V padded vocabulary, in multiply-adds of one forward::
+
+        layer:   h(q + 2k)   queries, keys, values
+               + 2qs/2       scores and weighted values; a causal token sees half the others
+               + qh          output projection
+               + 2hf         feed-forward, 3hf with --swiglu
+        model:   layers x layer + hV
+
+    times 2 for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
+    products only; what is computed again for lack of memory is not counted, nor are the optimizer
+    and the lookup of embeddings.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
+    in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
+    scores; Megatron-LM's ``num_floating_point_operations`` counts the causal half, and so do we.
+
+    Args:
+        cfg: the run's settings.
+        padded_vocab_size: rows of the embedding; by default the tokenizer is loaded to ask it.
+
+    Raises:
+        DataError: the tokenizer's files cannot be read.
+    """
+    model = cfg.model
+    if padded_vocab_size is None:
+        padded_vocab_size = _padded_vocab_size(cfg)
+    layers = model.num_layers * _layer(cfg)
+    logits = model.hidden_size * padded_vocab_size
+    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+
+
+def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
+    """Return how much each stage should have to do, in layers.
+
+    By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
+    the loss move through memory comes on top.
+
+    Args:
+        cfg: the run's settings.
+        padded_vocab_size: rows of the embedding.
+    """
+    work = [float(layers) for layers in cfg.layers_per_stage]
+    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    return tuple(work)
+
+
+def _layer(cfg: TrainerConfig) -> float:
+    """Multiply-adds of one token's forward through a layer."""
+    model = cfg.model
+    query_width = model.num_attention_heads * model.kv_channels
+    key_value_width = 2 * model.query_groups * model.kv_channels
+    attention = (
+        model.hidden_size * (query_width + key_value_width)
+        + 2 * query_width * model.seq_length / 2
+        + query_width * model.hidden_size
+    )
+    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    return attention + feed_forward
+
+
+def _padded_vocab_size(cfg: TrainerConfig) -> int:
+    tokenizer = build_tokenizer(
+        cfg.data.tokenizer_type,
+        cfg.data.vocab_file,
+        cfg.data.merge_file,
+        vocab_size=cfg.data.vocab_size,
+        make_divisible_by=cfg.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=cfg.parallel.tensor_model_parallel_size,
+    )
+    return tokenizer.padded_vocab_size

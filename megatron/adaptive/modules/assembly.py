@@ -10,20 +10,27 @@ import torch
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.modules.batch import BatchShape
-from megatron.adaptive.modules.forwards import Forward, Forwards
-from megatron.adaptive.modules.holding import keep_only, shared_weights, unused_parameters
-from megatron.adaptive.modules.measure import check_replay, segment_seconds
+from megatron.adaptive.modules.cutting import (
+    StagePlan,
+    balanced,
+    check_shared,
+    check_stages,
+    given_partition,
+    keep_only,
+    shared_weights,
+    slice_tape,
+    unused_parameters,
+)
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.partition import balanced, check_stages, given_partition
-from megatron.adaptive.modules.program import StageProgram
-from megatron.adaptive.modules.slices import StagePlan, check_shared, slice_tape
-from megatron.adaptive.modules.stages import Held
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.program import MessageLayout, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape
+from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
 
 __all__ = ["Assembly", "Cut", "assemble", "check_weights"]
+
+_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,7 @@ class Cut:
         groups: names of shared weights.
         partition: segments of each stage; ``None`` for a balanced one.
         weights: what each segment costs; ``None`` to measure it.
-        slicing: see :class:`~megatron.adaptive.modules.forwards.Forwards`.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
     """
 
     groups: Sequence[Sequence[str]] = ()
@@ -65,11 +72,6 @@ class Assembly:
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
-
-    @property
-    def for_meter(self) -> Held:
-        """What the meter of activations leaves out."""
-        return Held(self.held)
 
 
 def assemble(
@@ -143,7 +145,10 @@ def _measure(
             check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
         if needs:
             first = shape.microbatch(sample, 0, forward.device)
-            return segment_seconds(forward, forwards.training, first)
+            found = measure_segments(
+                forward, forwards.training, first, forward.device, split=False, repeats=_REPEATS
+            )
+            return [one.seconds for one in found]
     except AdaptiveError as error:
         return error
     return None
@@ -204,6 +209,6 @@ def _hold(
     )
 
 
-def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[Layout]:
+def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[MessageLayout]:
     for plan in plans:
-        yield Layout.of([tape.values[number] for number in plan.sent])
+        yield MessageLayout.of([tape.values[number] for number in plan.sent])

@@ -1,22 +1,51 @@
-"""Runs the calls of one stage for one microbatch."""
+"""Runs the calls of a stage, as the executor asks for them: forwards, backwards, weight gradients.
+
+A border between stages has a fixed row of tensors, the same for every microbatch. One alone travels
+as it is; several are laid into one block of bytes, each at a place that follows from shapes and
+types, so that nothing but the block is sent. The receiver takes views of it::
+
+    byte 0            64                        block
+         | tensor 0   .. | tensor 1             .. |
+
+Where backwards are split, the weight gradients of three kinds of calls are put off: ``linear``,
+``addmm`` with a weight of ``[in, out]`` and ``embedding``, each with a parameter as weight.
+Everything else has its weight gradient in B.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-from megatron.adaptive.modules.deferred import deferred_call
-from megatron.adaptive.modules.messages import Layout
-from megatron.adaptive.modules.slices import StagePlan
-from megatron.adaptive.modules.tape import Call, Ref, Tape, fill
+from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.engine.weight_gradient import (
+    EmbeddingCall,
+    LayerCall,
+    WeightGradientStore,
+    defer,
+    is_deferring,
+)
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.modules.cutting import StagePlan
+from megatron.adaptive.modules.recording import Call, Ref, Tape, Value, fill
 
-__all__ = ["RandomKey", "StageProgram"]
+__all__ = [
+    "Deferred",
+    "MessageLayout",
+    "ProgramStages",
+    "RandomKey",
+    "StageProgram",
+    "deferred_call",
+]
 
 
 class RandomKey:
@@ -158,10 +187,10 @@ class StageProgram:
         values = tape.values
         self._gradients_in = [n for n in plan.received if values[n].requires_grad]
         self._gradients_out = [n for n in plan.sent if values[n].requires_grad]
-        self.forward_layout = Layout.of([values[n] for n in plan.received])
-        self.backward_layout = Layout.of([values[n] for n in self._gradients_in])
-        self.next_forward = Layout.of([values[n] for n in plan.sent])
-        self.next_backward = Layout.of([values[n] for n in self._gradients_out])
+        self.forward_layout = MessageLayout.of([values[n] for n in plan.received])
+        self.backward_layout = MessageLayout.of([values[n] for n in self._gradients_in])
+        self.next_forward = MessageLayout.of([values[n] for n in plan.sent])
+        self.next_backward = MessageLayout.of([values[n] for n in self._gradients_out])
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
         self._steps = self._prepare()
@@ -266,3 +295,354 @@ class StageProgram:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a forward leaves for its backward."""
+
+    leaves: list[torch.Tensor]
+    edges: list[GradientEdge]
+    loss: torch.Tensor | None
+
+
+class ProgramStages:
+    """One step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
+
+    Gradients are those of the mean loss over the microbatches, times ``scale``.
+
+    Args:
+        programs: of the rank's chunks, in order.
+        microbatches: entries of the batch that they use, by microbatch.
+        random: seeds what they draw.
+        held: parameters and buffers of the rank, by name.
+        device: where it runs.
+        meter: measures activations once.
+        stores: one per chunk to split backwards, ``None`` for whole ones.
+        scale: what the loss is multiplied with.
+        forward_only: evaluation.
+
+    Attributes:
+        losses: of the microbatches, detached and not scaled; empty without the last stage.
+    """
+
+    def __init__(
+        self,
+        *,
+        programs: Sequence[StageProgram],
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        random: RandomKey,
+        held: Mapping[str, torch.Tensor],
+        device: torch.device,
+        meter: ActivationMeter,
+        stores: Sequence[WeightGradientStore] | None = None,
+        scale: float = 1.0,
+        forward_only: bool = False,
+    ) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._programs = programs
+        self._microbatches = microbatches
+        self._random = random
+        self._held = held
+        self._device = device
+        self._meter = meter
+        self._stores = None if forward_only else stores
+        self._factor = scale / len(microbatches)
+        self._forward_only = forward_only
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        for store in self._stores or ():
+            store.clear()
+            store.active = True
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        program = self._programs[chunk]
+        given = [] if received is None else program.forward_layout.unpack(received)
+        if self._forward_only:
+            with torch.no_grad():
+                sent, loss = self._run(chunk, microbatch, given)
+        else:
+            given = program.require_gradients(given)
+            with self._meter.measure(chunk, self._held.values()):
+                sent, loss = self._run(chunk, microbatch, given)
+            scaled = None if loss is None else loss * self._factor
+            edges = [get_gradient_edge(one) for one in program.differentiated(sent)]
+            self._pending[chunk, microbatch] = _Pending(given, edges, scaled)
+        if loss is not None:
+            self.losses.append(loss.detach())
+            return loss
+        return program.next_forward.pack(sent, self._device)
+
+    def _run(
+        self, chunk: int, microbatch: int, given: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        return self._programs[chunk].forward(
+            self._microbatches[microbatch],
+            given,
+            random=lambda call: self._random.apply(microbatch, call),
+            store=None if self._stores is None else self._stores[chunk],
+        )
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
+
+    def activation_bytes(self, chunk: int) -> int:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        return self._meter.bytes_of(chunk)
+
+    def retained_bytes(self, chunk: int) -> int:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        pending = self._pending.pop((chunk, microbatch))
+        if self._stores is None:
+            return self._backward(chunk, pending, gradient)
+        with self._stores[chunk].collect(microbatch):
+            return self._backward(chunk, pending, gradient)
+
+    def _backward(
+        self, chunk: int, pending: _Pending, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        program = self._programs[chunk]
+        if pending.loss is not None:
+            if pending.loss.requires_grad:
+                torch.autograd.backward(pending.loss)
+        elif pending.edges:
+            assert gradient is not None
+            # Values that the stage hands on are leaves: their gradients add up with its own use.
+            torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
+        if not program.plan.received:
+            return None
+        return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        if self._stores is None:
+            raise ScheduleError(
+                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
+                "step whose backwards are whole; give split_backward=True"
+            )
+        self._stores[chunk].run(microbatch, piece, pieces)
+
+    def finish(self) -> None:
+        """End the step, normally or after an error."""
+        self._pending.clear()
+        for store in self._stores or ():
+            store.active = False
+            store.clear()
+
+
+_ALIGNED = 64
+_Place = tuple[int, int, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """The tensors of one kind of message.
+
+    Attributes:
+        places: of each tensor the first byte, the number of bytes, shape and type.
+        nbytes: of the message.
+    """
+
+    places: tuple[_Place, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, values: Sequence[Value]) -> MessageLayout:
+        """Return the layout of a row of tensors, at least one byte long."""
+        places: list[_Place] = []
+        offset = 0
+        for value in values:
+            size = torch.Size(value.shape).numel() * value.dtype.itemsize
+            places.append((offset, size, value.shape, value.dtype))
+            offset += -(-size // _ALIGNED) * _ALIGNED
+        if len(places) == 1:
+            offset = places[0][1]
+        return cls(tuple(places), max(1, offset))
+
+    def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+        """Return the message of these tensors; ``None`` counts as zeros.
+
+        Raises:
+            ConfigError: a tensor has another shape than the sample's.
+        """
+        for tensor, (_, _, shape, dtype) in zip(tensors, self.places, strict=True):
+            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+                raise ConfigError(
+                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
+                    f"but with the sample it was {list(shape)} {dtype}: shapes between stages must "
+                    "be the same for every microbatch; move the cut point"
+                )
+        if len(self.places) == 1:
+            _, _, shape, dtype = self.places[0]
+            alone = tensors[0]
+            if alone is None:
+                return torch.zeros(shape, dtype=dtype, device=device)
+            return alone.detach()
+        block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        for tensor, place in zip(tensors, self.places, strict=True):
+            view = _view(block, place)
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor.detach())
+        return block
+
+    def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a message, views of it."""
+        if len(self.places) == 1:
+            return [message]
+        return [_view(message, place) for place in self.places]
+
+
+def _view(block: torch.Tensor, place: _Place) -> torch.Tensor:
+    offset, size, shape, dtype = place
+    return block[offset : offset + size].view(dtype).view(shape)
+
+
+_LINEAR = (F.linear, torch.ops.aten.linear.default)
+_ADDMM = (torch.addmm, torch.ops.aten.addmm.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``given @ weight + bias`` in ``dtype``, or in the tensors' own where that is ``None``.
+
+    Attributes:
+        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
+        bias: ``[out]``.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    turned: bool
+    dtype: torch.dtype | None
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        weight = self.weight.t() if self.turned else self.weight
+        with torch.autocast(given.device.type, enabled=False):
+            return F.linear(self._cast(given), self._cast(weight), self._cast_bias())
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        weight = self._cast(self.weight)
+        rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
+        return rows.view(*gradient.shape[:-1], -1)
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        given = self._cast(given).reshape(-1, given.shape[-1])
+        product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
+        yield self.weight, product.to(self.weight.dtype)
+        if self.bias is not None and self.bias.requires_grad:
+            yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        width = gradient.shape[-1]
+        return 2.0 * gradient.numel() / width * self.weight.numel()
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def _cast_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self._cast(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A recorded call whose weight gradient can be put off.
+
+    Attributes:
+        kind: ``linear``, ``addmm`` or ``embedding``.
+        given, weight, bias: numbers of the values.
+        padding: row of an embedding without gradient, -1 for none.
+        by_frequency: ``scale_grad_by_freq`` of an embedding.
+    """
+
+    kind: str
+    given: int
+    weight: int
+    bias: int | None = None
+    padding: int = -1
+    by_frequency: bool = False
+
+    def run(
+        self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """Return the layer's output, ``None`` if it must be computed as recorded."""
+        weight: Any = env[self.weight]
+        if not is_deferring(store, weight):
+            return None
+        call: LayerCall
+        if self.kind == "embedding":
+            call = EmbeddingCall(weight, self.padding, self.by_frequency)
+        else:
+            bias: Any = None if self.bias is None else env[self.bias]
+            call = _Product(weight, bias, self.kind == "addmm", dtype)
+        return defer(call, env[self.given], store)
+
+
+def deferred_call(call: Call, tape: Tape) -> Deferred | None:
+    """Return how a call's weight gradient is put off, ``None`` if it cannot be."""
+    if not call.with_grad or call.changes or len(call.outputs) != 1:
+        return None
+    found: Deferred | None = None
+    if call.function in _LINEAR:
+        found = _linear(*call.args, **call.kwargs)
+    elif call.function in _ADDMM and not call.kwargs and len(call.args) == 3:
+        bias, given, weight = call.args
+        found = _linear(given, weight, bias, kind="addmm")
+    elif call.function is F.embedding:
+        found = _embedding(*call.args, **call.kwargs)
+    elif call.function is torch.ops.aten.embedding.default and len(call.args) >= 2:
+        weight, given, *more = call.args
+        options = [*more, *[-1, False, False][len(more) :]]
+        found = _embedding(given, weight, None, None, 2.0, *options[1:])
+        if found is not None:
+            found = dataclasses.replace(found, padding=options[0])
+    if found is None:
+        return None
+    given = tape.values[found.given]
+    parameters = [tape.values[n] for n in (found.weight, found.bias) if n is not None]
+    if any(one.source != "parameter" or one.dtype != parameters[0].dtype for one in parameters):
+        return None
+    if found.kind != "embedding" and given.dtype != parameters[0].dtype and call.autocast is None:
+        return None
+    if found.kind == "addmm" and len(given.shape) != 2:
+        return None
+    return found
+
+
+def _linear(given: Any, weight: Any, bias: Any = None, *, kind: str = "linear") -> Deferred | None:
+    if not isinstance(given, Ref) or not isinstance(weight, Ref):
+        return None
+    if bias is not None and not isinstance(bias, Ref):
+        return None
+    return Deferred(kind, given.value, weight.value, None if bias is None else bias.value)
+
+
+def _embedding(
+    given: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Deferred | None:
+    if max_norm is not None or sparse or not isinstance(given, Ref) or not isinstance(weight, Ref):
+        return None
+    padding = -1 if padding_idx is None else padding_idx
+    if padding < -1:
+        return None
+    return Deferred("embedding", given.value, weight.value, None, padding, scale_grad_by_freq)

@@ -1,14 +1,11 @@
 """Fits a profile to traces of runs: what layers, links, reductions and the optimizer took.
 
-A trace knows durations of stages. What each kind of layer takes is the non-negative least-squares
-solution over all stages of all runs given; where stages do not tell two kinds apart, such as the
-embedding from the layers behind it, they are divided as their operations are. Runs with partitions
-that differ, and with stages that hold neither embedding nor head, tell more.
+A trace knows durations of stages. Those of each kind of layer are the non-negative least-squares
+solution over all stages of all runs given; where stages do not separate two kinds, such as the
+embedding and the layers behind it, they are divided as their operations are. Runs with partitions
+that differ, and with stages that hold neither embedding nor head, add more.
 
-Where the cores of hosts are given, durations are those of as many ranks as there are cores: what a
-rank gains alone, and all lose where more ranks work than there are cores, is fitted beside them
-(``beside``). Runs with more ranks than cores then tell that loss and the reduction between as many
-replicas, and nothing else. Where the cores are not given durations are taken as they were.
+Durations are taken as they were: a run whose ranks shared cores gives those of ranks that do.
 """
 
 from __future__ import annotations
@@ -20,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.partition import format_partition
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.beside import Beside, crowds, fit_pace, work_s
 from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.pace import Pace
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
@@ -46,7 +41,7 @@ _F, _B, _W = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """A run to learn from.
+    """Describes a run to learn from.
 
     Attributes:
         trace: what its ranks recorded.
@@ -55,7 +50,6 @@ class TracedRun:
         gpu: name of the accelerator.
         nodes: node type by host; empty: all are of type ``node``.
         node: name of the node type.
-        cores: of each host whose ranks compute on its processors; empty: they do not.
         skip: iterations at the beginning that do not count.
         iterations: those that count, instead; empty for all but the skipped.
         distributed_optimizer: whether replicas divided the optimizer state.
@@ -67,29 +61,21 @@ class TracedRun:
     gpu: str = "cpu"
     nodes: Mapping[str, str] = field(default_factory=dict)
     node: str = "node"
-    cores: Mapping[str, int] = field(default_factory=dict)
     skip: int = 2
     iterations: tuple[int, ...] = ()
     distributed_optimizer: bool = False
 
     def gpu_of(self, host: str) -> str:
-        """Name of the accelerator there."""
+        """Returns the name of the accelerator there."""
         return self.gpus.get(host, self.gpu)
 
-    @property
-    def crowd(self) -> float:
-        """Ranks for each core of the host that has the most, at least 1."""
-        hosts = [one.header.host for one in self.trace.ranks.values()]
-        known = {host: cores for host, cores in self.cores.items() if cores}
-        return max([1.0, *(hosts.count(host) / cores for host, cores in known.items())])
-
     def node_of(self, host: str) -> str:
-        """Name of the node type there."""
+        """Returns the name of the node type there."""
         return self.nodes.get(host, self.node)
 
 
 def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
-    """Fit a profile.
+    """Fits a profile.
 
     Args:
         model: that all runs trained.
@@ -103,25 +89,15 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     if not runs:
         raise ConfigError("calibrating: no run: give the folder of a traced run")
     stages: dict[_Key, list[_Stage]] = {}
-    found, crowded = _Found(), []
+    found = _Found()
     for run in runs:
         figures = run_figures(run.trace, _iterations(run))
         for key, rows in _stages(model, run, figures).items():
             stages.setdefault(key, []).extend(rows)
-        if run.crowd > 1:
-            crowded.append((run, figures))
-        else:
-            _learn(found, model, run, figures)
-    paces = _paces(model, stages)
-    for run, figures in crowded:
-        if len(crowded) == len(runs):
-            _learn(found, model, run, figures)
-        else:
-            _learn_reduction(found, model, run, figures, run.crowd)
+        _learn(found, model, run, figures)
     layers = {}
     for (gpu, tp, micro_batch), rows in stages.items():
-        calm = [row for row in rows if not row.is_crowded] or rows
-        for kind, times in _layer_times(model, calm, paces.get(gpu, Pace())).items():
+        for kind, times in _layer_times(model, rows).items():
             layers[kind, gpu, tp, micro_batch] = replace(times, tp_included=tp > 1)
     return Profile(
         layers=layers,
@@ -132,12 +108,11 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
         optimizer_s_per_parameter={gpu: median(each) for gpu, each in found.optimizer.items()},
         step_s={gpu: median(each) for gpu, each in found.rest.items()},
         action_sigma=median(found.spread) if found.spread else 0.0,
-        paces=paces,
     )
 
 
 def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Which layers of the model each stage holds.
+    """Returns which layers of the model each stage holds.
 
     Layers that ``--num-layers`` does not count go with the next one that it counts; those behind
     all others, such as the head, with the last stage.
@@ -176,25 +151,10 @@ def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...],
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none).
-
-    ``parts`` are ``[3, ranks + 1]``, see ``beside.crowds``; ``cores`` those of its host, 0 for
-    unknown.
-    """
+    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
 
     layers: tuple[int, ...]
     seconds: tuple[float, float, float]
-    parts: Any
-    cores: int
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether more ranks than cores were at work for most of it."""
-        return bool(self.cores and self.parts[:, self.cores + 1 :].sum(axis=1).max() > 0.5)
-
-    def work_s(self, pace: Pace) -> Any:
-        """``[3]``, its seconds with one process on each core."""
-        return work_s(np.array(self.seconds), self.parts, pace, self.cores)
 
 
 _Key = tuple[str, int, int]
@@ -203,7 +163,7 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What runs told beside their stages.
+    """Collects what runs show beside their stages.
 
     Attributes:
         travel: seconds of messages by size, by both node types and whether on one host.
@@ -256,9 +216,8 @@ def _dp(run: TracedRun) -> int:
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """One row for each rank and chunk, by GPU, width and microbatch."""
+    """Returns one row for each rank and chunk, by GPU, width and microbatch."""
     rows: dict[_Key, list[_Stage]] = {}
-    beside = crowds(run.trace, figures.iterations.tolist(), run.trace.num_chunks)
     known = np.isfinite(figures.median_ns).any(axis=0)
     typical = np.nanmedian(np.where(known, figures.median_ns, 0.0), axis=0)
     typical[~known] = np.nan
@@ -273,8 +232,6 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             stage = _Stage(
                 layers=layers,
                 seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W])),
-                parts=beside[rank][chunk],
-                cores=run.cores.get(host, 0),
             )
             rows.setdefault(key, []).append(stage)
     return rows
@@ -287,33 +244,10 @@ def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
     return kinds, np.array(held, dtype=np.float64)
 
 
-def _paces(model: Model, stages: Mapping[_Key, Sequence[_Stage]]) -> dict[str, Pace]:
-    """Of every GPU whose ranks shared cores that are known."""
-    groups: dict[str, list[list[Beside]]] = {}
-    for (gpu, _, _), rows in stages.items():
-        known = [row for row in rows if row.cores]
-        if not known:
-            continue
-        _, counts = _counts(model, known)
-        for kinds in ([_F], [_B, _W]):
-            group = []
-            for row, held in zip(known, counts, strict=True):
-                seconds = np.nan_to_num(np.array(row.seconds)[kinds])
-                if seconds.sum() > 0:
-                    group.append(
-                        Beside(
-                            counts=held, seconds=seconds, parts=row.parts[kinds], cores=row.cores
-                        )
-                    )
-            if group:
-                groups.setdefault(gpu, []).append(group)
-    return {gpu: fit_pace(found) for gpu, found in groups.items()}
-
-
-def _layer_times(model: Model, rows: Sequence[_Stage], pace: Pace) -> dict[str, LayerTimes]:
+def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
     kinds, counts = _counts(model, rows)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
-    measured = np.array([row.work_s(pace) for row in rows])
+    measured = np.array([row.seconds for row in rows])
     split = ~np.isnan(measured[:, _W])
     forward = _solve(counts, measured[:, _F], flops)
     whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)
@@ -333,7 +267,7 @@ def _layer_times(model: Model, rows: Sequence[_Stage], pace: Pace) -> dict[str, 
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Part of a backward that is the gradient by weights: half of all that is not attention."""
+    """Returns the share of weight gradients in a backward: half of all but attention."""
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0
@@ -380,7 +314,7 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
         rest -= column["reduce"][i] + column["optimizer"][i]
         if column["step"][i] > 0:
             found.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
-    _learn_reduction(found, model, run, figures, 1.0)
+    _learn_reduction(found, model, run, figures)
     known = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
     part = figures.mad_ns[..., :_W][known] / figures.median_ns[..., :_W][known]
     found.spread.extend((_SIGMA_OF_MAD * part).tolist())
@@ -395,10 +329,8 @@ def _held_parameters(model: Model, run: TracedRun, ranks: Sequence[int]) -> list
     ]
 
 
-def _learn_reduction(
-    found: _Found, model: Model, run: TracedRun, figures: RunFigures, slowdown: float
-) -> None:
-    """Of gradients between the replicas of one host; ``slowdown`` as all ranks had it there."""
+def _learn_reduction(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
+    """Adds the reduction of gradients between the replicas of one host."""
     dp, ranks = _dp(run), figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     if dp < 2 or len({header.host for header in headers}) > 1:
@@ -409,7 +341,7 @@ def _learn_reduction(
     for pp_rank in range(run.trace.num_ranks):
         mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[mine[0]] * model.precision.reduce_bytes)
-        seconds = min(float(reduce[i]) for i in mine) / 1e9 / slowdown
+        seconds = min(float(reduce[i]) for i in mine) / 1e9
         key = (run.node_of(headers[0].host), dp)
         if seconds > 0 and size:
             found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
@@ -433,7 +365,7 @@ def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
-    """Latency and bandwidth that explain the median of each size; one size tells a bandwidth."""
+    """Fits latency and bandwidth to the median of each size; one size gives a bandwidth."""
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(one)]) for one in size])
     latency = 0.0

@@ -1,4 +1,4 @@
-"""What the planner knows of durations: layers by GPU, tensor parallelism and microbatch size.
+"""Holds durations of layers by GPU, tensor parallelism and microbatch size, for the planner.
 
 Every number carries its source, measured or estimated, so that a prediction can say on what it
 stands. Reading and writing of profile files is not done here.
@@ -13,7 +13,6 @@ from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed
-from megatron.adaptive.planner.pace import Pace
 
 __all__ = ["LayerTimes", "Profile", "Source"]
 
@@ -25,7 +24,7 @@ Key = tuple[str, str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Seconds of one layer for one microbatch on one tensor-parallel rank.
+    """Holds seconds of one layer for one microbatch on one tensor-parallel rank.
 
     Attributes:
         forward_s: its forward.
@@ -51,11 +50,11 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """The whole backward."""
+        """Seconds of the whole backward."""
         return self.backward_input_s + self.backward_weight_s
 
     def scaled(self, factor: float) -> LayerTimes:
-        """The same for work that is so many times larger; launching it takes what it took."""
+        """Returns the same for work so many times larger; launching it takes what it took."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -68,7 +67,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured and estimated durations.
+    """Holds measured and estimated durations.
 
     Attributes:
         layers: durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
@@ -83,8 +82,6 @@ class Profile:
         launch_s: seconds that an action costs beyond the sum of its layers, by GPU.
         step_s: seconds of a step beside pipeline, reduction and optimizer, by GPU.
         action_sigma: spread of the logarithm of the durations of an action from one to the next.
-        paces: what ranks that share cores lose, by GPU; durations are those of as many as there
-            are cores.
         estimator: makes durations that were not measured, from kind, GPU, tensor-parallel ranks
             and microbatch size; None where missing ones are errors.
     """
@@ -98,11 +95,10 @@ class Profile:
     launch_s: Mapping[str, float] = field(default_factory=dict)
     step_s: Mapping[str, float] = field(default_factory=dict)
     action_sigma: float = 0.0
-    paces: Mapping[str, Pace] = field(default_factory=dict)
     estimator: Callable[[str, str, int, int], LayerTimes] | None = None
 
     def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
-        """Durations of one layer.
+        """Returns durations of one layer.
 
         A microbatch size between two measured ones is interpolated, one above the largest lies on
         the line through the two largest, and one below the smallest shrinks in proportion; where
@@ -133,15 +129,8 @@ class Profile:
             " command, or name a GPU of the shipped table"
         )
 
-    def pace(self, gpu: str, tp: int) -> Pace:
-        """What ranks lose that share cores.
-
-        Tensor-parallel ranks wait for each other anyway. Others work then, and nothing is lost.
-        """
-        return self.paces.get(gpu, Pace()) if tp == 1 else Pace()
-
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Whether ``times`` has an answer."""
+        """Returns whether ``times`` has an answer."""
         return self.estimator is not None or (kind, gpu, tp) in self._sizes
 
     @cached_property
@@ -154,7 +143,7 @@ class Profile:
     def _beyond(
         self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        """Along the line through the two largest sizes, at least at half the largest's rate."""
+        """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
         high = self.layers[kind, gpu, tp, sizes[-1]]
         whole = replace(high.scaled(micro_batch / sizes[-1]), source="estimated")
         if len(sizes) < 2:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.transport import AUTO, TRANSPORTS
+from megatron.adaptive.config.parallel import AUTO, TRANSPORTS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.registry import (
     is_rule,
     make_policies,
@@ -21,9 +20,9 @@ from megatron.adaptive.schedule.registry import (
     splits_backward,
 )
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.workload import Jitter, draw
+from megatron.adaptive.schedule.workload import Jitter, StageProfile, draw
 
-__all__ = ["Candidate", "Outcome", "evaluate", "make_candidate"]
+__all__ = ["Candidate", "CandidateOutcome", "evaluate", "make_candidate"]
 
 DEFAULT_PIECES = 4
 """Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
@@ -55,8 +54,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What simulating a candidate several times gave.
+class CandidateOutcome:
+    """Summarizes several simulations of a candidate.
 
     Attributes:
         candidate: what was simulated.
@@ -123,11 +122,11 @@ def make_candidate(
 def evaluate(
     candidate: Candidate,
     num_microbatches: int,
-    profile: Profile,
+    profile: StageProfile,
     seeds: Sequence[int],
     *,
     compiled: bool = True,
-) -> Outcome:
+) -> CandidateOutcome:
     """Simulate a candidate once per seed.
 
     Candidates with the same profile and seeds get the same work, also with other numbers of chunks:
@@ -179,7 +178,7 @@ def evaluate(
                 compiled=compiled,
             )
         )
-    return Outcome(
+    return CandidateOutcome(
         candidate=candidate,
         makespans_s=tuple(result.makespan_s for result in results),
         bubble_fraction=statistics.fmean(b for result in results for b in result.bubble_fraction),

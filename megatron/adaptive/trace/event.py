@@ -1,4 +1,4 @@
-"""What a trace is made of: the header of a file, iterations, spans, clock samples, and their words.
+"""Defines the records of a trace: header, iterations, spans, clock samples, and their words.
 
 A trace file belongs to one rank. This module owns the vocabulary and the records; their text form
 is in ``lines``. It reads no clock except in :meth:`TraceHeader.create` and opens no trace file.
@@ -48,9 +48,9 @@ __all__ = [
     "REASONS",
     "ClockSamples",
     "IterationStart",
-    "Layout",
     "Row",
     "Span",
+    "SpanFormat",
     "TraceHeader",
     "trace_file_name",
 ]
@@ -68,7 +68,7 @@ DRAWN_ACTIONS = KINDS[:3]
 """The kinds of span that the charts of the order draw; every other kind is skipped by them."""
 
 CAUSES = ("input", "memory", "order", "group")
-"""Why a rank waited: no input was there; one was, but its activations would not have fitted the
+"""Causes of a wait: no input was there; one was, but its activations would not have fitted the
 cap; something was ready, but the order wanted another; a member of the tensor-parallel group had
 no input or no decision yet."""
 
@@ -86,7 +86,7 @@ COLUMNS = (
     *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),
     *("in_flight_bytes", "queue_depth", "peer", "of", "reason"),
 )
-"""What the numbers of a span's line mean, from the left."""
+"""Meaning of the numbers of a span's line, from the left."""
 
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 """A span as it is recorded: :data:`COLUMNS`, with absolute start and end on the rank's monotonic
@@ -100,17 +100,15 @@ def trace_file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How to read the lines below a header.
+class SpanFormat:
+    """Names the numbers in the lines below a header.
 
     Attributes:
-        version: of the format; 1 has no columns, its spans are objects.
         columns: what the numbers of a line mean.
         kinds: what the numbers of the column ``kind`` mean, and of ``of``.
         reasons: what the numbers of the column ``reason`` mean.
     """
 
-    version: int = FORMAT_VERSION
     columns: tuple[str, ...] = COLUMNS
     kinds: tuple[str, ...] = KINDS
     reasons: tuple[str, ...] = REASONS
@@ -118,7 +116,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Who wrote a trace file, the shape of its pipeline, and how its clock relates to others.
+    """Names a trace file's writer, the shape of its pipeline, and its clock.
 
     Attributes:
         run: id of the run; equal on all its ranks, and on a resumed run.
@@ -136,13 +134,12 @@ class TraceHeader:
         pid: process id.
         monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
         unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
-        clock: id of the monotonic clock; ranks with one id share one. Empty if the file does not
-            say it, as those of version 1.
+        clock: id of the monotonic clock; ranks with one id share one. Empty in the text form.
         layers: transformer layers of each stage in pipeline order; empty if the file does not say
             it.
         work: how long each stage should take beside one layer, so its layers and what else it
             holds; empty if the file does not say it.
-        layout: how the lines below it are to be read.
+        span_format: names the numbers in the lines below it.
     """
 
     run: str
@@ -163,7 +160,7 @@ class TraceHeader:
     clock: str = ""
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
-    layout: Layout = Layout()
+    span_format: SpanFormat = SpanFormat()
 
     @classmethod
     def create(
@@ -212,7 +209,7 @@ class TraceHeader:
 
 
 def _clock_id() -> str:
-    """What processes with the same monotonic clock share: the boot and the namespace of times."""
+    """Returns what processes with one monotonic clock share: the boot and the time namespace."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -229,7 +226,7 @@ class IterationStart:
         num_microbatches: microbatches of this iteration (they change while the batch ramps up).
         start_ns: what the starts of its spans count from, on the rank's monotonic clock.
         counts: how many spans of each of the header's kinds follow.
-        size_bytes: length of their lines together, to pass over them; -1 if it is not known.
+        size_bytes: length of their lines together, to pass over them.
         is_late: the iteration has a marker before this one, these spans belong to it as well.
     """
 

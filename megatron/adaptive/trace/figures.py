@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 WAIT_CAUSES = ("unknown", *CAUSES)
-"""The last axis of ``wait_ns``; traces of version 1 do not say the cause."""
+"""The last axis of ``wait_ns``; the cause may be unknown to this program."""
 
 SERIAL_BYTES = 48 << 20
 """Up to here one process reads all files: others take longer to start than to help."""
@@ -350,7 +350,7 @@ def _busy(table: TraceTable, place: Ints, actions: TraceTable, at: Ints, count: 
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """How much each action adds to the time covered by those before it."""
+    """Returns the time that each action adds to that covered by those before it."""
     if not len(actions):
         return actions.start_ns
     reach = np.maximum.accumulate(actions.end_ns)

@@ -19,9 +19,10 @@ from typing import Any
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.figures import WAIT_CAUSES
-from megatron.adaptive.trace.live_files import ProgressTail, RankIteration, RankTail
+from megatron.adaptive.trace.live_files import RankIteration, RankTail
 from megatron.adaptive.trace.live_state import ENDED, Now, read_now
 from megatron.adaptive.trace.locate import TRACES, latest_run
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 
 __all__ = ["LiveRank", "LiveRun", "Slowness", "Snapshot", "find_live", "slow_ranks"]
@@ -41,8 +42,6 @@ SILENT_S = 5.0
 
 LONG_S = 60.0
 """The same for a rank that only writes its spans, at the end of each iteration."""
-
-PROGRESS = "progress.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +105,9 @@ class Snapshot:
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
         detail: more about the state, may be empty.
         age_s: age of the newest word of any rank, ``None`` if there is none.
-        iteration: the latest that anything tells of, 0 for none.
+        iteration: the latest that anything reports, 0 for none.
         total_iterations: of the whole training, 0 if unknown.
-        step_ms: median time of an iteration, of the pipeline alone where no progress is told.
+        step_ms: median time of an iteration, of the pipeline alone where no progress is reported.
         progress: lines of the trainer, ascending.
         bubble: idle part of the step, mean over the ranks.
     """
@@ -176,7 +175,7 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tails: dict[int, RankTail] = {}
-        self._progress = ProgressTail(folder / PROGRESS)
+        self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
         """Read what is new and say how the run is."""
@@ -192,8 +191,8 @@ class LiveRun:
             del self._tails[rank]
         for tail in self._tails.values():
             tail.refresh()
-        if self._progress.path.parent != folder:
-            self._progress = ProgressTail(folder / PROGRESS)
+        if self._progress.path != (path := progress_file(folder)):
+            self._progress = ProgressTail(path)
         self._progress.refresh()
         return self._snapshot(folder)
 
@@ -210,7 +209,7 @@ class LiveRun:
             for rank in range(max(world, *(r + 1 for r in self._tails), 0, 0))
         ]
         state, detail = _state(ranks, self._progress)
-        told = self._progress.records
+        records = self._progress.records
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         return Snapshot(
             folder=folder,
@@ -219,12 +218,12 @@ class LiveRun:
             detail=detail,
             age_s=min((r.age_s for r in ranks if r.age_s is not None), default=None),
             iteration=max(
-                [told[-1]["iteration"] if told else 0]
+                [records[-1]["iteration"] if records else 0]
                 + [max(r.iteration, r.now.iteration if r.now else 0) for r in ranks]
             ),
             total_iterations=self._progress.total_iterations,
-            step_ms=_step_ms(told, steps),
-            progress=tuple(told),
+            step_ms=_step_ms(records, steps),
+            progress=tuple(records),
             bubble=1 - statistics.fmean(busy) if busy else None,
         )
 
@@ -307,8 +306,8 @@ def _steps(tails: Mapping[int, RankTail]) -> Steps:
     return steps
 
 
-def _step_ms(told: Sequence[Mapping[str, Any]], steps: Steps) -> float | None:
-    values = [line["step_ms"] for line in told[-LOOKED_AT:] if line.get("step_ms") is not None]
+def _step_ms(records: Sequence[Mapping[str, Any]], steps: Steps) -> float | None:
+    values = [line["step_ms"] for line in records[-LOOKED_AT:] if line.get("step_ms") is not None]
     values = values or [step.length_ns / 1e6 for step in steps.values()]
     return statistics.median(values) if values else None
 
@@ -381,4 +380,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _holds_anything(folder: Path) -> bool:
-    return (folder / PROGRESS).exists() or bool(trace_files(folder))
+    return (folder / PROGRESS_NAME).exists() or bool(trace_files(folder))

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.config.transport import NATIVE, PINNED, TransportConfig
+from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
 from megatron.adaptive.transport.completions import Completions
 from megatron.adaptive.transport.composite import CompositeTransport

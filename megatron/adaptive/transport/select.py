@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron.adaptive.config.transport import MOST_SLOTS, NATIVE
+from megatron.adaptive.config.parallel import MOST_SLOTS, NATIVE
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.transport.interface import Endpoint
 

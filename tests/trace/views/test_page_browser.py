@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens, zooms, tells what lies under the pointer, and slides."""
+"""The page in a real browser: it opens, zooms, names what lies under the pointer, and slides."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.views.page import write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")

@@ -23,9 +23,8 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS
 from megatron.adaptive.trace.figures import Floats, RunFigures
 from megatron.adaptive.trace.read import describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.summary import NS_PER_MS
+from megatron.adaptive.trace.summary import NS_PER_MS, PART_NAMES, PARTS, parts_ms
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.parts import PART_NAMES, PARTS, parts_ms
 from megatron.adaptive.trace.views.workbook_cells import BOLD
 
 __all__ = ["MAX_ITERATIONS", "MAX_RANK_COLUMNS", "add_charts", "add_iterations", "add_summary"]
@@ -40,7 +39,7 @@ TITLE_ROW, HEAD_ROW = 1, 2
 HEAD_HEIGHT = 44
 """Of a row of heads, in points: three lines."""
 PART_COLUMN = 5
-"""Where the parts of the step begin in *summary*."""
+"""First column of the parts of the step in *summary*."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -293,7 +292,7 @@ def _mean(values: Floats) -> float:
 
 
 def _plain(value: float) -> float | int | None:
-    """What a cell holds: a whole number as one, nothing for NaN."""
+    """Returns a cell's value: a whole number as one, nothing for NaN."""
     number = float(value)
     if np.isnan(number):
         return None

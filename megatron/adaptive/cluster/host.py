@@ -1,0 +1,342 @@
+"""Reads what this node has: addresses, interfaces, RDMA devices, GPUs, and samples of their use.
+
+:class:`ResourceSampler` appends a line of JSON to ``<node>.gpu`` every few seconds::
+
+    {"unix_s": ..., "gpus": [{"index": 0, "used_percent": 97, "memory_used_bytes": ...,
+     "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
+     "memory_bytes": ...}]}
+
+GPUs are sampled by NVML where it is there, else processors and memory alone. The last line of a
+node that ends in good order also has ``"ended": true``: samples that stop without it mean that the
+node vanished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from megatron.adaptive.errors import ConfigError, SetupError
+
+__all__ = [
+    "ENDED",
+    "RdmaPort",
+    "ResourceSampler",
+    "count_gpus",
+    "interface_of",
+    "interface_variables",
+    "is_loopback",
+    "own_address",
+    "rdma_ports",
+    "rdma_variables",
+    "resolve",
+    "why_no_gpu_use",
+]
+
+# Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
+_ANYWHERE = "192.0.2.1"
+_PORT = 9
+_RDMA = Path("/sys/class/infiniband")
+_READERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaPort:
+    """Describes a port of an RDMA device.
+
+    Attributes:
+        device: such as ``mlx5_0``.
+        port: from 1 on.
+        state: such as ``ACTIVE``.
+        link: ``Ethernet`` or ``InfiniBand``.
+        gid_index: of its RoCE v2 address, ``None`` if it has none.
+    """
+
+    device: str
+    port: int
+    state: str
+    link: str
+    gid_index: int | None
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address only reaches its own machine."""
+    return address.startswith("127.") or address == "::1"
+
+
+def resolve(host: str) -> str:
+    """Returns the address of ``host``, one that reaches other machines where it has one.
+
+    Raises:
+        SetupError: the name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SetupError(
+            f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
+            f"({error.strerror}); give an address, or mend /etc/hosts or DNS"
+        ) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    return next((one for one in addresses if not is_loopback(one)), addresses[0])
+
+
+def own_address(interface: str | None, peer: str | None = None) -> str:
+    """Returns the address of this node that others reach it by.
+
+    Args:
+        interface: the network interface to use; by default the one towards ``peer``, or that of
+            the default route, or the first that is up.
+        peer: address of another node.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+        SetupError: the node has no address but the loopback.
+    """
+    known = _addresses()
+    if interface is not None:
+        if interface not in known:
+            raise ConfigError(
+                f"IFNAME={interface}: {socket.gethostname()} has no such interface with an "
+                f"address; it has {', '.join(known)}"
+            )
+        return known[interface][0]
+    routed = _towards(peer or _ANYWHERE)
+    if routed is not None and (peer is not None or not is_loopback(routed)):
+        return routed
+    for addresses in known.values():
+        for address in addresses:
+            if not is_loopback(address):
+                return address
+    raise SetupError(
+        f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
+        "it; bring an interface up, or name one with IFNAME or --ifname"
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the interface that has ``address``, ``None`` if none has."""
+    for name, addresses in _addresses().items():
+        if address in addresses:
+            return name
+    return None
+
+
+def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that name gloo's and NCCL's interface, unless ``given`` has them."""
+    if interface is None:
+        return {}
+    return {name: interface for name in _READERS if not given.get(name)}
+
+
+def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that name NCCL's and UCX's RDMA ports, unless ``given`` has them.
+
+    Ports of InfiniBand are taken where there are some, else those of Ethernet with a GID of RoCE
+    v2; ports that are down, or have no address, would be tried first and fail.
+
+    Args:
+        ports: those of this node.
+        given: the environment.
+    """
+    active = [port for port in ports if port.state == "ACTIVE"]
+    usable = [port for port in active if port.link == "InfiniBand"]
+    usable = usable or [port for port in active if port.gid_index is not None]
+    if not usable:
+        return {}
+    names = [f"{port.device}:{port.port}" for port in usable]
+    found = {"NCCL_IB_HCA": f"={','.join(names)}", "UCX_NET_DEVICES": ",".join(names)}
+    gids = {port.gid_index for port in usable if port.link == "Ethernet"} - {None}
+    if len(gids) == 1:
+        index = str(gids.pop())
+        found |= {"NCCL_IB_GID_INDEX": index, "UCX_IB_GID_INDEX": index}
+    return {name: value for name, value in found.items() if not given.get(name)}
+
+
+def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
+    """Returns the RDMA ports of this node; none where there is no device."""
+    found = []
+    for port in sorted(root.glob("*/ports/*")):
+        if not port.name.isdigit():
+            continue
+        state = _read(port / "state").rpartition(":")[2].strip()
+        found.append(
+            RdmaPort(
+                device=port.parent.parent.name,
+                port=int(port.name),
+                state=state or "unknown",
+                link=_read(port / "link_layer") or "unknown",
+                gid_index=_gid_index(port),
+            )
+        )
+    return found
+
+
+def _gid_index(port: Path) -> int | None:
+    """Returns the index of a GID of RoCE v2 that holds an IPv4 address."""
+    for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+        kind = _read(port / "gid_attrs" / "types" / path.name)
+        if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
+            return int(path.name)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # the entry of a GID that is not set cannot be read
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Returns addresses that need no scope by interface, IPv4 first; interfaces that are up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    known = {}
+    for name, entries in psutil.net_if_addrs().items():
+        kinds = (socket.AF_INET, socket.AF_INET6)
+        found = [one.address for kind in kinds for one in entries if one.family == kind]
+        plain = [address for address in found if "%" not in address]
+        if plain and name in up:
+            known[name] = plain
+    return known
+
+
+def _towards(peer: str) -> str | None:
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, _PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+ENDED = "ended"
+"""Key of a node's last sample: it ended in good order and did not vanish."""
+_PERIOD_S = 5.0
+
+
+def _nvml() -> Any:
+    """Returns NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission: there is nothing to sample
+        return None
+    return pynvml
+
+
+def why_no_gpu_use() -> str | None:
+    """Returns why the use of GPUs cannot be sampled here, ``None`` if it can."""
+    try:
+        import pynvml
+    except ImportError:
+        return "the package nvidia-ml-py is missing"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"NVML does not start: {error}"
+    return None
+
+
+def count_gpus(visible: str | None) -> int:
+    """Returns the number of GPUs that a process may use.
+
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES``, ``None`` if it is not set.
+    """
+    if visible is not None:
+        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
+    nvml = _nvml()
+    if nvml is not None:
+        return int(nvml.nvmlDeviceGetCount())
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+
+
+class ResourceSampler:
+    """Samples a process and its descendants until it is closed.
+
+    Args:
+        pid: the process.
+        path: the file that lines are appended to.
+        period_s: time between two samples.
+    """
+
+    def __init__(self, pid: int, path: Path, period_s: float = _PERIOD_S) -> None:
+        self._pid = pid
+        self._path = path
+        self._period_s = period_s
+        self._known: dict[int, psutil.Process] = {}
+        self._nvml = _nvml()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes a last sample and ends. Idempotent."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), self._path.open("a") as file:
+            over = False
+            while not over:
+                self._write(file, {})
+                over = self._done.wait(self._period_s)
+            self._write(file, {ENDED: True})
+
+    def _write(self, file: IO[str], more: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the signs of life
+            file.write(json.dumps({**self.sample(), **more}) + "\n")
+            file.flush()
+
+    def sample(self) -> dict[str, Any]:
+        """Returns what one line of the file holds."""
+        processes = self._processes()
+        return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
+
+    def _processes(self) -> list[dict[str, Any]]:
+        found = []
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._pid).children(recursive=True):
+                process = self._known.setdefault(process.pid, process)
+                with contextlib.suppress(psutil.Error):
+                    found.append(
+                        {
+                            "pid": process.pid,
+                            "cpu_percent": process.cpu_percent(),
+                            "memory_bytes": process.memory_info().rss,
+                        }
+                    )
+        return found
+
+    def _gpus(self) -> list[dict[str, Any]]:
+        nvml = self._nvml
+        if nvml is None:
+            return []
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(nvml.NVMLError):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                memory = nvml.nvmlDeviceGetMemoryInfo(device)
+                running = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+                found.append(
+                    {
+                        "index": index,
+                        "used_percent": int(nvml.nvmlDeviceGetUtilizationRates(device).gpu),
+                        "memory_used_bytes": int(memory.used),
+                        "memory_total_bytes": int(memory.total),
+                        "pids": [int(one.pid) for one in running],
+                    }
+                )
+        return found

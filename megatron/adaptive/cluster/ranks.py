@@ -1,0 +1,451 @@
+"""Describes what the ranks of a job run, where each runs, and how an incarnation of them ended.
+
+=============  ================================  ==========================================
+               the trainer                       a script with a ``Pipeline``
+=============  ================================  ==========================================
+gets           flags after the user's own        one environment variable, ``config.environment``
+checkpoints    ``CheckpointFolder``              ``PipelineFolder``
+layout for     its arguments                     what its ranks measured, at the first start
+=============  ================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.adaptive.checkpoint.folder import (
+    CheckpointFolder,
+    PipelineFolder,
+    read_pipeline_manifest,
+)
+from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
+from megatron.adaptive.cluster.layouts import ParallelLayout
+from megatron.adaptive.cluster.membership import Node
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
+from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
+from megatron.adaptive.errors import SetupError
+from megatron.adaptive.planner.measured_module import MeasuredModule
+
+__all__ = [
+    "EXIT_LEFT",
+    "JobSpec",
+    "RankPlace",
+    "Policy",
+    "Program",
+    "RunningRanks",
+    "ScriptProgram",
+    "Start",
+    "TrainerProgram",
+    "assign",
+    "earliest",
+    "how_ended",
+    "is_trainer",
+    "model_file",
+    "rank_orders",
+]
+
+_TRAINER = "pretrain_gpt"
+_MODEL = "model.json"
+_MOST_MEASURED = 3
+# How a run begins that has a checkpoint of another one; not how it goes on from its own.
+_FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
+_OF_EPOCHS = ("--trace-dir",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Describes one start of a program's ranks.
+
+    Attributes:
+        layout: of them.
+        incarnation: its number.
+        resumed: the iteration that they go on from, 0 for none.
+        progress: folder where they write their progress.
+    """
+
+    layout: ParallelLayout
+    incarnation: int
+    resumed: int
+    progress: Path
+
+
+class Program(ABC):
+    """Describes what the ranks of a job run.
+
+    Args:
+        folder: of its checkpoints.
+    """
+
+    def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
+        self.folder = folder
+
+    def latest(self) -> int | None:
+        """Returns the iteration to go on from, ``None`` where there is no checkpoint."""
+        return self.folder.latest()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuses a folder of checkpoints that ranks could not go on from.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+
+    @abstractmethod
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Returns arguments and further variables of the ranks of a start."""
+
+    def is_well(self, status: int) -> bool:
+        """Returns whether a rank that ended with a status did so in good order."""
+        return status == 0
+
+    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
+        """Explains why a job goes on whose ranks ended in good order, empty where it need not.
+
+        Args:
+            before: what they wrote.
+            statuses: that they ended with.
+
+        Raises:
+            SetupError: they did not do what a job needs.
+        """
+        return ""
+
+
+class TrainerProgram(Program):
+    """Runs the trainer of this project, which has flags for all that a job needs.
+
+    Args:
+        arguments: as the user gave them.
+        checkpoints: their folder.
+    """
+
+    folder: CheckpointFolder
+
+    def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
+        super().__init__(CheckpointFolder(checkpoints))
+        self._arguments = arguments
+
+    def check(self) -> None:
+        """Implements :class:`Program`."""
+        if (latest := self.latest()) is not None:
+            self.folder.open(latest)
+
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Implements :class:`Program`; later arguments win over the user's."""
+        words: list[str] = []
+        skip = 0
+        for at, word in enumerate(self._arguments):
+            name, equals, value = word.partition("=")
+            if skip:
+                skip -= 1
+            elif start.resumed and name in _FIRST_ONLY:
+                skip = 0 if equals else _FIRST_ONLY[name]
+            else:
+                words.append(word)
+                if name in _OF_EPOCHS:
+                    base = value if equals else self._arguments[at + 1]
+                    words += [] if equals else [base]
+                    skip = 0 if equals else 1
+                    words += [name, f"{base}/epoch-{start.incarnation}"]
+        checkpoints = str(self.folder.path)
+        words += [*start.layout.flags, "--save", checkpoints, "--progress-dir", str(start.progress)]
+        if start.resumed:
+            words += ["--load", checkpoints]
+        return words, {}
+
+
+class ScriptProgram(Program):
+    """Runs a script that trains a ``Pipeline`` in ``Pipeline.loop``.
+
+    Args:
+        path: of the script.
+        arguments: as the user gave them; its own.
+        checkpoints: their folder.
+    """
+
+    folder: PipelineFolder
+
+    def __init__(self, path: Path, arguments: Sequence[str], checkpoints: Path) -> None:
+        super().__init__(PipelineFolder(checkpoints))
+        self._name = path.name
+        self._arguments = arguments
+        self._model = model_file(checkpoints)
+        self._measured = 0
+
+    def check(self) -> None:
+        """Implements :class:`Program`."""
+        if (latest := self.latest()) is not None:
+            read_pipeline_manifest(self.folder.find(latest))
+
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Implements :class:`Program`; what losses depend on stays as at first."""
+        layout = start.layout
+        known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
+        if known is not None and known.is_random and known.micro_batch_size is None:
+            # Dropout draws for a microbatch.
+            replace(known, micro_batch_size=layout.micro_batch).write(self._model)
+        order = JobOrder(
+            checkpoints=str(self.folder.path),
+            progress=str(start.progress),
+            model=str(self._model),
+            epoch=start.incarnation,
+            signature="" if known is None else known.signature,
+            pipeline_size=layout.pipeline,
+            replicas=layout.data,
+            micro_batch_size=layout.micro_batch,
+            partition=layout.partition,
+        )
+        return list(self._arguments), {JOB_VARIABLE: order.to_text()}
+
+    def is_well(self, status: int) -> bool:
+        """Implements :class:`Program`."""
+        return status in (0, EXIT_MEASURED)
+
+    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
+        """Implements :class:`Program`."""
+        if EXIT_MEASURED in statuses:
+            self._measured += 1
+            if self._measured > _MOST_MEASURED:
+                raise SetupError(
+                    f"{self._name} gave another model, sample or settings at each of"
+                    f" {_MOST_MEASURED} starts: build the same Pipeline at every start"
+                )
+            return "the model was measured"
+        self._measured = 0
+        if before.begun_ns is None:
+            raise SetupError(
+                f"{self._name} ended without training: a job that changes its layout needs a script"
+                " that builds a megatron.adaptive.Pipeline and trains in `for step in"
+                " pipeline.loop(...)`; see docs/elastic.md"
+            )
+        return ""
+
+
+def model_file(checkpoints: Path) -> Path:
+    """Returns the file of what a job measured of the model of its script."""
+    return job_folder(checkpoints) / _MODEL
+
+
+def is_trainer(script: Path) -> bool:
+    """Returns whether a script is the trainer, or calls it, by its name or its text."""
+    if script.stem == _TRAINER:
+        return True
+    try:
+        return _TRAINER in script.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True  # who runs it will say what is wrong
+
+
+Policy = Literal["ignore", "replan", "exclude"]
+"""What is done about a node that stays slow."""
+
+NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
+"""Tells a rank the name of its node in the job."""
+EXIT_LEFT = 75
+"""A node that left a job which goes on without it: it may come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """Describes what is to be run.
+
+    Attributes:
+        script: of every rank.
+        arguments: of the script, as the user gave them.
+        checkpoints: folder of checkpoints, on storage that all nodes share.
+        machines: file of machines, ``None`` where nodes come by themselves.
+        nodes: to wait for before the first start, where they come by themselves.
+        join_s: how long to wait for them.
+        wait_s: how long to wait for nodes when no layout fits those that are there.
+        stop_s: how long ranks have to come to the end of a step and to save.
+        max_restarts: failures in a row without a checkpoint between them.
+        address: at which other machines reach the manager, ``None`` to find out.
+        copies: of the state in memory, ``None`` for none.
+        on_straggler: what is done about a node that stays slow.
+        is_pipeline: whether the script trains a ``Pipeline``, and has arguments of its own.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    checkpoints: Path
+    machines: Path | None = None
+    nodes: int = 1
+    join_s: float = 60.0
+    wait_s: float = 600.0
+    stop_s: float = 600.0
+    max_restarts: int = 3
+    address: str | None = None
+    copies: SnapshotSpec | None = None
+    on_straggler: Policy = "ignore"
+    is_pipeline: bool = False
+
+    @property
+    def program(self) -> Program:
+        """Returns what the ranks run."""
+        if self.is_pipeline:
+            return ScriptProgram(self.script, self.arguments, self.checkpoints)
+        return TrainerProgram(self.arguments, self.checkpoints)
+
+
+@dataclass(kw_only=True, eq=False)
+class RunningRanks:
+    """Tracks the ranks of one incarnation.
+
+    Attributes:
+        incarnation: what they run.
+        layout: their layout.
+        folder: where they write their progress.
+        where: the node of each rank, by key.
+        statuses: of the ranks that ended, by key.
+        stopping: why they were asked to save and end.
+        fault: what went wrong first.
+        gone: the first node that was lost, or went with notice and took a rank along, in words.
+        deadline_s: when the rest is killed.
+        killed: whether it was.
+    """
+
+    incarnation: Incarnation
+    layout: ParallelLayout
+    folder: Path
+    where: dict[str, str]
+    statuses: dict[str, int] = field(default_factory=dict)
+    stopping: str = ""
+    fault: str = ""
+    gone: str = ""
+    deadline_s: float | None = None
+    killed: bool = False
+
+    @property
+    def alive(self) -> set[str]:
+        """Returns the ranks that have not ended."""
+        return set(self.where) - set(self.statuses)
+
+    def at_fault(self, fault: str, grace_s: float, *, gone: str = "") -> None:
+        """Records what went wrong first; the other ranks get a moment to report it.
+
+        Args:
+            fault: what went wrong.
+            grace_s: that moment.
+            gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
+                be seen to, before it counts as lost.
+        """
+        self.gone = self.gone or gone
+        self.fault = self.fault or fault
+        if not self.killed:
+            self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
+
+    def rank_failed(self, key: str, node: Node, status: int, grace_s: float) -> None:
+        """Records a rank's exit; exits caused by a departing node are not failures."""
+        gone = node.why if node.status == "leaving" else ""
+        rank = key.partition("/")[2]
+        self.at_fault(f"rank {rank} on {node.name} {how_ended(status)}", grace_s, gone=gone)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Describes where a rank runs.
+
+    Attributes:
+        node: its node.
+        node_rank: of the node among those used.
+        local_rank: of the rank on its node.
+        local_world_size: ranks on the node.
+    """
+
+    node: Node
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+
+    def variables(self, rank: int, world_size: int) -> dict[str, str]:
+        """Returns the environment of the rank, as torchrun has it."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+        }
+
+
+def earliest(*moments: float | None) -> float | None:
+    """Returns the first of some moments, ``None`` for never."""
+    return min((one for one in moments if one is not None), default=None)
+
+
+def how_ended(status: int) -> str:
+    """Describes how a process ended."""
+    if status < 0:
+        return f"was killed by signal {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[RankPlace]:
+    """Lays the ranks of a layout on nodes in turn; tensor-parallel groups stay whole.
+
+    Args:
+        nodes: with slots enough, in the order of the ranks where the layout has no other.
+        layout: what is to run.
+
+    Returns:
+        The place of each rank; of fewer ranks where nodes are missing.
+    """
+    places: list[RankPlace] = []
+    left = layout.world_size
+    by_name = {node.name: node for node in nodes}
+    wanted = layout.places or [(node.name, node.slots) for node in nodes]
+    for name, most in wanted:
+        node = by_name.get(name)
+        if node is None:
+            continue
+        count = min(left, most // layout.tensor * layout.tensor)
+        if not count:
+            continue
+        node_rank = places[-1].node_rank + 1 if places else 0
+        places += [
+            RankPlace(node=node, node_rank=node_rank, local_rank=local, local_world_size=count)
+            for local in range(count)
+        ]
+        left -= count
+    return places
+
+
+def rank_orders(
+    script: Path,
+    arguments: Sequence[str],
+    places: Sequence[RankPlace],
+    incarnation: int,
+    variables: Mapping[str, str],
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns the orders to the agent of each node.
+
+    Args:
+        script: of every rank.
+        arguments: of the script.
+        places: of the ranks.
+        incarnation: number of the one that they begin.
+        variables: that all ranks get.
+    """
+    orders: dict[str, list[dict[str, Any]]] = {}
+    for rank, place in enumerate(places):
+        order = {
+            "key": f"{incarnation}/{rank}",
+            "variables": {
+                **place.variables(rank, len(places)),
+                NODE_VARIABLE: place.node.name,
+                **variables,
+            },
+            "script": str(script),
+            "arguments": list(arguments),
+            "folder": os.getcwd(),
+        }
+        orders.setdefault(place.node.name, []).append(order)
+    return orders

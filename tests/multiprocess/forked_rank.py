@@ -1,0 +1,47 @@
+"""Turns a process that a fork server made into what ``python PROGRAM`` would be; see ``launch.py``.
+
+Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``; the
+JSON names the files to write to and the variables of the environment that count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main() -> None:
+    """Runs the program as ``__main__`` in this process."""
+    given = json.loads(sys.argv[1])
+    words = sys.argv[2:]
+    for number, name in ((1, "output"), (2, "error")):
+        file = os.open(given[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for variable in set(os.environ).difference(given["names"]):
+        del os.environ[variable]
+    tempfile.tempdir = None
+    if (folder := os.environ.pop("FORKED_FOLDER", None)) is not None:
+        os.chdir(folder)
+    # As a new process has them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The table of GPUs; cluster files in their three forms, and what is refused in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import find_gpu, gpu_names, known_gpu, read_cluster
+from megatron.adaptive.planner.files import quantity
+
+YAML = """\
+format: 1
+name: mixed
+nodes:
+  - {gpu: A100-40, count: 2, gpus_per_node: 8, link: {bandwidth: 300 GB/s, latency: 3 us},
+     price_per_hour: 32.77, zone: a}
+  - {type: old, gpu: V100, count: 3, gpus_per_node: 4, memory: 15.5 GiB,
+     link: {bandwidth: 150 GB/s}, network: {bandwidth: 25 Gbit/s}, zone: b}
+network: {bandwidth: 100 Gbit/s, latency: 15 us}
+links:
+  - {between: [old, a100-40], bandwidth: 1 GB/s, sizes: [[64 KiB, 0.5 GB/s], [4 MiB, 1 GB/s]]}
+between_zones: {bandwidth: 1 Gbit/s, latency: 20 ms}
+"""
+
+GB = 1e9
+
+
+def write(folder: Path, text: str, name: str = "cluster.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_what_it_says(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, YAML))
+    fast, old = cluster.types
+    assert (fast.name, fast.gpu, fast.memory_bytes) == ("a100-40", "a100-40", 40e9)
+    assert (old.name, old.gpu, old.memory_bytes) == ("old", "v100-16", 15.5 * 2**30)
+    assert fast.intra.bytes_per_s == 300e9
+    assert not fast.intra.shared
+    assert cluster.link(0, 1).bytes_per_s == 100e9 / 8
+    assert cluster.link(0, 1).latency_s == pytest.approx(15e-6)
+    assert cluster.link(2, 3).bytes_per_s == 25e9 / 8
+    assert cluster.link(0, 2).bandwidth(2**16) == 0.5e9
+    assert cluster.price_per_hour == pytest.approx(65.54)
+    assert cluster.num_gpus == 28
+
+
+def test_the_file_of_the_documentation_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
+    found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    cluster = read_cluster(write(tmp_path, found[1]))
+    assert cluster.num_gpus == 32
+    assert cluster.link(0, 1).bytes_per_s == 25e9 / 8
+    assert cluster.types[0].memory_bytes == 39.6 * 2**30
+
+
+def test_toml_and_json_mean_the_same(tmp_path: Path) -> None:
+    import yaml
+
+    plain = yaml.safe_load(YAML)
+    as_json = read_cluster(write(tmp_path, json.dumps(plain), "c.json"))
+    toml = """
+format = 1
+name = "mixed"
+network = {bandwidth = "100 Gbit/s", latency = "15 us"}
+between_zones = {bandwidth = "1 Gbit/s", latency = "20 ms"}
+[[nodes]]
+gpu = "A100-40"
+count = 2
+gpus_per_node = 8
+link = {bandwidth = "300 GB/s", latency = "3 us"}
+price_per_hour = 32.77
+zone = "a"
+[[nodes]]
+type = "old"
+gpu = "V100"
+count = 3
+gpus_per_node = 4
+memory = "15.5 GiB"
+link = {bandwidth = "150 GB/s"}
+network = {bandwidth = "25 Gbit/s"}
+zone = "b"
+[[links]]
+between = ["old", "a100-40"]
+bandwidth = "1 GB/s"
+sizes = [["64 KiB", "0.5 GB/s"], ["4 MiB", "1 GB/s"]]
+"""
+    assert as_json == read_cluster(write(tmp_path, YAML))
+    assert as_json == read_cluster(write(tmp_path, toml, "c.toml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("300 GB/s", "0 GB/s", r"nodes\[0\].link.bandwidth is '0 GB/s': it must be above 0"),
+        ("300 GB/s", "300", r"nodes\[0\].link.bandwidth is 300: it must be text"),
+        ("300 GB/s", "300 GB", "write a number with its unit, such as 25 GB/s"),
+        ("latency: 3 us", "latency: -3 us", "at least 0"),
+        ("type: old", "type: a100-40", "node type 'a100-40' is given twice"),
+        ("gpu: V100", "gpu: X9, type: x", "line 6: 'type' is given twice|given twice"),
+        ("count: 3", "count: 0", r"nodes\[1\].count is 0: it must be at least 1"),
+        ("count: 3", "counts: 3", r"nodes\[1\].counts is not a key: the nearest is count"),
+        ("gpus_per_node: 4, ", "", r"nodes\[1\].gpus_per_node is missing"),
+        ("[old, a100-40]", "[older, a100-40]", "no node type 'older'"),
+        ("price_per_hour: 32.77", "price_per_hour: -1", "price_per_hour is -1"),
+        ("price_per_hour: 32.77", "hosts: [n1, n1]", "n1 is named twice: its GPUs exist once"),
+        ("price_per_hour: 32.77", "hosts: [n1]", "names 1 nodes, but count is 2"),
+        ("format: 1", "format: 7", "format is 7"),
+    ],
+)
+def test_a_bad_file_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+    assert old in YAML
+    path = write(tmp_path, YAML.replace(old, new))
+    with pytest.raises(ConfigError, match=words) as info:
+        read_cluster(path)
+    assert str(path) in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_a_gpu_that_nobody_knows_needs_its_memory(tmp_path: Path) -> None:
+    text = YAML.replace("gpu: V100", "gpu: x9").replace("memory: 15.5 GiB,", "")
+    with pytest.raises(ConfigError, match="'x9' is neither in the profile nor in the table"):
+        read_cluster(write(tmp_path, text))
+    cluster = read_cluster(write(tmp_path, text), {"x9": 1e10})
+    assert cluster.types[1].memory_bytes == 1e10
+
+
+def test_the_same_pair_twice_is_refused(tmp_path: Path) -> None:
+    again = "  - {between: [a100-40, old], bandwidth: 2 GB/s}\nbetween_zones"
+    with pytest.raises(ConfigError, match="have a link already"):
+        read_cluster(write(tmp_path, YAML.replace("between_zones", again)))
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("200 Gbit/s", "bytes_per_s", 25e9),
+        ("1.5 GiB/s", "bytes_per_s", 1.5 * 2**30),
+        ("10Gbps", "bytes_per_s", 1.25e9),
+        ("40 GB", "bytes", 4e10),
+        ("2.5 ms", "s", 0.0025),
+        ("72 h", "s", 259200.0),
+    ],
+)
+def test_quantities(text: str, unit: str, value: float) -> None:
+    assert quantity(text, unit, "x") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("A100", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100-80"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
+        ("Titan-RTX", "titan-rtx"),
+        ("rtx 3090", "rtx-3090"),
+        ("NVIDIA A10G", "a10g"),
+    ],
+)
+def test_names_of_files_and_drivers_are_known(written: str, name: str) -> None:
+    assert find_gpu(written, "x").name == name
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    assert known_gpu("a1000-xyz") is None
+    with pytest.raises(
+        ConfigError, match="cluster: GPU 'rtx-309' is neither.*the nearest is rtx-3090"
+    ):
+        find_gpu("rtx-309", "cluster")
+
+
+def test_every_row_is_sound() -> None:
+    names = [find_gpu(name, "x") for name in gpu_names()]
+    assert len(names) >= 30
+    for gpu in names:
+        assert 4 * GB <= gpu.memory_bytes <= 300 * GB
+        assert 100 * GB <= gpu.memory_bytes_per_s <= 10_000 * GB
+        assert gpu.flops["fp32"] < gpu.flops["fp16"]
+        assert gpu.flops.get("bf16", gpu.flops["fp16"]) == gpu.flops["fp16"]
+        assert gpu.source

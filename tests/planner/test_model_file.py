@@ -1,0 +1,133 @@
+"""Models by name, by arguments and by files: how large they are, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.model_file import arguments_model, preset, preset_names, read_model
+
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+SMALL += "--max-position-embeddings 32 --vocab-size 1000"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers"),
+    [
+        ("gpt2-345m", 0.355, 24),
+        ("gpt2-xl", 1.558, 48),
+        ("gpt3-175b", 174.6, 96),
+        ("llama-7b", 6.738, 32),
+        ("llama2-70b", 68.98, 80),
+        ("llama3-8b", 8.03, 32),
+        ("bert-large", 0.335, 24),
+        ("t5-3b", 2.853, 48),
+    ],
+)
+def test_sizes_are_those_that_are_published(name: str, billions: float, layers: int) -> None:
+    model = preset(name)
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert model.num_counted == layers
+
+
+def test_every_preset_can_be_made() -> None:
+    for name in preset_names():
+        assert preset(name, "fp16").precision.element_bytes == 2
+    assert preset("gpt2", "fp32").parameters == preset("gpt2", "bf16").parameters
+
+
+def test_activations_are_those_of_the_literature() -> None:
+    """Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h) bytes of a 16-bit layer."""
+    model = preset("gpt3-175b", "fp16", fused=False)
+    length, hidden, heads = 2048, 12288, 96
+    layer = model.kinds["transformer"]
+    whole = length * hidden * (34 + 5 * heads * length / hidden)
+    assert layer.kept_bytes(1) == pytest.approx(whole)
+    # Equation 2: with tensor parallelism s b h (10 + 24/t + 5 a s / (h t)).
+    split = length * hidden * (10 + 24 / 8 + 5 * heads * length / (8 * hidden))
+    assert layer.kept_bytes(8) == pytest.approx(split)
+    assert layer.kept_bytes(8, "selective") == pytest.approx(length * hidden * (10 + 24 / 8))
+    assert layer.kept_bytes(8, "full") == pytest.approx(2 * length * hidden)
+
+
+def test_t5_is_cut_between_encoder_and_decoder_and_hands_the_memory_on() -> None:
+    model = preset("t5-large")
+    cut = model.layers.index("decoder_embedding")
+    assert model.splits == {cut}
+    assert {model.layer(index).group for index in range(cut)} == {"encoder"}
+    encoder, decoder = model.kinds["encoder"], model.kinds["decoder"]
+    assert decoder.output_elements > encoder.output_elements
+    assert decoder.parameters > encoder.parameters
+    assert model.tied_layers == (0, cut, model.num_layers - 1)
+
+
+def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
+    run = f"{SMALL} --tensor-model-parallel-size 8 --bf16 --micro-batch-size 3 --save /nowhere"
+    model = arguments_model(run.split(), "mine")
+    assert model.precision.name == "bf16"
+    assert model.num_counted == 4
+    assert model.arguments == (*SMALL.split(), "--bf16")
+    assert arguments_model(SMALL.split(), "mine").precision.name == "fp32"
+    assert arguments_model(run.split(), "mine", "fp16").precision.name == "fp16"
+
+
+def test_width_of_tensor_parallelism_divides_heads() -> None:
+    assert preset("gpt2-xl").max_tp == 25
+    assert preset("gpt3-175b").max_tp == 96
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpt2-xxl", "model 'gpt2-xxl' is not known: the nearest is gpt2-xl"),
+        ("--num-layer 4", "--num-layer is not a flag.*the nearest is --num-layers"),
+        ("--num-layers 4", "--hidden-size.* are missing"),
+        (f"{SMALL} --num-experts 8", "--num-experts is a flag of Megatron-LM that"),
+        ("--num-layers '4", "No closing quotation"),
+        ("nowhere.yaml", "No such file or directory; name a model file"),
+    ],
+)
+def test_a_bad_model_is_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_model(text)
+
+
+def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"format: 1\nname: m\narguments: {SMALL} --bf16\n")
+    (tmp_path / "b.toml").write_text(
+        'format = 1\nname = "m"\nprecision = "bf16"\n[shape]\nlayers = 4\nhidden = 64\n'
+        "heads = 4\nsequence = 32\nvocabulary = 1024\n"
+    )
+    one, other = (
+        read_model(str(tmp_path / "a.yaml"), fused=False),
+        read_model(str(tmp_path / "b.toml")),
+    )
+    assert one.kinds == other.kinds
+    assert one.layers == other.layers
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("format: 1\n", "has none of preset, arguments, shape, layers"),
+        ("format: 1\npreset: gpt2\nlayers: []\n", "layers has 0 entries"),
+        ("format: 2\npreset: gpt2\n", "format is 2: it must be 1"),
+        ("format: 1\npresets: gpt2\n", "presets is not a key: the nearest is preset"),
+        ("format: 1\npreset: gpt2\npreset: gpt3\n", "line 3: 'preset' is given twice"),
+        ("format: 1\nshape: {layers: 2}\n", "shape.hidden is missing"),
+        (
+            "format: 1\nshape: {layers: 0, hidden: 1, heads: 1, sequence: 1, vocabulary: 1}\n",
+            "shape.layers is 0: it must be at least 1",
+        ),
+        ("format: 1\nlayers: [{kind: a, parameters: -1}]\n", "parameters is -1"),
+        ("format: [1\n", "no YAML"),
+    ],
+)
+def test_a_bad_model_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as info:
+        read_model(str(path))
+    assert "\n" not in str(info.value)
