@@ -124,12 +124,12 @@ def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0
-    told = [f for f in said.findings if not (uneven and f.cause == "uneven stages")]
+    counted = [f for f in said.findings if not (uneven and f.cause == "uneven stages")]
     if fault is None:
-        return Outcome(group, "", headlines, not told, len(told), case)
+        return Outcome(group, "", headlines, not counted, len(counted), case)
     cause = CAUSES.get(fault.kind, fault.kind)
     ranks = (fault.rank, fault.to) if fault.kind == "slow-link" else (fault.rank,)
-    hits = [f.cause == cause and f.ranks == ranks for f in told]
+    hits = [f.cause == cause and f.ranks == ranks for f in counted]
     return Outcome(
         group, f"{cause} {ranks}", headlines, hits[:1] == [True], hits.count(False), case
     )

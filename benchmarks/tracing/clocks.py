@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.trace.clock import fit_clock
-from megatron.adaptive.trace.clock_sync import ClockServer, Sampler
+from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer
 from megatron.adaptive.trace.event import ClockSamples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +46,11 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
     with closing(ClockServer()) as server:
         for _ in range(repetitions):
             for offset_s, drift_ppm in WRONG:
-                told = _sample(server, offset_s, drift_ppm, seconds)
-                fit = fit_clock(told["samples"])
-                true = told["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
+                sampled = _sample(server, offset_s, drift_ppm, seconds)
+                fit = fit_clock(sampled["samples"])
+                true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
                 errors = np.abs(
-                    fit.apply(_wrong(true, told["start_ns"], offset_s, drift_ppm)) - true
+                    fit.apply(_wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
                 )
                 found["error_us"].append(float(np.median(errors)) / 1e3)
                 found["residual_us"].append(fit.residual_ns / 1e3)
@@ -73,8 +73,8 @@ def _sample(
     )
     if done.returncode:
         raise RuntimeError(f"a process with a wrong clock failed: {done.stderr[-500:]}")
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    sampled: dict[str, Any] = json.loads(done.stdout)
+    return sampled
 
 
 def _wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
@@ -92,7 +92,7 @@ def main() -> int:
         return int(_wrong(true, start_ns, float(offset_s), float(drift_ppm))[0])
 
     bursts: list[ClockSamples] = []
-    sampler = Sampler(
+    sampler = ClockSampler(
         *("localhost", int(port), bytes.fromhex(token)),
         deliver=bursts.append,
         now=now,

@@ -75,7 +75,7 @@ class Stages(EmulatedStages):
 
     Args:
         read_s: how long a read takes, by microbatch.
-        recorder: told of them.
+        recorder: records them.
         others: see :class:`EmulatedStages`.
 
     Attributes:

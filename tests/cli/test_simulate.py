@@ -36,17 +36,17 @@ def test_the_table_shows_every_schedule_against_the_first(
 
 def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--stages 2 --microbatches 4 --stage-data-parallel-sizes 1-2 --backward 2 --weight 0"
-    assert simulate(f"{words} --json {tmp_path / 'told.json'}") == 0
+    assert simulate(f"{words} --json {tmp_path / 'results.json'}") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("stages of 1-2 ranks")
     assert [line.split()[0] for line in lines[3:]] == ["1f1b", "adaptive", "gpipe"]
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told[0]["orders"][0] == "F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 B0-2 B0-3"
-    assert told[0]["peak_microbatches"] == [3, 1, 1]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results[0]["orders"][0] == "F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 B0-2 B0-3"
+    assert results[0]["peak_microbatches"] == [3, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("2-1-1", "2-1-1 gives the ranks of 3 stages, --stages is 2"),
         ("2-0", "'2-0' does not tell the ranks"),
@@ -55,10 +55,10 @@ def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("2-1 --jitter 0.1", "--jitter is not known with --stage-data-parallel-sizes"),
     ],
 )
-def test_bad_sizes(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_sizes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(f"--stages 2 --microbatches 4 --stage-data-parallel-sizes {words}") == 2
     said = capsys.readouterr().err
-    assert told in said
+    assert message in said
     assert said.count("\n") == 1
 
 

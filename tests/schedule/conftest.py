@@ -1,4 +1,4 @@
-"""How property tests run: without hypothesis' time limit, for a busy machine is not a bug."""
+"""Runs property tests without hypothesis' time limit, for a busy machine is not a bug."""
 
 from __future__ import annotations
 

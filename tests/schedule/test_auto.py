@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.auto import Choice, candidates, choose
+from megatron.adaptive.schedule.auto import ScheduleChoice, candidates, choose
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
@@ -18,7 +18,7 @@ def pick(
     present: PlacementKind = "v",
     placements: tuple[PlacementKind, ...] = ("v",),
     splittable: bool = True,
-) -> Choice:
+) -> ScheduleChoice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(
         StageProfile(times=times, action_sigma=sigma),
@@ -73,7 +73,7 @@ def on_two_ranks(
     times: tuple[float, ...],
     factors: tuple[float, ...] | None = None,
     most: tuple[float, float] = (16.0, 16.0),
-) -> Choice:
+) -> ScheduleChoice:
     """The choice for a V of two ranks and four stages with these times."""
     return choose(
         StageProfile(

@@ -1,4 +1,4 @@
-"""How far ``adaptive`` stays from a lower bound when durations scatter."""
+"""Bounds the distance of ``adaptive`` from a lower bound when durations scatter."""
 
 from __future__ import annotations
 

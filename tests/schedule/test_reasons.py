@@ -1,4 +1,4 @@
-"""Why each action was picked, told from the order that came about."""
+"""Reasons of each pick, derived from the order that came about."""
 
 from __future__ import annotations
 

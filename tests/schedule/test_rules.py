@@ -1,4 +1,4 @@
-"""What the rules choose in single situations."""
+"""Choices of the rules in single situations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank knows: readiness, order, arrivals out of turn, memory, and what it tells people."""
+"""State of a rank: readiness, order, arrivals out of turn, memory, and its messages."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 
-from megatron.adaptive.trace.clock_sync import Sampler
+from megatron.adaptive.trace.clock_sync import ClockSampler
 from megatron.adaptive.trace.event import ClockSamples
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         return true_ns + int(offset_ns) + round((true_ns - start_ns) * float(drift_ppm) * 1e-6)
 
     bursts: list[ClockSamples] = []
-    sampler = Sampler(
+    sampler = ClockSampler(
         "localhost",
         int(port),
         bytes.fromhex(token),

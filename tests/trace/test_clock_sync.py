@@ -18,7 +18,7 @@ import pytest
 
 from megatron.adaptive.trace import clock_sync
 from megatron.adaptive.trace.clock import fit_clock
-from megatron.adaptive.trace.clock_sync import ClockServer, Sampler, start_clock_sync
+from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer, start_clock_sync
 from megatron.adaptive.trace.event import ClockSamples
 
 WORKER = Path(__file__).with_name("clock_worker.py")
@@ -48,12 +48,12 @@ def test_wrong_clocks_of_processes_are_found(
         env={"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
-    told: dict[str, Any] = json.loads(result.stdout)
-    assert told["bursts"] >= 5
-    assert len(told["samples"]) == told["bursts"] * clock_sync.BURST
-    true = told["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
-    wrong = true + offset_s * 10**9 + ((true - told["start_ns"]) * drift_ppm * 1e-6).astype(int)
-    fit = fit_clock(told["samples"])
+    sampled: dict[str, Any] = json.loads(result.stdout)
+    assert sampled["bursts"] >= 5
+    assert len(sampled["samples"]) == sampled["bursts"] * clock_sync.BURST
+    true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
+    wrong = true + offset_s * 10**9 + ((true - sampled["start_ns"]) * drift_ppm * 1e-6).astype(int)
+    fit = fit_clock(sampled["samples"])
     errors = np.abs(fit.apply(wrong) - true)
     assert np.median(errors) <= 50_000, f"{np.median(errors)} ns, {fit}"
     assert fit.residual_ns <= 50_000
@@ -68,7 +68,7 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
         bursts.append(samples)
         came.set()
 
-    sampler = Sampler("localhost", server.port, server.token, deliver=deliver)
+    sampler = ClockSampler("localhost", server.port, server.token, deliver=deliver)
     assert came.wait(WATCHDOG_S)
     sampler.close()
     assert len(bursts) >= 2
@@ -101,7 +101,7 @@ def test_a_request_may_come_in_pieces(server: ClockServer) -> None:
 def test_a_server_that_is_gone_ends_the_sampler() -> None:
     server = ClockServer()
     bursts: list[ClockSamples] = []
-    sampler = Sampler(
+    sampler = ClockSampler(
         "localhost", server.port, b"not this", deliver=bursts.append, periods_s=(0.01, 0.01)
     )
     sampler._thread.join(WATCHDOG_S)
@@ -115,7 +115,7 @@ def test_without_the_kernels_stamps_the_threads_own_do(monkeypatch: pytest.Monke
     monkeypatch.setattr(clock_sync, "_SO_TIMESTAMPNS", 0x7FFF)
     bursts: list[ClockSamples] = []
     with closing(ClockServer()) as server:
-        sampler = Sampler("localhost", server.port, server.token, deliver=bursts.append)
+        sampler = ClockSampler("localhost", server.port, server.token, deliver=bursts.append)
         sampler.close()
     assert abs(fit_clock(bursts[0].samples).base_ns) < 10**8
 

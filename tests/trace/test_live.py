@@ -30,7 +30,7 @@ from megatron.adaptive.trace.recorder import Recorder
 Header = Callable[..., TraceHeader]
 
 
-def tell(folder: Path, *lines: dict[str, Any]) -> None:
+def report(folder: Path, *lines: dict[str, Any]) -> None:
     """Append to the trainer's progress."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
@@ -97,8 +97,8 @@ def test_a_run_is_followed_from_before_its_start_to_its_end(
     recorders = [first, Recorder(traces, make_header(1))]
     for iteration in (1, 2, 3):
         run_iteration(recorders, iteration)
-    tell(traces, {"total_iterations": 4, "start_iteration": 0})
-    tell(traces, {"iteration": 3, "step_ms": 70.0, "loss": 2.5, "tokens_per_s": 900.0})
+    report(traces, {"total_iterations": 4, "start_iteration": 0})
+    report(traces, {"iteration": 3, "step_ms": 70.0, "loss": 2.5, "tokens_per_s": 900.0})
     snapshot = until(run, lambda s: [rank.iteration for rank in s.ranks] == [3, 3])
     assert (snapshot.iteration, snapshot.total_iterations, snapshot.step_ms) == (3, 4, 70.0)
     assert (snapshot.last("loss"), snapshot.last("tokens_per_s")) == (2.5, 900.0)
@@ -109,7 +109,7 @@ def test_a_run_is_followed_from_before_its_start_to_its_end(
 
     for recorder in recorders:
         recorder.close()
-    tell(traces, {"ended": "all iterations are done"})
+    report(traces, {"ended": "all iterations are done"})
     snapshot = run.refresh()
     assert (snapshot.state, snapshot.detail) == ("ended", "all iterations are done")
     assert snapshot.ranks[0].is_ended
@@ -205,7 +205,7 @@ def test_another_start_takes_the_place_of_the_one_before(
             traces.rename(tmp_path / "traces-1")
         with Recorder(traces, make_header(0, run=f"run-{number}", world_size=1, num_ranks=1)) as r:
             run_iteration([r], 10 // number)
-        tell(traces, {"total_iterations": 10 * number, "start_iteration": 0})
+        report(traces, {"total_iterations": 10 * number, "start_iteration": 0})
         snapshot = run.refresh()
         assert snapshot.header is not None
         assert snapshot.header.run == f"run-{number}"
@@ -246,7 +246,7 @@ def test_damage_is_told_and_does_not_end_the_view(
         recorder.close()
     recorders[0].path.write_text("{nonsense\n")
     (tmp_path / "traces" / "now_rank_00001.json").write_text("half a li")
-    tell(tmp_path / "traces", {"iteration": 1, "loss": None})
+    report(tmp_path / "traces", {"iteration": 1, "loss": None})
     with (tmp_path / "traces" / "progress.jsonl").open("a") as file:
         file.write('{"iteration": 2, "lo')
     snapshot = LiveRun(tmp_path).refresh()
@@ -257,7 +257,7 @@ def test_damage_is_told_and_does_not_end_the_view(
 
 
 def test_a_run_without_traces_has_its_progress(tmp_path: Path) -> None:
-    tell(tmp_path, {"total_iterations": 9}, {"iteration": 4, "step_ms": 3.0, "loss": 1.0})
+    report(tmp_path, {"total_iterations": 9}, {"iteration": 4, "step_ms": 3.0, "loss": 1.0})
     snapshot = LiveRun(tmp_path).refresh()
     assert (snapshot.state, snapshot.detail) == ("running", "no traces")
     assert (snapshot.iteration, snapshot.step_ms, len(snapshot.ranks)) == (4, 3.0, 0)

@@ -1,4 +1,4 @@
-"""Which trace is meant: given, the latest run, or the text form; and what is said otherwise."""
+"""Finding the trace that is meant: given, the latest run, or the text form; and the refusals."""
 
 import shutil
 from collections.abc import Callable

@@ -54,7 +54,7 @@ def test_a_wait_belongs_to_the_action_it_names() -> None:
     assert wait_before(TraceTable.from_spans(rows)).tolist() == [0, 8, 0, 0, 0, 0, 1]
 
 
-def test_pieces_are_told_apart() -> None:
+def test_pieces_are_distinguished() -> None:
     rows = [Span("W", 0, 0, 10 * piece, 10 * piece + 5, 1, piece=piece) for piece in range(3)]
     rows.append(Span("wait", 0, 0, 15, 20, 1, of="W", piece=2))
     assert wait_before(TraceTable.from_spans(rows)).tolist() == [0, 0, 5, 0]

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.compare import Candidate, Outcome, evaluate, make_candidate
+from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.schedule.render import render_timeline
 from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     profile = _profile(options, fine)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
-    outcomes: list[Outcome] = []
+    outcomes: list[CandidateOutcome] = []
     for name in options.schedules.split(","):
         candidate = _candidate(options, name.strip())
         outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
@@ -181,7 +181,7 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         raise ConfigError(f"--schedules {options.schedules}: {error}") from error
 
 
-def _print_table(outcomes: Sequence[Outcome], draws: int) -> None:
+def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
@@ -195,7 +195,7 @@ def _print_table(outcomes: Sequence[Outcome], draws: int) -> None:
         )
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: CandidateOutcome) -> dict[str, Any]:
     candidate = outcome.candidate
     return {
         "schedule": candidate.name,
@@ -210,7 +210,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 ALL = ",".join(SCHEDULES)
-"""What is compared where nothing is named."""
+"""Schedules compared where none is named."""
 
 _FLAG = "--stage-data-parallel-sizes"
 # What this simulation does not know, with what says nothing.

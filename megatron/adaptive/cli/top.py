@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 PERIOD_S = 0.5
 PIPE_COLUMNS = 160
-"""Where there is no terminal whose width one could fit."""
+"""Width used where the output is no terminal."""
 
 OVER = ("ended", "killed")
 

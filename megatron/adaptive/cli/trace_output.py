@@ -1,4 +1,4 @@
-"""What the programs that read a trace share: the flags that choose one, and what they choose."""
+"""Shares the flags that choose a trace, and their meaning, between programs that read one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 @dataclass(frozen=True)
 class Selection:
-    """What of which run a user wants to see.
+    """Holds the user's choice of run, iterations and ranks.
 
     Attributes:
         run: the run.
@@ -78,7 +78,7 @@ class Selection:
         return run_figures(self.run, self.iterations, ranks=ranks)
 
     def warnings(self) -> list[str]:
-        """What the reader of a view must know about the trace behind it, a line each."""
+        """Returns caveats about the trace behind a view, a line each."""
         lines = self.run.notes()
         if self.step.clock_jumps:
             lines.append(
@@ -264,12 +264,12 @@ def report_json(selection: Selection) -> dict[str, Any]:
 
 
 def report_warnings(selection: Selection) -> list[str]:
-    """What is wrong with the trace, or with the times of the iterations that are covered."""
+    """Returns warnings about the trace or the times of the covered iterations."""
     return list(dict.fromkeys(selection.warnings() + selection.figures.notes()))
 
 
 def _drawn(selection: Selection) -> tuple[int, list[int]]:
-    """Where the drawn iteration and the ranks that recorded it are in the figures."""
+    """Locates the drawn iteration and the ranks that recorded it in the figures."""
     figures = selection.figures
     row = int(np.searchsorted(figures.iterations, selection.step.iteration))
     known = np.flatnonzero(figures.num_actions[row])
@@ -291,7 +291,7 @@ def _over_iterations(selection: Selection) -> str:
 
 
 EVENT_ITERATIONS = 20
-"""How many iterations the events cover; more make a file that viewers open slowly."""
+"""Iterations that the events cover; more make a file that viewers open slowly."""
 
 FORMATS = {
     "xlsx": "openpyxl",

@@ -25,7 +25,7 @@ from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.change_placement import can_move
-from megatron.adaptive.schedule.auto import Choice, choose
+from megatron.adaptive.schedule.auto import ScheduleChoice, choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
@@ -194,7 +194,7 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return free, run.forward_backward.activation_bytes(), held
 
 
-def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:
+def decide(choice: ScheduleChoice, present: Placement, *, movable: bool) -> Decision:
     """Turns a choice into what is done, and said.
 
     Args:

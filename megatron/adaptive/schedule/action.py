@@ -1,4 +1,4 @@
-"""What a rank can do in a pipeline: an action is one kind of work on one (chunk, microbatch).
+"""Defines actions: an action is one kind of work on one (chunk, microbatch) of a rank.
 
 Owns the vocabulary only. It does not know placements, orders, durations or readiness.
 """

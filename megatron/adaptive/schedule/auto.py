@@ -4,7 +4,7 @@ Owns the candidates and the choice, from times that were measured in the first s
 telling all ranks is the business of the pipeline's ``calibrate``.
 
 A rule is only taken where it is faster than the best fixed order that memory allows by more than
-what a simulation can tell; else that order is. Another placement is taken where its best is clearly
+the error of a simulation; else that order is. Another placement is taken where its best is clearly
 faster than the best under the present one.
 """
 
@@ -17,7 +17,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.compare import (
     DEFAULT_PIECES,
     Candidate,
-    Outcome,
+    CandidateOutcome,
     evaluate,
     make_candidate,
 )
@@ -31,20 +31,20 @@ from megatron.adaptive.schedule.registry import (
 )
 from megatron.adaptive.schedule.workload import StageProfile
 
-__all__ = ["Choice", "candidates", "choose"]
+__all__ = ["ScheduleChoice", "candidates", "choose"]
 
 STATIC = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 RULES = ("adaptive", "hinted")
 DRAWS = 6
 GAIN = 0.005
-"""What a rule must gain over the best fixed order: simulated and measured steps differ by more."""
+"""Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
 PLACEMENT_GAIN = 0.03
-"""What another placement must gain over the present one: to move there, weights must be moved."""
+"""Least gain of another placement over the present one: to move there, weights must be moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What ``auto`` takes, and why.
+class ScheduleChoice:
+    """Records the schedule that ``auto`` takes, and why.
 
     Attributes:
         best: the candidate to run.
@@ -56,10 +56,10 @@ class Choice:
     """
 
     best: Candidate
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CandidateOutcome, ...]
     reason: str
     gain: float = 0.0
-    stay: Choice | None = None
+    stay: ScheduleChoice | None = None
 
 
 def candidates(
@@ -126,7 +126,7 @@ def choose(
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
     compiled: bool = True,
-) -> Choice:
+) -> ScheduleChoice:
     """Simulate the candidates and take the fastest.
 
     Args:
@@ -191,7 +191,7 @@ def _simulated(
     most: float,
     *,
     compiled: bool,
-) -> list[Outcome]:
+) -> list[CandidateOutcome]:
     """Simulate candidates; returns those that fit memory."""
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(DRAWS if spread else 1)
@@ -203,20 +203,20 @@ def _simulated(
 
 
 def _choice(
-    best: Outcome,
-    outcomes: Sequence[Outcome],
+    best: CandidateOutcome,
+    outcomes: Sequence[CandidateOutcome],
     profile: StageProfile,
     most: Mapping[PlacementKind, float],
-) -> Choice:
+) -> ScheduleChoice:
     limit = most[best.candidate.placement.kind]
-    return Choice(
+    return ScheduleChoice(
         best=best.candidate,
         outcomes=tuple(outcomes),
         reason=_reason(best, outcomes, profile, limit),
     )
 
 
-def _prefer_fixed(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _prefer_fixed(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome | None:
     """The fastest; the best fixed order where a rule gains too little over it."""
     if not outcomes:
         return None
@@ -227,7 +227,9 @@ def _prefer_fixed(outcomes: Sequence[Outcome]) -> Outcome | None:
     return fastest
 
 
-def _reason(best: Outcome, outcomes: Sequence[Outcome], profile: StageProfile, most: float) -> str:
+def _reason(
+    best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
+) -> str:
     fixed = next((o for o in outcomes if not is_rule(o.candidate.name)), None)
     text = (
         f"auto takes {best.candidate}: {best.mean_s * 1e3:.4g} ms simulated a step, bubble"

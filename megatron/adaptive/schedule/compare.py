@@ -22,7 +22,7 @@ from megatron.adaptive.schedule.registry import (
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.workload import Jitter, StageProfile, draw
 
-__all__ = ["Candidate", "Outcome", "evaluate", "make_candidate"]
+__all__ = ["Candidate", "CandidateOutcome", "evaluate", "make_candidate"]
 
 DEFAULT_PIECES = 4
 """Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
@@ -54,8 +54,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What simulating a candidate several times gave.
+class CandidateOutcome:
+    """Summarizes several simulations of a candidate.
 
     Attributes:
         candidate: what was simulated.
@@ -126,7 +126,7 @@ def evaluate(
     seeds: Sequence[int],
     *,
     compiled: bool = True,
-) -> Outcome:
+) -> CandidateOutcome:
     """Simulate a candidate once per seed.
 
     Candidates with the same profile and seeds get the same work, also with other numbers of chunks:
@@ -178,7 +178,7 @@ def evaluate(
                 compiled=compiled,
             )
         )
-    return Outcome(
+    return CandidateOutcome(
         candidate=candidate,
         makespans_s=tuple(result.makespan_s for result in results),
         bubble_fraction=statistics.fmean(b for result in results for b in result.bubble_fraction),

@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.machine import (
 __all__ = ["DEADLOCK", "DONE_ALL", "NOT_READY", "World", "run"]
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""What ``run`` returns; ``NOT_READY`` plus the rank whose policy picked what cannot start."""
+"""Results of ``run``; ``NOT_READY`` plus the rank whose policy picked what cannot start."""
 
 
 class World(NamedTuple):

@@ -104,7 +104,7 @@ def initialize(s: State, rank: int, group: int, first: State, last: State) -> No
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
-    """How many actions of a kind a chunk has started: the index of the next one.
+    """Counts the actions of a kind that a chunk has started: the index of the next one.
 
     Weight gradients count their pieces.
     """

@@ -1,4 +1,4 @@
-"""How much activation memory a rank may hold: caps, and the graded rule that cannot deadlock.
+"""Limits the activation memory of a rank: caps, and the graded rule that cannot deadlock.
 
 A cap is counted in the unit of the ``activation_units`` given. By default that unit is one
 whole-rank microbatch: the activations of one microbatch over all chunks of a rank, so one chunk

@@ -1,4 +1,4 @@
-"""Which rank holds which stage.
+"""Places stages on ranks.
 
 Owns the mapping between stages, in global pipeline order, and (rank, chunk). It does not know how
 many layers a stage has (that is a partition) nor in which order work is done (a schedule).

@@ -1,4 +1,4 @@
-"""Who decides what a rank does next.
+"""Decides which action a rank does next.
 
 A policy is a pure object: it looks at a ``RankState`` and keeps nothing between two picks, so one
 object serves every step, and the simulator and the executor alike. Here: the interface, the policy
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """How users select and recognise the policy."""
+        """Returns the name by which users select the policy."""
 
     def pick(self, state: RankState) -> Action | None:
         """Choose what the rank starts now.

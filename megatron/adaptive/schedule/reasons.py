@@ -1,6 +1,6 @@
-"""Why a policy picked each action of a step, as one short word for the trace.
+"""Names why a policy picked each action of a step, as one short word for the trace.
 
-Told afterwards from the order that came about, so that picking costs nothing more. Words of the
+Derived afterwards from the order that came about, so that picking costs nothing more. Words of the
 rules:
 
 =============  ====================================================================================
@@ -34,7 +34,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Return a word for each action of a rank's step, empty where the policy tells nothing.
+    """Return a word for each action of a rank's step, empty where the policy gives none.
 
     Args:
         policy: what picked them.

@@ -75,7 +75,7 @@ _STATIC: dict[str, _Static] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What a rule may want to know of the run that it is made for."""
+    """Describes the run that a rule is made for."""
 
     placement: Placement
     num_microbatches: int

@@ -35,7 +35,7 @@ from megatron.adaptive.schedule.machine import (
 __all__ = ["breadth_first", "depth_first", "follow", "hinted", "ready_first"]
 
 LOOKAHEAD = 96
-"""How many actions of its hint ``hinted`` looks at, those overtaken included.
+"""Number of actions of its hint that ``hinted`` considers, those overtaken included.
 
 Nothing beyond is ever overtaken, so the first action not done is at most so many behind the number
 of actions started, and is found without going through the whole hint.

@@ -42,7 +42,7 @@ class SimSpan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """What one simulated step did.
+    """Records one simulated step.
 
     Attributes:
         placement: the pipeline simulated.

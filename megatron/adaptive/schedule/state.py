@@ -1,4 +1,4 @@
-"""What one rank knows during a step: inputs that are here, actions started and finished, memory.
+"""Tracks one rank during a step: inputs that are here, actions started and finished, memory.
 
 The rules themselves are in ``machine``; here they get names, checks and messages. It decides
 nothing (a policy does), sends nothing and measures nothing: executor and simulator report to it.
@@ -317,7 +317,7 @@ class RankState:
             )
         machine.finish(self.numbers, number, action.chunk)
 
-    # What to tell people
+    # Messages for people
 
     def why_not(self, action: Action) -> str:
         """The reason why an action is not ready, for error messages; ``it is ready`` if it is."""
@@ -351,7 +351,7 @@ class RankState:
         return f"its input from {self._sender(kind, chunk)} is not here"
 
     def missing(self) -> str:
-        """What keeps this rank from going on, for messages about a time limit.
+        """Describes what keeps this rank from going on, for messages about a time limit.
 
         Names, per chunk, the next inputs that are not here with the rank and stage that send them,
         and actions whose input is here but which the cap holds back.

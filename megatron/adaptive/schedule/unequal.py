@@ -38,7 +38,7 @@ from megatron.adaptive.schedule.widths import Widths
 __all__ = ["SCHEDULES", "StepOfRanks", "default_cap", "make_policy", "simulate"]
 
 SCHEDULES = UNEQUAL_SCHEDULES
-"""What stages of unequal widths can follow."""
+"""Schedules that stages of unequal widths can follow."""
 
 _SLACK = 1.5  # as for equal stages, see ``memory``
 

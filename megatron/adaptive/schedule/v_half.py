@@ -56,7 +56,7 @@ def make(placement: Placement, num_microbatches: int) -> Schedule:
     zb_v.check_two_in_a_v("v-half", placement, num_microbatches)
     if placement.num_ranks == 1:
         return replace(zb_v.make(placement, num_microbatches), name="v-half")
-    # The steady part repeats, so that a few of its periods tell about all.
+    # The steady part repeats, so that a few of its periods stand for all.
     few = min(num_microbatches, placement.num_ranks + 5)
     rows = squeezed(placement, few)
     repeats = num_microbatches - few

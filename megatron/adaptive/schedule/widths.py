@@ -93,7 +93,7 @@ class Widths:
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Who has a microbatch of a rank at another stage.
+        """Returns the rank that holds a rank's microbatch at another stage.
 
         Args:
             rank: that knows the microbatch.

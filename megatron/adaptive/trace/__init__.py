@@ -1,4 +1,4 @@
-"""What happened in a run, and how to look at it.
+"""Records what happens in a run, reads it back, diagnoses and draws it.
 
 Writing side (used while training, imports neither torch nor a drawing package):
 

@@ -29,7 +29,7 @@ __all__ = ["Alignment", "ClockState", "align", "refine"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClockState:
-    """What is known of a clock.
+    """Describes a clock of the run.
 
     Attributes:
         name: as the headers have it.
@@ -59,7 +59,7 @@ class Alignment:
     contradiction_ns: int = 0
 
     def fit_of(self, name: str) -> ClockFit:
-        """What turns readings of a clock into the common time."""
+        """Returns the fit that turns readings of a clock into the common time."""
         return next(clock.fit for clock in self.clocks if clock.name == name)
 
     @property
@@ -82,7 +82,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """What is wrong with the clocks, a line each."""
+        """Returns warnings about the clocks, a line each."""
         lines = []
         for how, advice in (
             ("messages", "were not measured: messages place them, to within their travel time"),

@@ -35,10 +35,10 @@ BEST_SHARE = 0.25
 """Of the exchanges within a window, the fastest so many count, one at least."""
 
 STAMP_NS = 2_000.0
-"""What readings are uncertain by at best."""
+"""Least uncertainty of a reading."""
 
 DRIFT_PRIOR = 1e-4
-"""How fast clocks usually drift apart; decides only where the samples span too short a time."""
+"""Usual drift between clocks; decides only where the samples span too short a time."""
 
 BENT = 4.0
 """Residuals so many times larger than expected make a line a line with bends."""
@@ -78,7 +78,7 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """How much faster the other clock runs, on the average, in millionths."""
+        """Returns the other clock's mean lead in rate, in millionths."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron.adaptive.trace.event import ClockSamples
 
-__all__ = ["ClockServer", "ClockSync", "Sampler", "start_clock_sync"]
+__all__ = ["ClockServer", "ClockSync", "ClockSampler", "start_clock_sync"]
 
 Clock = Callable[[], int]
 Gather = Callable[[Any], Sequence[Any]]
@@ -60,7 +60,7 @@ class ClockSync:
         parts: what runs, closed with this.
     """
 
-    def __init__(self, parts: Sequence[ClockServer | Sampler]) -> None:
+    def __init__(self, parts: Sequence[ClockServer | ClockSampler]) -> None:
         self._parts = parts
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def start_clock_sync(
     """
     ids = list(gather(clock_id))
     foreign = {name: at for at, name in reversed(list(enumerate(ids))) if name != ids[0]}
-    parts: list[ClockServer | Sampler] = []
+    parts: list[ClockServer | ClockSampler] = []
     place = None
     if foreign and rank == 0:
         with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ def start_clock_sync(
     if foreign:
         place = gather(place)[0]
     if place is not None and foreign.get(clock_id) == rank:
-        parts.append(Sampler(*place, deliver=deliver, now=now))
+        parts.append(ClockSampler(*place, deliver=deliver, now=now))
     return ClockSync(parts)
 
 
@@ -178,7 +178,7 @@ class ClockServer:
             connection.close()
 
 
-class Sampler:
+class ClockSampler:
     """Asks rank 0 for its time, in a thread.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a trace is made of: the header of a file, iterations, spans, clock samples, and their words.
+"""Defines the records of a trace: header, iterations, spans, clock samples, and their words.
 
 A trace file belongs to one rank. This module owns the vocabulary and the records; their text form
 is in ``lines``. It reads no clock except in :meth:`TraceHeader.create` and opens no trace file.
@@ -68,7 +68,7 @@ DRAWN_ACTIONS = KINDS[:3]
 """The kinds of span that the charts of the order draw; every other kind is skipped by them."""
 
 CAUSES = ("input", "memory", "order", "group")
-"""Why a rank waited: no input was there; one was, but its activations would not have fitted the
+"""Causes of a wait: no input was there; one was, but its activations would not have fitted the
 cap; something was ready, but the order wanted another; a member of the tensor-parallel group had
 no input or no decision yet."""
 
@@ -86,7 +86,7 @@ COLUMNS = (
     *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),
     *("in_flight_bytes", "queue_depth", "peer", "of", "reason"),
 )
-"""What the numbers of a span's line mean, from the left."""
+"""Meaning of the numbers of a span's line, from the left."""
 
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 """A span as it is recorded: :data:`COLUMNS`, with absolute start and end on the rank's monotonic
@@ -116,7 +116,7 @@ class SpanFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Who wrote a trace file, the shape of its pipeline, and how its clock relates to others.
+    """Names a trace file's writer, the shape of its pipeline, and its clock.
 
     Attributes:
         run: id of the run; equal on all its ranks, and on a resumed run.
@@ -209,7 +209,7 @@ class TraceHeader:
 
 
 def _clock_id() -> str:
-    """What processes with the same monotonic clock share: the boot and the namespace of times."""
+    """Returns what processes with one monotonic clock share: the boot and the time namespace."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -350,7 +350,7 @@ def _busy(table: TraceTable, place: Ints, actions: TraceTable, at: Ints, count: 
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """How much each action adds to the time covered by those before it."""
+    """Returns the time that each action adds to that covered by those before it."""
     if not len(actions):
         return actions.start_ns
     reach = np.maximum.accumulate(actions.end_ns)

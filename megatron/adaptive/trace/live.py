@@ -105,9 +105,9 @@ class Snapshot:
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
         detail: more about the state, may be empty.
         age_s: age of the newest word of any rank, ``None`` if there is none.
-        iteration: the latest that anything tells of, 0 for none.
+        iteration: the latest that anything reports, 0 for none.
         total_iterations: of the whole training, 0 if unknown.
-        step_ms: median time of an iteration, of the pipeline alone where no progress is told.
+        step_ms: median time of an iteration, of the pipeline alone where no progress is reported.
         progress: lines of the trainer, ascending.
         bubble: idle part of the step, mean over the ranks.
     """
@@ -209,7 +209,7 @@ class LiveRun:
             for rank in range(max(world, *(r + 1 for r in self._tails), 0, 0))
         ]
         state, detail = _state(ranks, self._progress)
-        told = self._progress.records
+        records = self._progress.records
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         return Snapshot(
             folder=folder,
@@ -218,12 +218,12 @@ class LiveRun:
             detail=detail,
             age_s=min((r.age_s for r in ranks if r.age_s is not None), default=None),
             iteration=max(
-                [told[-1]["iteration"] if told else 0]
+                [records[-1]["iteration"] if records else 0]
                 + [max(r.iteration, r.now.iteration if r.now else 0) for r in ranks]
             ),
             total_iterations=self._progress.total_iterations,
-            step_ms=_step_ms(told, steps),
-            progress=tuple(told),
+            step_ms=_step_ms(records, steps),
+            progress=tuple(records),
             bubble=1 - statistics.fmean(busy) if busy else None,
         )
 
@@ -306,8 +306,8 @@ def _steps(tails: Mapping[int, RankTail]) -> Steps:
     return steps
 
 
-def _step_ms(told: Sequence[Mapping[str, Any]], steps: Steps) -> float | None:
-    values = [line["step_ms"] for line in told[-LOOKED_AT:] if line.get("step_ms") is not None]
+def _step_ms(records: Sequence[Mapping[str, Any]], steps: Steps) -> float | None:
+    values = [line["step_ms"] for line in records[-LOOKED_AT:] if line.get("step_ms") is not None]
     values = values or [step.length_ns / 1e6 for step in steps.values()]
     return statistics.median(values) if values else None
 

@@ -1,4 +1,4 @@
-"""What a rank does at this moment, in a small file that it writes over and over.
+"""Writes and reads a rank's present action, in a small file written over and over.
 
 A rank's spans come into its trace at the end of an iteration. Who looks at a running job wants to
 know more about a long one, or about one that hangs, so the recorder's thread also keeps
@@ -7,7 +7,7 @@ know more about a long one, or about one that hangs, so the recorder's thread al
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
-The file stays when the rank is killed; its age then tells so.
+The file stays when the rank is killed; its age then shows it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 __all__ = ["ENDED", "PERIOD_S", "Now", "NowFile", "now_file_name", "read_now"]
 
 PERIOD_S = 0.5
-"""How often a rank says what it does."""
+"""Interval at which a rank reports what it does."""
 
 ENDED = "ended"
-"""What a rank does that closed its trace."""
+"""Action reported by a rank that closed its trace."""
 
 _LINE_BYTES = 512
 
@@ -39,7 +39,7 @@ def now_file_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """What a rank says that it does.
+    """Reports a rank's present action.
 
     Attributes:
         unix_ns: when it said so, by its machine's time of day.
@@ -109,7 +109,7 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """What a rank said last; ``None`` where it said nothing that can be read."""
+    """Returns a rank's last report; ``None`` where none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         said = json.loads((folder / now_file_name(rank)).read_bytes())
         forwards, backwards, weights = (int(count) for count in said.get("done", (0, 0, 0)))

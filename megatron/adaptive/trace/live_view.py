@@ -209,7 +209,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """What a rank does, in a word or two."""
+    """Describes a rank's present action in a word or two."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"

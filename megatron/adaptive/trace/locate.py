@@ -1,4 +1,4 @@
-"""Which trace the user means.
+"""Finds the trace that the user means.
 
 ``runs/latest`` is a symbolic link to the newest run's folder, or a text file with its path
 (relative to ``runs``). A run's folder holds ``traces/`` with the JSON lines of its ranks, and may

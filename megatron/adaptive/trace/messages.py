@@ -108,7 +108,7 @@ def _keys(*sides: tuple[TraceTable, Ints, Ints]) -> tuple[Ints, ...]:
         both = [side[number].astype(np.int64) for side in columns]
         values, places = np.unique(np.concatenate(both), return_inverse=True)
         span *= max(1, len(values))
-        assert span < 2**63, "more kinds of messages than a number can tell apart"
+        assert span < 2**63, "more kinds of messages than a number can distinguish"
         parts = np.split(places, [len(both[0])])
         keys = [key * max(1, len(values)) + part for key, part in zip(keys, parts, strict=True)]
     return tuple(keys)

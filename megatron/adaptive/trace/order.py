@@ -38,7 +38,7 @@ from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 __all__ = ["legacy_name", "legacy_shape", "read_legacy", "write_legacy"]
 
 KEPT_ITERATIONS = 20
-"""How many iterations a text file holds unless one is asked for: as many as the program that the
+"""Iterations that a text file holds unless one is asked for: as many as the program that the
 form comes from looks at."""
 
 NS_PER_MS = 1_000_000
@@ -183,7 +183,7 @@ def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[
 
 @dataclass
 class _RankState:
-    """Where the reader stands in one rank's lines."""
+    """Tracks the reader's position in one rank's lines."""
 
     iteration: int = 0
     marked: bool = False
@@ -237,7 +237,7 @@ class _Reader:
         state.done.clear()
 
     def result(self, path: Path) -> RunTrace:
-        """The run that the lines told of."""
+        """Returns the run that the lines describe."""
         if not any(state.spans for state in self._ranks.values()):
             raise TraceError(
                 f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"

@@ -30,7 +30,7 @@ from megatron.adaptive.trace.table import TraceTable
 __all__ = ["RankTrace", "RunTrace", "describe_numbers", "read_run", "trace_files"]
 
 REFINED_ITERATIONS = 5
-"""How many iterations' messages are held against the clocks, spread over the run."""
+"""Iterations whose messages are held against the clocks, spread over the run."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -38,7 +38,7 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """What one rank wrote.
+    """Gives access to one rank's trace.
 
     Attributes:
         index: where its file has what.
@@ -243,7 +243,7 @@ class RunTrace:
             )
 
     def notes(self) -> list[str]:
-        """What who looks at the run must know about the trace behind it, a line each."""
+        """Returns caveats about the trace, a line each."""
         lines = []
         if self.missing_ranks:
             lines.append(
@@ -402,7 +402,7 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 
 
 def _count(trace: RankTrace, block: Block, kind: str) -> int:
-    """How many spans of a kind a block has."""
+    """Counts the spans of a kind in a block."""
     if block.is_whole and block.marker.counts:
         form = trace.index.headers[block.segment].span_format
         place = form.kinds.index(kind) if kind in form.kinds else -1

@@ -7,9 +7,10 @@ write::
     extend() record() record() | end_iteration() --queue--> writer: format, write
             a list, no lock    |   (64 iterations at most)
 
-If it is told how to look, the thread also keeps ``now_rank_*.json`` up to date (``live_state``). A
-killed run leaves a file of whole lines that lacks at most the iterations still in the queue. This
-module imports no torch and never looks at a device: times are given by the caller.
+Given a function that reads the rank's state, the thread also keeps ``now_rank_*.json`` up to date
+(``live_state``). A killed run leaves a file of whole lines that lacks at most the iterations still
+in the queue. This module imports no torch and never looks at a device: times are given by the
+caller.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = ["Recorder"]
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
 
-Look = Callable[[], Mapping[str, Any]]
+ReadState = Callable[[], Mapping[str, Any]]
 
 _KIND = {word: number for number, word in enumerate(KINDS)}
 _REASON = {word: number for number, word in enumerate(REASONS)}
@@ -108,7 +109,7 @@ class Recorder:
             ) from error
         self._size = size
         self._rank = header.rank
-        self._look: Look | None = None
+        self._read_state: ReadState | None = None
         self._begun: tuple[int, int, int] | None = None
         self._rows: list[Row] | None = None
         self._error: Exception | None = None
@@ -222,15 +223,15 @@ class Recorder:
         if self._open and samples.samples:
             self._offer(samples)
 
-    def watch(self, look: Look) -> None:
+    def watch(self, read_state: ReadState) -> None:
         """Keep the rank's ``now_rank_*.json`` up to date, twice a second, until the recorder ends.
 
         Args:
-            look: tells what the rank does, in fields of
+            read_state: reports what the rank does, in fields of
                 :class:`~megatron.adaptive.trace.live_state.Now`. Called from the writer's thread
-                while the rank works on, so it must only look.
+                while the rank works on, so it must change nothing.
         """
-        self._look = look
+        self._read_state = read_state
         if self._open:
             self._offer(ClockSamples(0, ()))  # wakes the thread
 
@@ -318,8 +319,8 @@ class Recorder:
 
     def _write_batches(self) -> None:
         """The writer thread: until the sentinel comes, or drained after a failure."""
-        with _Teller(self._path.parent, self._rank) as teller:
-            while (batch := self._next(teller)) is not None:
+        with _StateReporter(self._path.parent, self._rank) as reporter:
+            while (batch := self._next(reporter)) is not None:
                 if self._error is None:
                     try:
                         self._append(_text(batch).encode())
@@ -327,11 +328,11 @@ class Recorder:
                         self._error = error
         os.close(self._file)
 
-    def _next(self, teller: _Teller) -> _Batch | ClockSamples | None:
-        """What the queue has next; meanwhile tells what the rank does, where that is wanted."""
+    def _next(self, reporter: _StateReporter) -> _Batch | ClockSamples | None:
+        """Returns the queue's next item; meanwhile reports what the rank does, if wanted."""
         while True:
             try:
-                return self._queue.get(timeout=teller.tell(self._look))
+                return self._queue.get(timeout=reporter.report(self._read_state))
             except queue.Empty:
                 continue
 
@@ -347,8 +348,8 @@ class Recorder:
         self._size += written
 
 
-class _Teller:
-    """Says what the rank does, as long as that works: nobody's trace depends on it.
+class _StateReporter:
+    """Reports what the rank does, as long as that works: nobody's trace depends on it.
 
     Args:
         folder: of the traces.
@@ -358,33 +359,33 @@ class _Teller:
     def __init__(self, folder: Path, rank: int) -> None:
         self._place = (folder, rank)
         self._file: NowFile | None = None
-        self._look: Look | None = None
+        self._read_state: ReadState | None = None
         self._due_s = 0.0
         self._failed = False
 
-    def tell(self, look: Look | None) -> float | None:
-        """Say it if it is time to; returns the seconds to the next time, ``None`` for never."""
-        if look is None or self._failed:
+    def report(self, read_state: ReadState | None) -> float | None:
+        """Reports it when it is due; returns the seconds to the next time, ``None`` for never."""
+        if read_state is None or self._failed:
             return None
-        self._look = look
+        self._read_state = read_state
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + PERIOD_S
             try:
                 if self._file is None:
                     self._file = NowFile(*self._place)
-                self._file.write(look())
+                self._file.write(read_state())
             except Exception:
                 self._failed = True  # a full disk, say: what the spans meet there is reported
         return self._due_s - now_s
 
-    def __enter__(self) -> _Teller:
+    def __enter__(self) -> _StateReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             with contextlib.suppress(Exception):  # as above
-                last = {} if self._look is None or self._failed else self._look()
+                last = {} if self._read_state is None or self._failed else self._read_state()
                 self._file.write({**last, "doing": ENDED})
             self._file.close()
 

@@ -160,7 +160,7 @@ def _of_kinds(spans: Iterable[Span], *kinds: str) -> list[Span]:
 
 
 def _cut(waits: Iterable[Span], start_ns: int, end_ns: int) -> tuple[Span, ...]:
-    """What of the waits lies between two times, from the first of them."""
+    """Cuts waits to the part between two times; they then count from the first of them."""
     inside = (
         replace(wait, start_ns=max(wait.start_ns, start_ns), end_ns=min(wait.end_ns, end_ns))
         for wait in waits

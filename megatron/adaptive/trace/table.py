@@ -127,7 +127,7 @@ class TraceTable:
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
-        """Which rows are of one of these kinds, ``[spans] bool``."""
+        """Marks the rows of one of these kinds, ``[spans] bool``."""
         wanted = np.zeros(len(_NAMES), dtype=np.bool_)
         wanted[[KIND[kind] for kind in kinds]] = True
         return wanted[self.kind]

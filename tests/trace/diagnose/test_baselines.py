@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.trace.diagnose.baselines import ALIKE, Levels, levels_of
+from megatron.adaptive.trace.diagnose.baselines import ALIKE, RankBaselines, rank_baselines
 from megatron.adaptive.trace.diagnose.measured import measure
 from megatron.adaptive.trace.read import read_run
 
 from .conftest import NOISE
 
 
-def fitted(folder: Path, **options: Any) -> Levels:
+def fitted(folder: Path, **options: Any) -> RankBaselines:
     write_synthetic(folder, SyntheticRun(**{**NOISE, "iterations": 16, **options}))
-    return levels_of(measure(read_run(folder)))
+    return rank_baselines(measure(read_run(folder)))
 
 
-def drawn(seed: int, ranks: int = 4, count: int = 20) -> Levels:
+def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
     """Ranks that are alike but for their noise."""
     rng = np.random.default_rng(seed)
     own, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
-    return Levels(
+    return RankBaselines(
         series=own + noise,
         by_kind=np.stack([own + noise] * 3, axis=2),
         lasting=100 + ALIKE**2 * np.eye(ranks),
@@ -43,21 +43,21 @@ def test_chance_is_no_shift() -> None:
 
 @pytest.mark.parametrize(("first", "end"), [(0, 20), (12, 20), (5, 14)])
 def test_a_shift_is_found_where_it_is(first: int, end: int) -> None:
-    levels = drawn(1)
-    levels.series[first:end, 2] += 0.2
-    best = max(levels.scan(0.05, 3.2), key=lambda shift: shift.excess)
+    baselines = drawn(1)
+    baselines.series[first:end, 2] += 0.2
+    best = max(baselines.scan(0.05, 3.2), key=lambda shift: shift.excess)
     assert (best.column, best.first, best.end) == (2, first, end)
     assert best.size == pytest.approx(0.2, abs=3 * best.error)
-    levels.remove(best)
-    assert max(shift.excess for shift in levels.scan(0.05, 3.2)) < 0
+    baselines.remove(best)
+    assert max(shift.excess for shift in baselines.scan(0.05, 3.2)) < 0
 
 
 def test_a_rank_that_is_not_trusted_says_nothing_of_others() -> None:
-    levels = drawn(2)
-    levels.series[:, 0] -= 0.5
-    assert levels.errors()[0][1] > 0.1
-    levels.distrust(0)
-    assert abs(levels.errors()[0][1]) < 0.05
+    baselines = drawn(2)
+    baselines.series[:, 0] -= 0.5
+    assert baselines.errors()[0][1] > 0.1
+    baselines.distrust(0)
+    assert abs(baselines.errors()[0][1]) < 0.05
 
 
 def test_more_is_known_with_peers_and_less_of_a_stage_with_a_head(tmp_path: Path) -> None:

@@ -141,12 +141,12 @@ def test_a_missing_rank_is_noted_and_the_others_judged(tmp_path: Path) -> None:
 
 def test_a_diagnosis_is_json(say: Say) -> None:
     said = say(Fault(kind="slow-link", rank=0, to=1, seconds=0.01))
-    told: dict[str, Any] = json.loads(json.dumps(said.to_json()))
-    (finding,) = told["findings"]
+    written: dict[str, Any] = json.loads(json.dumps(said.to_json()))
+    (finding,) = written["findings"]
     assert finding["cause"] in CAUSES_FOUND
     assert finding["headline"] == said.findings[0].headline
     assert finding["period"]["text"] == "in all iterations"
-    assert told["counts"]["messages"] == 15 * 6 * 8
+    assert written["counts"]["messages"] == 15 * 6 * 8
 
 
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:

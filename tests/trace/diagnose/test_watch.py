@@ -33,7 +33,7 @@ def test_an_answer_names_what_was_found(traces: Path) -> None:
 
 
 def test_it_answers_the_newest_question_and_ends_with_its_input(traces: Path) -> None:
-    told = subprocess.run(
+    printed = subprocess.run(
         [*COMMAND, str(traces), str(os.getpid())],
         input="2 5\n2 12\n",
         capture_output=True,
@@ -42,7 +42,7 @@ def test_it_answers_the_newest_question_and_ends_with_its_input(traces: Path) ->
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ).stdout
-    (line,) = told.splitlines()
+    (line,) = printed.splitlines()
     assert "11 iterations" in json.loads(line)["findings"][0]["text"]
 
 

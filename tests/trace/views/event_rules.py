@@ -1,4 +1,4 @@
-"""What a file in the trace event format must keep to, as a strict reader sees it.
+"""Checks a file in the trace event format as a strict reader does.
 
 Times are compared in whole nanoseconds, cut off as trace processors do it.
 """

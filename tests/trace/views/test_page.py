@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Make:
 
 
 class Page:
-    """What a page holds."""
+    """Returns the data of a page."""
 
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()

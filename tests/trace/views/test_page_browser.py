@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens, zooms, tells what lies under the pointer, and slides."""
+"""The page in a real browser: it opens, zooms, names what lies under the pointer, and slides."""
 
 import shutil
 from collections.abc import Iterator

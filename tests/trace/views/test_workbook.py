@@ -127,7 +127,7 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """What makes Excel or LibreOffice repair a file: overlaps, and columns beyond the last."""
+    """Finds causes for Excel to repair a file: overlaps, and columns beyond the last."""
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 def opened(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
-    """What was drawn, the workbook as written, and as LibreOffice saved it."""
+    """Returns what was drawn, the workbook as written, and as LibreOffice saved it."""
     run = read_run(write_run(3, 2, 6))
     step, figures = pipeline_step(run), run_figures(run)
     path = tmp_path / "chart.xlsx"
@@ -71,7 +71,7 @@ def row_of(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int]]:
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """What its cells hold, by their names."""
+    """Returns values of its cells, by their names."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 

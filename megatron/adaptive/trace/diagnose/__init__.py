@@ -3,7 +3,7 @@
 - ``finding``    what a diagnosis says, for people and for programs
 - ``measured``   the times of a run that all tests look at, as arrays
 - ``robust``     medians, spreads, and when a series of numbers changed
-- ``levels``     how far ranks are from what peers, the plan and their own past say of them
+- ``baselines``  how far ranks are from what peers, the plan and their own past say of them
 - ``ranks``      ranks whose work takes longer
 - ``links``      messages that travel longer than others
 - ``reading``    input starvation

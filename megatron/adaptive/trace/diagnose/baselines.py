@@ -1,4 +1,4 @@
-"""How far each rank is from what all other ranks, the plan and its own past say of it.
+"""Compares each rank with all other ranks, the plan and its own past.
 
 One model for all evidence. The logarithm of what a rank's work takes in an iteration, by the work
 that the plan gives it, is a sum of
@@ -24,10 +24,10 @@ from megatron.adaptive.trace.diagnose.measured import Measured
 from megatron.adaptive.trace.diagnose.robust import Floats, middle, noise, spread, tame_mean
 from megatron.adaptive.trace.table import Ints
 
-__all__ = ["ALIKE", "Levels", "Shift", "levels_of"]
+__all__ = ["ALIKE", "RankBaselines", "Shift", "rank_baselines"]
 
 ALIKE = 0.015
-"""How much ranks of one kind usually differ."""
+"""Usual difference between ranks of one kind."""
 
 SEEN_BEFORE = 16
 """That is believed as if so many ranks had been seen."""
@@ -81,7 +81,7 @@ class Shift:
 
 
 @dataclass(eq=False)
-class Levels:
+class RankBaselines:
     """The model of a run's ranks.
 
     Attributes:
@@ -120,7 +120,7 @@ class Levels:
         return self._level @ self.series.mean(axis=0) / known, 1 / np.sqrt(known)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """How large a shift is in each kind of action."""
+        """Returns the size of a shift in each kind of action."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -137,7 +137,7 @@ class Levels:
         return float(found * self._information(column, inside) ** -1.0)
 
     def _information(self, column: int, inside: Ints | int) -> Floats | float:
-        """What is known of a shift in so many iterations: 1 / variance."""
+        """Returns the precision (1 / variance) of a shift over so many iterations."""
         count = len(self.series)
         level, each = self._level[column, column], self._each[column, column]
         known: Floats | float = (inside / count) ** 2 * level + inside * (1 - inside / count) * each
@@ -180,7 +180,7 @@ class Levels:
         return found
 
 
-def levels_of(m: Measured) -> Levels:
+def rank_baselines(m: Measured) -> RankBaselines:
     """Fit the model to a run."""
     planned, unsure = _plan(m)
     logs = np.log(m.action_ns.astype(np.float64)) - planned[:, :, None, None]
@@ -197,19 +197,19 @@ def levels_of(m: Measured) -> Levels:
     of_stage = np.sqrt((weights**2 * unsure**2).sum(axis=1))
     passing = _passing(m, series, _sampling(logs))
     together = _same(m, m.peers) * np.outer(of_stage, of_stage) + UNKNOWN**2
-    levels = Levels(
+    baselines = RankBaselines(
         series=series,
         by_kind=np.stack([_filled(by_kind[:, :, k]) for k in range(3)], axis=2),
         lasting=together + ALIKE**2 * np.eye(len(m.places)),
         passing=passing,
     )
     if len(m.places) >= SEEN_BEFORE:
-        sizes, errors = levels.errors()
+        sizes, errors = baselines.errors()
         wide = min(9.0, max(1.0, float(spread(sizes / errors)) ** 2))
         part = len(m.places) / (SEEN_BEFORE + len(m.places))
-        levels.lasting += part * (wide - 1) * ALIKE**2 * np.eye(len(m.places))
-        levels._invert()
-    return levels
+        baselines.lasting += part * (wide - 1) * ALIKE**2 * np.eye(len(m.places))
+        baselines._invert()
+    return baselines
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
@@ -294,7 +294,7 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 
 
 def _filled(series: Floats) -> Floats:
-    """What is missing is as usual for the rank, and what is wild for a moment as beside it.
+    """Fills gaps with the rank's usual value and replaces momentary outliers by their neighbours.
 
     A rank of which nothing is known is as usual for all.
     """

@@ -1,6 +1,6 @@
 """Finds the causes of a slow run: ranks, links, reading of data, spikes, uneven stages.
 
-``baselines`` weighs what is known of each rank: peers, plan and past. The likeliest shift is taken
+``baselines`` weighs the evidence on each rank: peers, plan and past. The likeliest shift is taken
 for a fault, if it is beyond chance and large enough to matter, then the next one without it. Links
 are compared with links of the same kind, readers with other readers, and single actions with the
 same action of other iterations. The partition that fits the measured speeds is worked out here too.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.adaptive.trace.diagnose.baselines import Levels, Shift, levels_of
+from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.diagnose.measured import Measured, Place
 from megatron.adaptive.trace.diagnose.robust import (
@@ -28,7 +28,7 @@ from megatron.adaptive.trace.diagnose.robust import (
 from megatron.adaptive.trace.table import Ints
 
 __all__ = [
-    "LayerTimes",
+    "StageLayerTimes",
     "best_partition",
     "find_slow_links",
     "find_slow_ranks",
@@ -39,10 +39,10 @@ __all__ = [
 
 
 SLOW = math.log(1.05)
-"""What is slower by less than this is how machines differ."""
+"""Machines differ by so much; less is no finding."""
 
 SURE = 3.2
-"""Standard errors that chance does not reach, see ``Levels.scan``."""
+"""Standard errors that chance does not reach, see ``RankBaselines.scan``."""
 
 QUICKER = 0.7
 """A rank is taken for slow rather than another for quick if it is so much as likely."""
@@ -59,33 +59,33 @@ MOST_FOUND = 20
 
 def find_slow_ranks(m: Measured) -> list[Finding]:
     """Find slow ranks, the slowest first."""
-    levels = levels_of(m)
+    baselines = rank_baselines(m)
     own = _own(m)
     judged: set[int] = set()
     found = []
     for _ in range(min(MOST_FOUND, max(1, len(m.places) // 2))):
-        shifts = [s for s in levels.scan(SLOW, SURE) if s.column not in judged and s.excess > 0]
+        shifts = [s for s in baselines.scan(SLOW, SURE) if s.column not in judged and s.excess > 0]
         slow = max(shifts, key=lambda shift: shift.excess, default=None)
-        quick = _quickest(levels, judged)
+        quick = _quickest(baselines, judged)
         if quick is not None and (slow is None or slow.excess < QUICKER * quick.excess):
             judged.add(quick.column)
-            levels.distrust(quick.column)
+            baselines.distrust(quick.column)
             continue
         if slow is None:
             break
         judged.add(slow.column)
-        if _is_real(levels, slow, own[:, slow.column]):
-            found.append(_slow_rank(m, levels, slow))
-        levels.remove(slow)
+        if _is_real(baselines, slow, own[:, slow.column]):
+            found.append(_slow_rank(m, baselines, slow))
+        baselines.remove(slow)
         if slow.end - slow.first == len(m.iterations):
-            levels.distrust(slow.column)
+            baselines.distrust(slow.column)
     return sorted(found, key=lambda finding: -(finding.factor or 0))
 
 
-def _quickest(levels: Levels, judged: set[int]) -> Shift | None:
+def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the rank that is quicker than it should be beyond doubt: no measure for others."""
-    sizes, errors = levels.errors()
-    count, ranks = levels.series.shape
+    sizes, errors = baselines.errors()
+    count, ranks = baselines.series.shape
     doubt = SURE**2 + 2 * math.log(max(1.0, ranks / 4))
     quick = [
         Shift(column, 0, count, float(sizes[column]), float(errors[column]), doubt)
@@ -96,9 +96,9 @@ def _quickest(levels: Levels, judged: set[int]) -> Shift | None:
     return best if best is not None and best.excess > 0 else None
 
 
-def _is_real(levels: Levels, shift: Shift, own: Floats) -> bool:
+def _is_real(baselines: RankBaselines, shift: Shift, own: Floats) -> bool:
     """Whether F, B and W are all slow, and whether it is the rank that changed."""
-    if any(size < AGREE * shift.size for size in levels.kinds(shift).values()):
+    if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False
     inside, outside = own[shift.first : shift.end], np.delete(own, np.s_[shift.first : shift.end])
     if not len(outside):
@@ -114,12 +114,12 @@ def _own(m: Measured) -> Floats:
     return own
 
 
-def _slow_rank(m: Measured, levels: Levels, shift: Shift) -> Finding:
+def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
     column, place = shift.column, m.places[shift.column]
     chosen: Ints = np.arange(shift.first, shift.end)
     takes = float(np.nansum(middle(m.median_ns[chosen][:, column], axis=0)))
     cost_ns = m.cost_ns(column, takes * (1 - math.exp(-shift.size)))
-    kinds = levels.kinds(shift)
+    kinds = baselines.kinds(shift)
     detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
     lasting = len(chosen) == len(m.iterations)
     to_the_end = shift.end == len(m.iterations)
@@ -423,10 +423,10 @@ SPIKE_BACKGROUND = 1e-3
 """Part of all actions that is always somewhat odd: believed as if one such had been seen."""
 
 SPIKE_RARE = 3e-4
-"""How unlikely it is that any rank has so many spikes of those that all have."""
+"""Probability below which a rank's number of spikes, of those that all have, is no chance."""
 
 SPIKE_OF_STEP = 0.003
-"""Spikes that cost less of a step than this are not told."""
+"""Spikes that cost less of a step than this are not reported."""
 
 FEW_MICROBATCHES = 4
 OF_PARTIAL = 3
@@ -514,7 +514,7 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
 
 
 def _tail(count: int, seen: float, part: float) -> float:
-    """How likely ``count`` or more are chance (negative binomial: a rate that is itself uncertain).
+    """Returns the probability of ``count`` or more (negative binomial: an uncertain rate).
 
     Args:
         count: spikes of a rank.
@@ -533,8 +533,8 @@ def _tail(count: int, seen: float, part: float) -> float:
     return max(0.0, 1 - below)
 
 
-class LayerTimes:
-    """What a layer takes on each stage, and what the stage takes beside its layers.
+class StageLayerTimes:
+    """Holds the time of a layer on each stage, and of the stage beside its layers.
 
     Args:
         layer_ns: ``[stages]``.
@@ -548,12 +548,12 @@ class LayerTimes:
         self.rank_of = tuple(rank_of)
 
     def pace_ns(self, layers: Sequence[int]) -> float:
-        """How long the slowest rank takes for a microbatch under a partition."""
+        """Returns the time of the slowest rank for a microbatch under a partition."""
         stages = np.asarray(layers) * self.layer_ns + self.beside_ns
         return float(np.bincount(self.rank_of, weights=stages).max())
 
 
-def layer_times(m: Measured) -> LayerTimes | None:
+def layer_times(m: Measured) -> StageLayerTimes | None:
     """Work out from a run what layers take; ``None`` where it does not say how many there are."""
     if not m.layers or not sum(m.layers):
         return None
@@ -573,10 +573,10 @@ def layer_times(m: Measured) -> LayerTimes | None:
     # What a stage holds beside its layers is what it takes longer, as far as the plan explains it.
     extra = np.where(beside > 0, np.clip(takes - layers * usual, 0, 2 * beside * usual), 0.0)
     each = np.where(layers > 0, (takes - extra) / np.maximum(layers, 1), usual)
-    return LayerTimes(each, extra, rank_of)
+    return StageLayerTimes(each, extra, rank_of)
 
 
-def best_partition(times: LayerTimes, num_layers: int) -> tuple[int, ...]:
+def best_partition(times: StageLayerTimes, num_layers: int) -> tuple[int, ...]:
     """Layers per stage under which the slowest rank is as quick as it can be.
 
     Layer by layer to the rank that is done first with it; on it to the stage that has fewer.

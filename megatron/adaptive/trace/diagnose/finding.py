@@ -1,4 +1,4 @@
-"""What a diagnosis says: findings, each with what it rests on, what it costs and what to do."""
+"""Defines findings of a diagnosis, each with its evidence, its cost and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.adaptive.trace.read import describe_numbers
 __all__ = ["CAUSES_FOUND", "Diagnosis", "Finding", "Period"]
 
 CAUSES_FOUND = ("slow rank", "slow link", "slow data", "spikes", "uneven stages")
-"""What a finding's cause may be."""
+"""Causes of findings."""
 
 _SPREAD_OUT = 12
 """So many ranks are named one by one."""
@@ -83,7 +83,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What it is about, the same when it is found again."""
+        """Identifies the subject; equal when it is found again."""
         return self.cause, self.ranks
 
     @property
@@ -130,7 +130,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found in a run.
+    """Holds the findings of a run.
 
     Attributes:
         findings: the dearest first; empty where nothing stands out.

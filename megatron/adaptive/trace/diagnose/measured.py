@@ -37,7 +37,7 @@ _KINDS = len(DRAWN_ACTIONS)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Locates a rank in the job."""
 
     rank: int
     pp_rank: int
@@ -98,7 +98,7 @@ class Measured:
 
     @property
     def num_actions(self) -> int:
-        """How many actions were looked at."""
+        """Counts the measured actions."""
         return int(np.isfinite(self.action_ns).sum())
 
     @property
@@ -259,7 +259,7 @@ def _place(header: TraceHeader) -> Place:
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """What the headers say about stages, if they say it and agree."""
+    """Returns what the headers say about stages, if they say it and agree."""
     values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
     stages = headers[0].num_ranks * headers[0].num_chunks
     value = next(iter(values))

@@ -33,7 +33,7 @@ PASSED = 6
 """And fewer than this that do not last to the end: something else ran for a moment."""
 
 TO_THE_END = 0.85
-"""What lasts to the end is believed rather than what ended, if it is nearly as likely."""
+"""A shift that lasts to the end is preferred to one that ended, if it is nearly as likely."""
 
 APART = 0.2
 """The lower quartile inside is above the upper one outside by so much of the rise."""
@@ -46,7 +46,7 @@ _MOST_POINTS = 300
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a series of numbers was higher.
+    """Locates a part of a series whose numbers were higher.
 
     Attributes:
         first: place of its first number.
@@ -147,5 +147,5 @@ def best_interval(series: Floats, floor: float = 0.0) -> Interval | None:
 
 
 def chance(deviations: float) -> float:
-    """How sure a normal number with so many standard deviations is above 0, from 0.5 to 0.99."""
+    """Returns how likely a normal number so many deviations up is above 0, 0.5 to 0.99."""
     return min(0.99, max(0.5, 0.5 * (1 + math.erf(deviations / math.sqrt(2)))))

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.trace.diagnose.causes import (
-    LayerTimes,
+    StageLayerTimes,
     best_partition,
     find_slow_links,
     find_slow_ranks,
@@ -24,7 +24,7 @@ from megatron.adaptive.trace.read import RunTrace
 __all__ = ["diagnose"]
 
 WORTH_MOVING = 0.03
-"""Least gain of pace for which another partition is told."""
+"""Least gain of pace for which another partition is named."""
 
 UNEVEN = 0.10
 """Least gain of pace for which the stages are called uneven."""
@@ -63,7 +63,7 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
-    """What each rank takes for a microbatch, by the work that it should have."""
+    """Returns each rank's time for a microbatch, by the work that it should have."""
     held = m.work or m.layers
     works = [sum(held[stage] for stage in place.stages) if held else 0 for place in m.places]
     if not all(work > 0 for work in works):
@@ -71,7 +71,7 @@ def _pace_ns(m: Measured) -> tuple[float, ...]:
     return tuple(float(takes) / work for takes, work in zip(m.microbatch_ns, works, strict=True))
 
 
-def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:
+def _uneven(m: Measured, times: StageLayerTimes) -> list[Finding]:
     """Stages that have more work than others by the partition itself."""
     better = best_partition(times, sum(m.layers))
     pace, best = times.pace_ns(m.layers), times.pace_ns(better)
@@ -102,7 +102,7 @@ def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:
     ]
 
 
-def _advise(m: Measured, times: LayerTimes | None, finding: Finding) -> Finding:
+def _advise(m: Measured, times: StageLayerTimes | None, finding: Finding) -> Finding:
     """Add what to do."""
     advice: list[str] = []
     partition: tuple[int, ...] = ()

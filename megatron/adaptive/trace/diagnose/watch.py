@@ -22,7 +22,7 @@ from megatron.adaptive.trace.read import read_run
 __all__ = ["answer", "main"]
 
 LOOK_S = 1.0
-"""How often it looks whether its parent still lives."""
+"""Interval of the check that the parent still lives."""
 
 
 def answer(folder: str, first: int, last: int) -> dict[str, Any]:

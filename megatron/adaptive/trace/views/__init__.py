@@ -1,4 +1,4 @@
-"""What a trace looks like: one file per view.
+"""Draws a trace: one file per view.
 
 - ``palette``   the colours shared by the views
 - ``parts``     where the time of a step went on each rank: work, waits by cause, the ends

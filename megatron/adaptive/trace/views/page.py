@@ -44,7 +44,7 @@ from megatron.adaptive.trace.views.page_spans import (
 from megatron.adaptive.trace.views.palette import IDLE
 
 __all__ = [
-    "Choice",
+    "PageSelection",
     "MAX_ACTIONS",
     "MAX_ITERATIONS",
     "choose",
@@ -70,7 +70,7 @@ SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 @dataclass(frozen=True)
 class _Group:
-    """What the page shows at a time: a replica, or the mean over all of them."""
+    """Selects what the page shows at a time: a replica, or the mean over all of them."""
 
     name: str
     labels: list[str]
@@ -155,7 +155,7 @@ def _asset(name: str) -> str:
     )
 
 
-def _groups(run: RunTrace, choice: Choice) -> list[_Group]:
+def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
     groups = []
     for dp_rank in choice.replicas:
         traces = run.replica(dp_rank, choice.tp_rank)
@@ -187,11 +187,11 @@ def _stages(run: RunTrace, pp_rank: int, trace: RankTrace) -> str:
 def _head(
     run: RunTrace,
     figures: RunFigures,
-    choice: Choice,
+    choice: PageSelection,
     groups: Sequence[_Group],
     colors: Sequence[Category],
 ) -> dict[str, Any]:
-    """What the page says of the whole run."""
+    """Returns the page's summary of the whole run."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = choice.iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
@@ -220,7 +220,7 @@ def _head(
 
 def _blocks(
     run: RunTrace,
-    choice: Choice,
+    choice: PageSelection,
     groups: Sequence[_Group],
     colors: Sequence[Category],
     simulated: Mapping[int, SimResult] | None,
@@ -336,7 +336,7 @@ def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
 
 
 def _shown_ms(tables: list[TraceTable], start_ns: int, step_ns: int) -> float:
-    """How much a page shows at first: the step and the update after it, not what follows."""
+    """Returns the time that a page shows at first: the step and the update after it."""
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     ends = [int(end.max()) - start_ns for end in updates if len(end)]
     return max([step_ns, *ends]) / 1e6
@@ -348,14 +348,14 @@ def _nothing() -> TraceTable:
 
 MAX_ITERATIONS = 20
 SLOWEST = 4
-"""How many of the iterations are there because they took longest."""
+"""Iterations that are included because they took longest."""
 MAX_REPLICAS = 4
 """Up to so many replicas all are drawn; of more, the first and the slowest."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a page holds.
+class PageSelection:
+    """Holds the data of a page.
 
     Attributes:
         iterations: numbers, ascending.
@@ -374,7 +374,7 @@ class Choice:
 
 def choose(
     run: RunTrace, figures: RunFigures, iterations: Sequence[int], dp_rank: int | None
-) -> Choice:
+) -> PageSelection:
     """Choose what a page holds.
 
     Args:
@@ -418,7 +418,7 @@ def choose(
         notes.append(
             f"of every tensor-parallel group rank {tensor[0]}, not {describe_numbers(tensor[1:])}"
         )
-    return Choice(tuple(shown), replicas, mean_of, tensor[0], tuple(notes))
+    return PageSelection(tuple(shown), replicas, mean_of, tensor[0], tuple(notes))
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int]) -> list[int]:
@@ -451,7 +451,7 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 
     Args:
         columns: whole numbers below 2^53.
-        head: what else to tell, as JSON.
+        head: other data of the page, as JSON.
     """
     found, parts = [], []
     for name, column in columns.items():

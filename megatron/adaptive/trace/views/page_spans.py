@@ -39,7 +39,7 @@ _SPAN_COLUMNS = ("microbatch", "bytes", "in_flight_bytes", "queue_depth", "peer"
 
 @dataclass(frozen=True)
 class Category:
-    """What has a colour of its own.
+    """Describes a category of spans with a colour of its own.
 
     Attributes:
         name: in the legend.
@@ -145,7 +145,7 @@ def merged(rows: Rows, budget: int) -> Rows:
 def stage_shares(
     rows: Rows, num_rows: int, num_categories: int, start_ns: int, end_ns: int, bins: int
 ) -> Ints:
-    """How much of each bin of time each row spent on each category.
+    """Returns the share of each bin of time that each row spent on each category.
 
     Args:
         rows: the bars; several ranks may share a row, their shares then add up.

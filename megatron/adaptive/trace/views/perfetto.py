@@ -348,7 +348,7 @@ def _flow_ends(messages: Messages) -> dict[tuple[int, ...], list[Event]]:
 
 
 def _counters(rank: int, table: TraceTable, origin_ns: int) -> Iterator[Event]:
-    """What is held and queued, whenever an action begins."""
+    """Returns counters of memory held and inputs queued, whenever an action begins."""
     rows = np.flatnonzero(table.where(*DRAWN_ACTIONS))
     rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
     mine = table.take(rows)

@@ -80,7 +80,7 @@ def write_scalars(
 
 
 def time_of_day_lead_ns(run: RunTrace) -> int:
-    """What turns a run's common time into time of day, in nanoseconds.
+    """Returns the offset from a run's common time to the time of day, in nanoseconds.
 
     A run on several clocks is on the time of day of one of them; with one clock its times are those
     of a monotonic clock.

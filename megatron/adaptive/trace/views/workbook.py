@@ -310,7 +310,7 @@ def _round_numbers() -> Iterator[int]:
 def _row(
     row: Iterable[Span], waits: Iterable[Span], unit_ns: int, count: int, step_ns: int
 ) -> Iterator[tuple[Span | None, str | None]]:
-    """What each bin shows: an action or the cause of a wait."""
+    """Chooses what each bin shows: an action or the cause of a wait."""
     busy, most = [0] * count, [0] * count
     shown: list[Span | None] = [None] * count
     for span in row:

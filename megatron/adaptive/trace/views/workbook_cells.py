@@ -1,4 +1,4 @@
-"""What the sheets with a row per rank and time to the right have in common: cells and their looks.
+"""Draws cells of sheets that have a row per rank and time to the right.
 
 Columns are set, cells are merged and styles are made in the ways that stay quick for charts of
 hundred thousands of cells.

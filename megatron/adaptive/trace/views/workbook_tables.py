@@ -39,7 +39,7 @@ TITLE_ROW, HEAD_ROW = 1, 2
 HEAD_HEIGHT = 44
 """Of a row of heads, in points: three lines."""
 PART_COLUMN = 5
-"""Where the parts of the step begin in *summary*."""
+"""First column of the parts of the step in *summary*."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -292,7 +292,7 @@ def _mean(values: Floats) -> float:
 
 
 def _plain(value: float) -> float | int | None:
-    """What a cell holds: a whole number as one, nothing for NaN."""
+    """Returns a cell's value: a whole number as one, nothing for NaN."""
     number = float(value)
     if np.isnan(number):
         return None

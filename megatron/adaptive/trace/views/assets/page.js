@@ -164,16 +164,16 @@ function showTip(event) {
   const place = heights(withSimulated);
   if (row < 0 || row >= block.rows || Math.abs(within) > BAR) return;
   const slack = 2.5 * (x.p2d(1) - x.p2d(0));
-  let told = null;
+  let described = null;
   if (within <= place.foot) {
     const strip = within > place.foot - 0.13 * (place.foot - place.top);
     let bar = strip ? barAt(block, row, time, slack, true) : -1;
     if (bar < 0) bar = barAt(block, row, time, slack, false);
-    if (bar >= 0) told = describeBar(block, state.group, row, bar);
+    if (bar >= 0) described = describeBar(block, state.group, row, bar);
   } else if (within >= place.ghostTop) {
-    told = describeSimulated(block, row, time);
+    described = describeSimulated(block, row, time);
   }
-  if (told) fillTip(told, event);
+  if (described) fillTip(described, event);
 }
 
 function describeSimulated(block, row, time) {
@@ -192,11 +192,11 @@ function describeSimulated(block, row, time) {
   return null;
 }
 
-function fillTip(told, event) {
+function fillTip(described, event) {
   const safe = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
-  const cells = told.lines.map(([name, value]) =>
+  const cells = described.lines.map(([name, value]) =>
     `<tr><td>${safe(name)}</td><td>${safe(value)}</td></tr>`);
-  tip.innerHTML = `<b><i style="background:${told.color}"></i>${safe(told.title)}</b>` +
+  tip.innerHTML = `<b><i style="background:${described.color}"></i>${safe(described.title)}</b>` +
     `<table>${cells.join("")}</table>`;
   tip.hidden = false;
   const [width, height] = [tip.offsetWidth, tip.offsetHeight];

@@ -3,7 +3,7 @@
 
 // How much is drawn at a time.
 const LIMITS = {
-  bars: 9000,       // beyond, bars are too thin to tell apart: parts of time instead
+  bars: 9000,       // beyond, bars are too thin to distinguish: parts of time instead
   outlined: 2500,
   labels: 900,
   arrows: 300,
