@@ -1,22 +1,27 @@
-"""What a manager makes of the end of an epoch."""
+"""Decisions at the end of an incarnation, and nodes that manage or join a job."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.adaptive.cluster import manager as module
 from megatron.adaptive.cluster.job import (
     Incarnation,
     IncarnationProgress,
     end_incarnations,
     incarnation_folder,
 )
-from megatron.adaptive.cluster.layouts import ParallelLayout, RuleChooser
-from megatron.adaptive.cluster.manager import Manager
+from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
+from megatron.adaptive.cluster.lease import LeaseTakenError
+from megatron.adaptive.cluster.manager import Manager, Participant
 from megatron.adaptive.cluster.membership import Event, Node
-from megatron.adaptive.cluster.ranks import JobSpec, RunningRanks, assign
+from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec, RunningRanks, assign
 from megatron.adaptive.engine.progress import is_over
 
 from .jobs import FLAGS
@@ -126,7 +131,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     """It waited for a node that had just come, until its ranks gave up meeting those there."""
     words = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, RuleChooser())
+    manager = Manager(spec, Chooser())
 
     def chosen() -> list[str]:
         found = asyncio.run(manager._layout())
@@ -149,7 +154,7 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
     """The next morph's time was counted from when nodes had become ready at the start."""
     words = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, RuleChooser())
+    manager = Manager(spec, Chooser())
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
     running = ended(0)
@@ -174,3 +179,68 @@ def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> Non
         folder.mkdir()
     end_incarnations(tmp_path)
     assert all(is_over(str(folder)) for folder in folders)
+
+
+class Part:
+    """What a manager or an agent does that takes signals itself for a while.
+
+    Args:
+        handles: the signal comes while it takes them, else after that.
+        status: that an agent is let go with.
+    """
+
+    def __init__(self, handles: bool, status: int | None = None) -> None:
+        self.handles = handles
+        self.status = status
+        self.why = "the job has ended"
+        self.notice: signal.Signals | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Part:
+        return self
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        if self.handles:
+            loop.add_signal_handler(signal.SIGTERM, self._take)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while self.handles and self.notice is None:
+            await asyncio.sleep(0)
+        return 0
+
+    def _take(self) -> None:
+        self.notice = signal.SIGTERM
+
+
+class Taken:
+    """A manager of a job that another one manages."""
+
+    notice: signal.Signals | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    async def run(self) -> int:
+        raise LeaseTakenError("taken", {"address": "127.0.0.1", "port": 1, "secret": ""})
+
+
+@pytest.mark.parametrize("handles", [True, False])
+@pytest.mark.parametrize("status", [None, 0])
+def test_a_notice_is_heeded_whenever_it_comes(
+    handles: bool,
+    status: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Between two managers it ended the process without a word, or was forgotten."""
+    monkeypatch.setattr(module, "Manager", Taken)
+    monkeypatch.setattr(module, "Agent", Part(handles, status))
+    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)
+    part = Participant(spec, Chooser(), name="a", slots=1, is_local=True)
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        assert asyncio.run(part.run()) == (EXIT_LEFT if status is None else status)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    why = "SIGTERM" if status is None else "the job has ended"
+    assert f"[elastic] node a leaves: {why}" in capsys.readouterr().out

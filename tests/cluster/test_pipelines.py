@@ -55,6 +55,15 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (one["epoch"], one["step"], one["rank"]))
 
 
+def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
+    """Wait until an incarnation has done so many steps."""
+
+    def done() -> bool:
+        return len({one["step"] for one in told(folder) if one["epoch"] == incarnation}) >= steps
+
+    job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
+
+
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
     """The same script in one process."""
     (folder / "alone").mkdir()
@@ -73,29 +82,21 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    def trained(incarnation: int, steps: int = 8) -> None:
-        def done() -> bool:
-            return (
-                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
-            )
-
-        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
-
-    trained(2)  # the first one measures the model
+    train(job, tmp_path, 2, 8)  # the first one measures the model
     os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before it is heeded or after
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
-    trained(len(job.state()["epochs"]))
+    train(job, tmp_path, len(job.state()["epochs"]), 8)
     job.change("abc")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
-    trained(len(job.state()["epochs"]), 25)
+    train(job, tmp_path, len(job.state()["epochs"]), 25)
     before = len(job.state()["epochs"])
     job.rank_on("b").kill()  # without notice
     job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
-    trained(before + 1)
+    train(job, tmp_path, before + 1, 8)
     job.change("abcd")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 4, "four processes", LIMIT_S)
-    trained(len(job.state()["epochs"]))
+    train(job, tmp_path, len(job.state()["epochs"]), 8)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
 
@@ -140,19 +141,11 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 
-    def trained(incarnation: int, steps: int = 6) -> None:
-        def done() -> bool:
-            return (
-                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
-            )
-
-        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
-
-    trained(2)
+    train(job, tmp_path, 2, 6)
     lose(job, "d")
-    trained(3)
+    train(job, tmp_path, 3, 6)
     lose(job, "c")
-    trained(4)
+    train(job, tmp_path, 4, 6)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
     incarnations = job.state()["epochs"]
@@ -182,17 +175,9 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    def trained(incarnation: int, steps: int) -> None:
-        def done() -> bool:
-            return (
-                len({one["step"] for one in told(tmp_path) if one["epoch"] == incarnation}) >= steps
-            )
-
-        job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
-
-    trained(2, 12)  # the first one measures the model
+    train(job, tmp_path, 2, 12)  # the first one measures the model
     (tmp_path / "told" / "b").touch()
-    trained(3, 5)
+    train(job, tmp_path, 3, 5)
     job.manager.send_signal(signal.SIGTERM)
     assert job.end(LIMIT_S) == 128 + signal.SIGTERM, job.said()
     state = job.state()

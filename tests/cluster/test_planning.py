@@ -168,7 +168,7 @@ def test_a_plan_that_takes_too_long_is_done_without(tmp_path: Path) -> None:
         layout = asyncio.run(hasty.choose(MODEL, nodes("ab")))
         assert layout is not None
         assert layout.step_s is None
-        assert "the planner did not answer within 0.001 s; the shape is chosen without" in said[0]
+        assert "the planner did not answer within 0.001 s; the layout is chosen without" in said[0]
         # The same process answers the next question, whatever became of the last one.
         patient = PlannerChooser(process, 100.0, said.append)
         layout = asyncio.run(patient.choose(MODEL, nodes("ab")))

@@ -152,7 +152,7 @@ def test_nodes_with_different_counts_train_whoever_comes_first(
     assert len(re.findall(r"iteration +\d+/ +3 ", other)) == 3
     (job,) = (conf.parent / "logs").iterdir()
     assert sorted(path.suffix for path in job.iterdir()) == sorted(
-        [".json", *(".out", ".err", ".gpu") * 2]
+        [".json", ".jsonl", *(".out", ".err", ".gpu") * 2]
     )
     told = json.loads((job / "run.json").read_text())
     assert told["processes"] == [1, 2]

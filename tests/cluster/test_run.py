@@ -117,7 +117,7 @@ def test_the_state_tells_parts_of_a_morph(
         "checkpoint_iteration": 8,
         "lost_steps": 0,
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
-        "epochs": [incarnation.told()],
+        "epochs": [incarnation.to_dict()],
     }
     StateFile(tmp_path / "elastic", print).write(told)
     assert main(["--status", str(tmp_path), "--json"]) == 0
@@ -128,7 +128,7 @@ def test_the_state_tells_parts_of_a_morph(
     file = StateFile(tmp_path / "elastic", print)
     assert file.take_over(tmp_path) == told["machines"]
     file.write(
-        {**told, "iteration": 12, "epochs": [{**incarnation.told(), "resumed_iteration": 8}]}
+        {**told, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
     )
     read = read_state(tmp_path)
     assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (

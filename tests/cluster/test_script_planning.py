@@ -172,7 +172,7 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
     module(is_random=True).write(path)
     script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
     layout = ScriptPlanning(path).plan(nodes(2))
-    words, variables = script.told(
+    words, variables = script.command(
         Start(layout=layout, incarnation=2, resumed=0, progress=tmp_path / "progress")
     )
     assert words == ["--lr", "1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -141,8 +142,16 @@ def lose(job: ElasticJob, *names: str) -> None:
         agent = psutil.Process(job.agent(name))
         family += [agent, *agent.children(recursive=True)]
     for one in family:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
+            one.kill()
     end_s = time.monotonic() + 10
-    while any(one.is_running() and one.status() != "zombie" for one in family):
+    while any(map(_lives, family)):
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != "zombie"
+    except psutil.NoSuchProcess:
+        return False

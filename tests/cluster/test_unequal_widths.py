@@ -75,7 +75,7 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     ("own", "more", "told"),
     [
         (["--unequal"], (), "--unequal: the planner chooses stages .* add --plan-with FILE"),
-        ([], ("--stage-data-parallel-sizes", "2-1"), "a job that changes shape chooses the ranks"),
+        ([], ("--stage-data-parallel-sizes", "2-1"), "a job that changes layout chooses the ranks"),
     ],
 )
 def test_bad_input(own: list[str], more: tuple[str, ...], told: str, tmp_path: Path) -> None:

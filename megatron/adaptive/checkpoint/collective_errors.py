@@ -101,7 +101,10 @@ class RankGroup:
         kinds = {kind for kind, _ in failed}
         if len(kinds) > 1:
             kinds = {RuntimeError} if RuntimeError in kinds else {CheckpointError}
-        raise kinds.pop()(_merged(texts, name_ranks=name_ranks)) from failure
+        merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
+        if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
+            raise failure  # a second error of the same words would only repeat the first
+        raise merged from failure
 
     def _reduced(self, number: int, operation: Any) -> int:
         found = torch.tensor([number])

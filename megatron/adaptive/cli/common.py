@@ -11,7 +11,7 @@ EXIT_EXPECTED_ERROR = 2
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run ``main(argv)`` and turn an expected error into one line on stderr.
+    """Runs ``main(argv)`` and turn an expected error into one line on stderr.
 
     Args:
         main: the program; gets the arguments without the program's name, returns its exit status

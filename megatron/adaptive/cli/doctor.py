@@ -1,4 +1,4 @@
-"""``doctor``: checks whether a node is fit for a run, and says how to mend what is not."""
+"""Checks whether a node is fit for a run, and says how to mend what is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check and print.
+    """Checks and prints.
 
     Returns:
         1 if something is missing without which a run cannot work.
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(checks: Sequence[Check], *, as_json: bool) -> None:
     if as_json:
-        told = {"host": socket.gethostname(), "checks": [asdict(check) for check in checks]}
-        print(json.dumps(told, indent=2))
+        found = {"host": socket.gethostname(), "checks": [asdict(check) for check in checks]}
+        print(json.dumps(found, indent=2))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:

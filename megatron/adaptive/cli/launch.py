@@ -1,9 +1,9 @@
-"""torchrun, with the trainer's options checked beforehand and a short message at the end.
+"""Runs torchrun, with the trainer's options checked beforehand and a short message at the end.
 
 Takes torchrun's own command line. Differences: bad options of ``pretrain_gpt.py`` end it before any
 process starts; a failed job ends with the failed rank and no traceback of the launcher; Ctrl-C is
 passed on to the ranks, which save a checkpoint and end. SIGUSR1, which Slurm sends to every process
-of a job before its time is over, is left to the ranks: they heed it, here it is ignored.
+of a job before its time is over, is left to the ranks: they handle it, here it is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with ``argv``.
+    """Runs torchrun with ``argv``.
 
     Returns:
         The job's exit status: that of the rank that failed first, 128 + N after signal N.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Read torchrun's options; its parser prints all of them before it says what is wrong."""
+    """Reads torchrun's options; its parser prints all of them before it says what is wrong."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
@@ -98,7 +98,7 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _check_script(options: Any) -> None:
-    """Refuse a script that is not there, which otherwise each rank would say."""
+    """Refuses a script that is not there, which otherwise each rank would say."""
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file()):
         what = "is a folder" if script.is_dir() else "no such file"
@@ -122,7 +122,7 @@ def _quiet_torchrun() -> None:
 
 
 def _check_trainer(options: Any) -> None:
-    """Parse the trainer's options here, once, instead of in every rank."""
+    """Parses the trainer's options here, once, instead of in every rank."""
     least, _, most = options.nnodes.partition(":")
     if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return
@@ -131,7 +131,7 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Name the rank that failed first; returns the exit status for the whole job."""
+    """Names the rank that failed first; returns the exit status for the whole job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR:

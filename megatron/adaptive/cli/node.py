@@ -1,4 +1,4 @@
-"""``node``: one node of a run. ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts call it.
+"""Runs one node of a job; ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts call it.
 
 ::
 
@@ -48,7 +48,7 @@ _FOUND_NAME = "master.json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Take part in a run as one node.
+    """Takes part in a run as one node.
 
     Returns:
         The exit status of the node's processes; 75 if the run was stopped early in good order.
@@ -102,7 +102,7 @@ def _master(argv: Sequence[str]) -> int:
     store = open_store(port)
     found = _Found(logs / _FOUND_NAME, address, port)
     try:
-        rank, told, reached = gather_nodes(
+        rank, answer, reached = gather_nodes(
             conf,
             _hello(options, conf),
             store,
@@ -114,15 +114,15 @@ def _master(argv: Sequence[str]) -> int:
     del store  # torchrun takes its port
     if not given and reached is not None:
         address = reached
-    place = _place(told, rank, address)
+    place = _place(answer, rank, address)
     own = interface or interface_of(address)
-    return _run(conf, place, logs / told["job"], own)
+    return _run(conf, place, logs / answer["job"], own)
 
 
 def _answer(
     conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int
 ) -> dict[str, Any]:
-    """Return what all workers get; checks the trainer's rules now that sizes are known."""
+    """Returns what all workers get; checks the trainer's rules now that sizes are known."""
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
@@ -169,8 +169,8 @@ def _slurm(argv: Sequence[str]) -> int:
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)
-    told = json.loads(options.conf.read_text())
-    conf = make_conf(told["conf"], Path(told["folder"]))
+    answer = json.loads(options.conf.read_text())
+    conf = make_conf(answer["conf"], Path(answer["folder"]))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
@@ -225,12 +225,12 @@ def _run(
     )
 
 
-def _place(told: dict[str, Any], rank: int, address: str) -> NodePlace:
+def _place(answer: dict[str, Any], rank: int, address: str) -> NodePlace:
     return NodePlace(
         node_rank=rank,
-        processes=tuple(told["processes"]),
+        processes=tuple(answer["processes"]),
         master_addr=address,
-        master_port=told["port"],
+        master_port=answer["port"],
     )
 
 
@@ -247,10 +247,10 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Refuse to wait for workers in a folder where another run's master does.
+    """Refuses to wait for workers in a folder where another run's master does.
 
     Raises:
-        ConfigError: workers could not tell which one is theirs.
+        ConfigError: workers would not know which one is theirs.
     """
     found = _Found.read(logs / _FOUND_NAME)
     if found is None:
@@ -263,7 +263,7 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Return a name that no other job has, its folder made: pods often share time and number."""
+    """Returns a name that no other job has, its folder made: pods often share time and number."""
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         with contextlib.suppress(FileExistsError):
@@ -292,7 +292,7 @@ def _say(text: str) -> None:
 
 
 class _Found:
-    """The file by which workers with the same folder of logs find the master."""
+    """Holds the file by which workers with the same folder of logs find the master."""
 
     def __init__(self, path: Path, address: str, port: int) -> None:
         self._path = path
@@ -303,14 +303,14 @@ class _Found:
 
     @staticmethod
     def read(path: Path) -> tuple[str, int] | None:
-        """Return the master's address and port, ``None`` if nothing is told."""
+        """Returns the master's address and port, ``None`` if there is no file."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            told = json.loads(path.read_text())
-            return str(told["address"]), int(told["port"])
+            answer = json.loads(path.read_text())
+            return str(answer["address"]), int(answer["port"])
         return None
 
     def close(self) -> None:
-        """Take the file away, unless another master has replaced it."""
+        """Takes the file away, unless another master has replaced it."""
         with contextlib.suppress(OSError):
             if self._path.read_text() == self._text:
                 self._path.unlink()

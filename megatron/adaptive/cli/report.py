@@ -1,4 +1,4 @@
-"""``report``: one page about a job, after its run or during it."""
+"""Writes one page about a job, after its run or during it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and say where it is.
+    """Writes the page and says where it is.
 
     Returns:
         Exit status 0.

@@ -1,4 +1,4 @@
-"""``run``: a training job that goes on in another shape when machines come and go.
+"""Runs a training job that goes on in another layout when machines come and go.
 
 ::
 
@@ -33,7 +33,7 @@ _DURATION = re.compile(r"\d+(\.\d+)?")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a job, take part in one, or tell how one is.
+    """Runs a job, takes part in one, or prints the state of one.
 
     Returns:
         The job's exit status.
@@ -59,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--machines", type=Path, metavar="FILE", help="a host per line, with slots=N; read again")
     add("--checkpoint", type=Path, metavar="DIR", help="of the job, shared by all nodes (--save)")
-    add("--status", nargs="?", const="", metavar="DIR", help="tell how the job of a folder is")
+    add(
+        "--status",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="print the state of the job of a folder",
+    )
     add("--json", action="store_true", help="the status as JSON")
     add("--nodes", type=_count, default=1, metavar="N", help="to wait for at the start, without")
     add("--slots", type=_count, metavar="N", help="processes of this node (one on each GPU)")
@@ -97,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--runs",
         choices=("trainer", "pipeline"),
-        help="what the script does where its text does not tell: take the trainer's arguments, or"
+        help="what the script does where its text leaves it open: take the trainer's arguments, or"
         " train a Pipeline in Pipeline.loop",
     )
     add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
@@ -147,8 +153,8 @@ def _tell(options: argparse.Namespace) -> int:
     folder = options.status or options.checkpoint or _saved_in(options.arguments)
     if not folder:
         raise ConfigError("--status: name the folder of checkpoints of the job")
-    told = read_state(Path(folder))
-    print(json.dumps(told) if options.json else render_state(told))
+    state = read_state(Path(folder))
+    print(json.dumps(state) if options.json else render_state(state))
     return 0
 
 
@@ -213,7 +219,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
-    """Arguments and checkpoints of a script with a ``Pipeline``; refuses what is the trainer's."""
+    """Returns arguments and checkpoints of a script with a ``Pipeline``; refuses the trainer's."""
     what = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
     what += " Pipeline"
     if options.checkpoint is None:
@@ -221,16 +227,16 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
             f"run: {what}: name the folder of its checkpoints with --checkpoint DIR, or say --runs"
             " trainer"
         )
-    for name, is_given, why in (
-        ("--plan-with", options.plan_with, "its shapes are planned by what it measures itself"),
-    ):
-        if is_given:
-            raise ConfigError(f"{name}: {what}, and {why}: leave it out, or say --runs trainer")
+    if options.plan_with:
+        raise ConfigError(
+            f"--plan-with: {what}, and its layouts are planned by what it measures itself: leave it"
+            " out, or say --runs trainer"
+        )
     return tuple(options.arguments), options.checkpoint
 
 
 def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
-    """What is done about slow nodes; they are known where the running job is diagnosed."""
+    """Returns what is done about slow nodes; they are known where the running job is diagnosed."""
     from megatron.adaptive.cluster.layouts import as_asked
 
     schedule = as_asked(arguments).schedule
@@ -245,9 +251,9 @@ def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """What chooses shapes; a planner is started, checked, and closed with the stack."""
+    """Makes what chooses layouts; a planner is started, checked, and closed with the stack."""
     from megatron.adaptive.cluster.job import say
-    from megatron.adaptive.cluster.layouts import RuleChooser
+    from megatron.adaptive.cluster.layouts import Chooser
     from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
     from megatron.adaptive.cluster.ranks import model_file
 
@@ -263,7 +269,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
                 " --plan-with FILE, or leave it out"
             )
-        return RuleChooser()
+        return Chooser()
     if spec.machines is not None:
         from megatron.adaptive.cluster.membership import read_machines
 
@@ -277,7 +283,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:
-    """The folder that the trainer's ``--save`` names, the last one if there are several."""
+    """Returns the folder that the trainer's ``--save`` names, the last one if there are several."""
     found = None
     for at, word in enumerate(arguments):
         if word == _SAVE and at + 1 < len(arguments):

@@ -56,7 +56,7 @@ class _Shape:
         }
 
     def name(self) -> str:
-        """A folder name that tells the shape."""
+        """A folder name that gives the shape."""
         return (
             f"{self.schedule}-p{self.pipeline_parallel}-c{self.model_chunks}"
             f"-t{self.tensor_parallel}-d{self.data_parallel}"
@@ -64,7 +64,7 @@ class _Shape:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the whole job as ``argv`` says.
+    """Runs the whole job as ``argv`` says.
 
     Returns:
         The exit status of the training.
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
     status = _make_data(data_dir)
     if status:
-        return status  # it has said why
+        return status  # it has printed why
     before = _latest(runs)
     run_dir = _run_dir(runs, shape, resume=options.resume)
     defaults = _default_flags(shape, trainer)
@@ -90,14 +90,14 @@ def main(argv: Sequence[str]) -> int:
         defaults += ["--load", str(run_dir / "checkpoints")]
     status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
-        _tell(shape, run_dir, stopped=status != 0)
+        _report(shape, run_dir, stopped=status != 0)
     elif not options.resume:
         _forget_if_empty(run_dir, before)
     return status
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part our options from the trainer's, which follow ``--``."""
+    """Parts our options from the trainer's, which follow ``--``."""
     words = list(argv)
     if "--" not in words:
         return words, []
@@ -185,7 +185,7 @@ def _make_data(data_dir: Path) -> int:
 
 
 def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
-    """Make a new run's folder, or find the latest; points ``latest`` at it."""
+    """Makes a new run's folder, or finds the latest; points ``latest`` at it."""
     latest = runs / "latest"
     if resume:
         return latest.resolve()
@@ -203,7 +203,7 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Make a folder that no other run has, also where two start within one second."""
+    """Makes a folder that no other run has, also where two start within one second."""
     number = 1
     while True:
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -224,7 +224,7 @@ def _point(latest: Path, target: str) -> None:
 
 
 def _latest(runs: Path) -> str | None:
-    """Return what ``latest`` points at, ``None`` before the first run."""
+    """Returns the target of ``latest``, ``None`` before the first run."""
     try:
         return os.readlink(runs / "latest")
     except OSError:
@@ -232,7 +232,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, before: str | None) -> None:
-    """Take back the folder of a run that failed before it wrote anything."""
+    """Removes the folder of a run that failed before it wrote anything."""
     folders = [Path(folder) for folder, _, _ in os.walk(run, topdown=False)]
     if any(path.is_file() for path in run.rglob("*")):
         return
@@ -248,7 +248,7 @@ def _forget_if_empty(run: Path, before: str | None) -> None:
 
 
 def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
-    """Run the example script; signals that come here are passed on to it."""
+    """Runs the example script; signals that come here are passed on to it."""
     environment = {
         **os.environ,
         **shape.environment(),
@@ -270,8 +270,8 @@ def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> in
     return 128 - status if status < 0 else status
 
 
-def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
-    """Write the text trace and the picture, and say where everything is."""
+def _report(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
+    """Writes the text trace and the picture, and prints where everything is."""
     print(f"\nrun            {run_dir}")
     for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
@@ -296,7 +296,7 @@ def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
 
 
 def _draw(shape: _Shape, run_dir: Path) -> bool:
-    """Write text trace and picture from the traces, where there are any."""
+    """Writes text trace and picture from the traces, where there are any."""
     from megatron.adaptive.trace.order import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step import pipeline_step

@@ -1,4 +1,4 @@
-"""``status``: what is known of a job; ``get_result.sh`` calls it."""
+"""Prints the state of a job; ``get_result.sh`` calls it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GIB = 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what is known of a job.
+    """Prints the state of a job.
 
     Returns:
-        1 if it is stalled, a node was lost or a node told an error.
+        1 if it is stalled, a node was lost or a node reported an error.
 
     Raises:
         ConfigError: an option is wrong.

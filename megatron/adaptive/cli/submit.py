@@ -1,4 +1,4 @@
-"""``submit``: gives a run to Slurm as ``conf.sh`` says."""
+"""Submits a run to Slurm as ``conf.sh`` says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the configuration, write the script and submit it.
+    """Checks the configuration, write the script and submit it.
 
     Returns:
         Exit status 0.

@@ -33,7 +33,7 @@ _LONGEST = 1 << 22
 
 
 class AgentConnection:
-    """One connection, to be used from one event loop.
+    """Carries messages over one connection, from one event loop.
 
     Args:
         reader: of the connection.
@@ -47,7 +47,7 @@ class AgentConnection:
 
     @classmethod
     async def connect(cls, address: str, port: int, within_s: float) -> AgentConnection:
-        """Connect to a listening side.
+        """Connects to a listening side.
 
         Raises:
             OSError: nobody listens there; ``TimeoutError`` is one.
@@ -60,20 +60,20 @@ class AgentConnection:
 
     @property
     def peer(self) -> str:
-        """Address of the other side; as IPv4 where it came so to a socket for both."""
+        """Returns the address of the other side; as IPv4 where it came so to a socket for both."""
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     def send(self, what: str, **values: Any) -> None:
-        """Send a message; one to a side that is gone is dropped, which :meth:`receive` tells."""
+        """Sends a message; drops one to a side that is gone, which :meth:`receive` reports."""
         if not self._writer.is_closing():
             self._writer.write(json.dumps({"what": what, **values}).encode() + b"\n")
 
     def beat(self) -> None:
-        """Give signs of life from now on."""
+        """Gives signs of life from now on."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message that is no sign of life; ``None`` where the other is lost."""
+        """Waits for the next message that is no sign of life; ``None`` where the other is lost."""
         while True:
             try:
                 line = await asyncio.wait_for(self._reader.readline(), SILENCE_S)
@@ -89,7 +89,7 @@ class AgentConnection:
                 return message
 
     async def close(self) -> None:
-        """Send what is left and close. Idempotent."""
+        """Sends what is left and close. Idempotent."""
         if self._beating is not None:
             self._beating.cancel()
         with contextlib.suppress(OSError, asyncio.TimeoutError):
@@ -110,7 +110,7 @@ _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """What an agent needs to join.
+    """Holds what an agent needs to join.
 
     Attributes:
         name: of the node, unique in the job.
@@ -128,7 +128,7 @@ class AgentSpec:
 
 
 class Agent:
-    """One node's part in the job.
+    """Takes one node's part in the job.
 
     Args:
         spec: where to join.
@@ -153,11 +153,11 @@ class Agent:
 
     @property
     def status(self) -> int | None:
-        """Exit status that the manager let it go with, ``None`` where the manager was lost."""
+        """Returns the exit status of the manager's order to end, ``None`` where that was lost."""
         return self._status
 
     async def run(self) -> None:
-        """Serve until the manager lets the agent go, or is gone.
+        """Serves until the manager lets the agent go, or is gone.
 
         Raises:
             SetupError: the manager cannot be reached or refuses.
@@ -170,11 +170,11 @@ class Agent:
 
     async def _run(self, spec: AgentSpec) -> None:
         self._link = link = await self._join(spec)
-        nursery = await self._start_nursery()
+        forkserver = await self._start_forkserver()
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the manager's to heed
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for the manager
         if self._watch_input:
             self._leave_with_input()
         try:
@@ -184,10 +184,10 @@ class Agent:
             assert self._orders is not None
             self._orders.close()  # the nursery kills its ranks and ends
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(nursery.wait(), _END_S)
-            if nursery.returncode is None:
-                nursery.kill()
-                await nursery.wait()
+                await asyncio.wait_for(forkserver.wait(), _END_S)
+            if forkserver.returncode is None:
+                forkserver.kill()
+                await forkserver.wait()
             await link.close()
 
     async def _join(self, spec: AgentSpec) -> AgentConnection:
@@ -217,13 +217,13 @@ class Agent:
         link.beat()
         return link
 
-    async def _start_nursery(self) -> asyncio.subprocess.Process:
+    async def _start_forkserver(self) -> asyncio.subprocess.Process:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
         # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        nursery = await asyncio.create_subprocess_exec(
+        forkserver = await asyncio.create_subprocess_exec(
             *(
                 sys.executable,
                 "-m",
@@ -237,8 +237,8 @@ class Agent:
         )
         theirs.close()
         reader, self._orders = await asyncio.open_connection(sock=ours)
-        self._reading = asyncio.get_running_loop().create_task(self._read_nursery(reader))
-        return nursery
+        self._reading = asyncio.get_running_loop().create_task(self._read_forkserver(reader))
+        return forkserver
 
     async def _serve(self, link: AgentConnection) -> None:
         while True:
@@ -254,9 +254,11 @@ class Agent:
                     rank["variables"] |= added
                     self._order(start=rank)
             elif what == "inventory":
-                telling = asyncio.get_running_loop().create_task(self._tell_held(link, message))
-                self._tasks.add(telling)
-                telling.add_done_callback(self._tasks.discard)
+                sending = asyncio.get_running_loop().create_task(
+                    self._send_inventory(link, message)
+                )
+                self._tasks.add(sending)
+                sending.add_done_callback(self._tasks.discard)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
@@ -265,20 +267,20 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Get ready for copies of the ranks that are about to start; what these are told of it."""
+        """Prepares for snapshots of ranks about to start; returns their environment."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
         self._keeper.prepare(copies["run"], copies["secret"], buddy)
-        told = {
+        values = {
             **copies["settings"],
             "address": self._keeper.address,
             "run": copies["run"],
             "buddy": None if buddy is None else buddy.name,
         }
-        return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(told)}
+        return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
-    async def _tell_held(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
+    async def _send_inventory(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
         held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
         link.send("inventory", held=held)
 
@@ -287,15 +289,15 @@ class Agent:
         if not self._orders.is_closing():
             self._orders.write(json.dumps(order).encode() + b"\n")
 
-    async def _read_nursery(self, reader: asyncio.StreamReader) -> None:
+    async def _read_forkserver(self, reader: asyncio.StreamReader) -> None:
         assert self._link is not None
         with contextlib.suppress(OSError):
             async for line in reader:
-                told = json.loads(line)
-                if "ended" in told:
-                    self._link.send("ended", key=told["ended"], status=told["status"])
-                elif "started" in told:
-                    self._link.send("started", key=told["started"], pid=told["pid"])
+                values = json.loads(line)
+                if "ended" in values:
+                    self._link.send("ended", key=values["ended"], status=values["status"])
+                elif "started" in values:
+                    self._link.send("started", key=values["started"], pid=values["pid"])
                 else:
                     self._link.send("ready")
         # Without it no rank can start here: let the manager go on with the others.
@@ -320,7 +322,7 @@ class Agent:
 
 
 def spec_from_input() -> AgentSpec:
-    """Read what the manager tells an agent that it starts: a line of JSON on the standard input.
+    """Reads what the manager sends an agent that it starts: a line of JSON on the standard input.
 
     Raises:
         SetupError: it is not there, as where somebody else starts the program so.
@@ -332,11 +334,11 @@ def spec_from_input() -> AgentSpec:
             break
         line += byte
     try:
-        told: Mapping[str, Any] = json.loads(line)
-        return AgentSpec(**told)
+        values: Mapping[str, Any] = json.loads(line)
+        return AgentSpec(**values)
     except (ValueError, TypeError):
         raise SetupError(
-            "--agent is for the manager of a job, which tells an agent the rest"
+            "--agent is for the manager of a job, which sends an agent the rest"
         ) from None
 
 

@@ -38,7 +38,7 @@ Kind = Literal["count", "number", "switch", "choice", "text", "port"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable.
+    """Describes one variable.
 
     Attributes:
         kind: how its text is read; ``count`` is a whole number from 1 on.
@@ -125,7 +125,7 @@ _FALSE = ("false", "0", "no", "off")
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Refuse names in capitals that nobody reads; others are the file's own helpers.
+    """Refuses names in capitals that nobody reads; others are the file's own helpers.
 
     Raises:
         ConfigError: names the nearest that there is.
@@ -142,7 +142,7 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
 
 
 def read_value(name: str, text: str) -> object:
-    """Read the text of a variable; ``None`` where it is empty and there is no default.
+    """Reads the text of a variable; ``None`` where it is empty and there is no default.
 
     Returns:
         An ``int``, ``float``, ``bool`` or ``str``.
@@ -209,7 +209,7 @@ _PLACE = re.compile(r"^(?:environment: )?(?:.*: )?line (\d+): (.*)$")
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """Run ``path`` with bash, in its own folder and a clean environment, and return what it set.
+    """Runs ``path`` with bash, in its own folder and a clean environment, and returns what it set.
 
     Args:
         path: the file.
@@ -267,7 +267,7 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Nodes that are equal, in the order of the ranks.
+    """Describes nodes that are equal, in the order of the ranks.
 
     Attributes:
         kind: name of the node type, empty where all nodes are equal.
@@ -286,7 +286,7 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """A checked configuration.
+    """Holds a checked configuration.
 
     Attributes:
         folder: what relative paths start from: the folder of ``conf.sh``.
@@ -305,13 +305,13 @@ class LaunchConf:
 
     @property
     def nodes(self) -> int | None:
-        """Number of nodes, ``None`` if it is not said."""
+        """Counts the nodes, ``None`` if the number is not given."""
         counts = [group.nodes for group in self.groups]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Processes of each node by node rank, ``None`` if it is not said."""
+        """Lists the processes of each node by node rank, ``None`` if they are not given."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -321,18 +321,18 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Number of all processes, ``None`` if it is not said."""
+        """Counts all processes, ``None`` if the number is not given."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
         return size
 
     def path(self, name: str) -> Path:
-        """Return the path that variable ``name`` holds, absolute."""
+        """Returns the path that variable ``name`` holds, absolute."""
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Return the variables that have a value as texts, those for processes included.
+        """Returns the variables that have a value as texts, those for processes included.
 
         What a plan says is among them in its own variables, so ``PLAN`` is not.
         """
@@ -346,7 +346,7 @@ class LaunchConf:
 def load_conf(
     path: Path | None, changes: Sequence[str] = (), plan: Path | None = None
 ) -> LaunchConf:
-    """Read ``conf.sh`` and check it.
+    """Reads ``conf.sh`` and checks it.
 
     Args:
         path: the file; ``None`` for defaults alone.
@@ -370,7 +370,7 @@ def load_conf(
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Check variables and make a configuration of them.
+    """Checks variables and makes a configuration of them.
 
     Args:
         variables: texts by name.
@@ -408,7 +408,7 @@ def _changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Let the plan set its variables; a file that says otherwise contradicts it."""
+    """Lets the plan set its variables; a file that says otherwise contradicts it."""
     for name, value in plan.items():
         said = texts.get(name, "").strip()
         if name in fixed:
@@ -460,7 +460,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Read ``TYPE=VALUE ...``, or one value for all types."""
+    """Reads ``TYPE=VALUE ...``, or one value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     found = dict(word.partition("=")[::2] for word in text.split())
@@ -474,7 +474,7 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
 
 
 def _check_sizes(conf: LaunchConf) -> None:
-    """Check what the numbers of nodes, processes and copies must be together."""
+    """Checks what the numbers of nodes, processes and copies must be together."""
     values, processes = conf.values, conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
@@ -511,7 +511,7 @@ def _check_sizes(conf: LaunchConf) -> None:
 
 
 def _check_stage_sizes(values: Mapping[str, Any], size: int) -> None:
-    """The ranks of unequal stages are those of the job."""
+    """Checks that the ranks of unequal stages are those of the job."""
     text = values["STAGE_DP_SIZES"]
     try:
         sizes = parse_widths(text)

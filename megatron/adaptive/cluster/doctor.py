@@ -39,7 +39,7 @@ _TORCH = (
 
 @dataclass(frozen=True)
 class Check:
-    """One finding.
+    """Holds one finding.
 
     Attributes:
         name: what was looked at.
@@ -55,7 +55,7 @@ class Check:
 
 
 def check_node(port: int) -> list[Check]:
-    """Check this node alone.
+    """Checks this node alone.
 
     Args:
         port: the one that a run would use.
@@ -94,8 +94,8 @@ def _torch() -> list[Check]:
         checks.append(Check("CUDA", "ok", f"{count} GPUs, CUDA {built}"))
         missing = why_no_gpu_use()
         if missing is None:
-            return [*checks, Check("GPU use", "ok", "the monitor can tell it")]
-        text = f"the monitor cannot tell it: {missing}"
+            return [*checks, Check("GPU use", "ok", "the monitor can sample it")]
+        text = f"the monitor cannot sample it: {missing}"
         mend = "pip install -r requirements-gpu.txt, and see nvidia-smi"
         return [*checks, Check("GPU use", "warning", text, mend)]
     if built is None:
@@ -198,7 +198,7 @@ def _clock() -> list[Check]:
 
 
 def answer_peers(port: int, limit_s: float) -> list[Check]:
-    """Let other nodes check their way to this one, until the first has, or the time is over.
+    """Lets other nodes check their way to this one, until the first has, or the time is over.
 
     Args:
         port: where to listen.
@@ -227,11 +227,11 @@ def answer_peers(port: int, limit_s: float) -> list[Check]:
 
 
 def _answer(link: socket.socket, peer: str) -> list[Check]:
-    """Tell the time and try the way back to the peer."""
+    """Answers with the time and tries the way back to the peer."""
     link.settimeout(_CONNECT_S)
     try:
-        told = json.loads(link.makefile().readline())
-        back = int(told["back"])
+        message = json.loads(link.makefile().readline())
+        back = int(message["back"])
     except (OSError, ValueError, TypeError, KeyError):
         return []  # something else that knocked
     why = ""
@@ -247,7 +247,7 @@ def _answer(link: socket.socket, peer: str) -> list[Check]:
 
 
 def check_way(address: str, port: int, limit_s: float) -> list[Check]:
-    """Check the way between this node and the one at ``address``, on which doctor runs as well."""
+    """Checks the way between this node and the one at ``address``, on which doctor runs as well."""
     end_s = time.monotonic() + limit_s
     while True:
         try:
@@ -268,16 +268,16 @@ def _try_way(address: str, port: int) -> list[Check]:
         link.settimeout(3 * _CONNECT_S)
         begin_s = time.time()
         link.sendall(json.dumps({"back": back.getsockname()[1]}).encode() + b"\n")
-        told = json.loads(link.makefile().readline())
+        message = json.loads(link.makefile().readline())
         end_s = time.time()
         own = str(link.getsockname()[0])
     checks = [Check("way there", "ok", f"{address}:{port} from {own} on {interface_of(own)}")]
-    if told["back"]:
+    if message["back"]:
         mend = "open the ports between the nodes; gloo and NCCL take any above 1023"
-        checks.append(Check("way back", "error", str(told["back"]), mend))
+        checks.append(Check("way back", "error", str(message["back"]), mend))
     else:
         checks.append(Check("way back", "ok", "reached from there"))
-    early, late = begin_s - told["unix_s"], end_s - told["unix_s"]
+    early, late = begin_s - message["unix_s"], end_s - message["unix_s"]
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
     text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
     if skew_s > _MOST_SKEW_S:

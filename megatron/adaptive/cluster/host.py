@@ -42,7 +42,7 @@ __all__ = [
     "why_no_gpu_use",
 ]
 
-# Reserved for documentation: a socket connected to it tells the default route, nothing is sent.
+# Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 _RDMA = Path("/sys/class/infiniband")
@@ -51,7 +51,7 @@ _READERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 @dataclass(frozen=True, kw_only=True)
 class RdmaPort:
-    """A port of an RDMA device.
+    """Describes a port of an RDMA device.
 
     Attributes:
         device: such as ``mlx5_0``.
@@ -69,12 +69,12 @@ class RdmaPort:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address only reaches its own machine."""
+    """Returns whether an address only reaches its own machine."""
     return address.startswith("127.") or address == "::1"
 
 
 def resolve(host: str) -> str:
-    """Return the address of ``host``, one that reaches other machines where it has one.
+    """Returns the address of ``host``, one that reaches other machines where it has one.
 
     Raises:
         SetupError: the name does not resolve.
@@ -91,7 +91,7 @@ def resolve(host: str) -> str:
 
 
 def own_address(interface: str | None, peer: str | None = None) -> str:
-    """Return the address of this node that others reach it by.
+    """Returns the address of this node that others reach it by.
 
     Args:
         interface: the network interface to use; by default the one towards ``peer``, or that of
@@ -124,7 +124,7 @@ def own_address(interface: str | None, peer: str | None = None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has ``address``, ``None`` if none has."""
+    """Returns the interface that has ``address``, ``None`` if none has."""
     for name, addresses in _addresses().items():
         if address in addresses:
             return name
@@ -132,14 +132,14 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Return what tells gloo and NCCL the interface, unless ``given`` says it already."""
+    """Returns the variables that name gloo's and NCCL's interface, unless ``given`` has them."""
     if interface is None:
         return {}
     return {name: interface for name in _READERS if not given.get(name)}
 
 
 def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
-    """Return what tells NCCL and UCX the RDMA ports, unless ``given`` says it already.
+    """Returns the variables that name NCCL's and UCX's RDMA ports, unless ``given`` has them.
 
     Ports of InfiniBand are taken where there are some, else those of Ethernet with a GID of RoCE
     v2; ports that are down, or have no address, would be tried first and fail.
@@ -163,7 +163,7 @@ def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Return the RDMA ports of this node; none where there is no device."""
+    """Returns the RDMA ports of this node; none where there is no device."""
     found = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():
@@ -182,7 +182,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Return the index of a GID of RoCE v2 that holds an IPv4 address."""
+    """Returns the index of a GID of RoCE v2 that holds an IPv4 address."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -198,7 +198,7 @@ def _read(path: Path) -> str:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return addresses that need no scope by interface, IPv4 first; interfaces that are up."""
+    """Returns addresses that need no scope by interface, IPv4 first; interfaces that are up."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     known = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -226,7 +226,7 @@ _PERIOD_S = 5.0
 
 
 def _nvml() -> Any:
-    """Return NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
+    """Returns NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
     try:
         import pynvml
 
@@ -237,7 +237,7 @@ def _nvml() -> Any:
 
 
 def why_no_gpu_use() -> str | None:
-    """Return why the use of GPUs cannot be sampled here, ``None`` if it can."""
+    """Returns why the use of GPUs cannot be sampled here, ``None`` if it can."""
     try:
         import pynvml
     except ImportError:
@@ -250,7 +250,7 @@ def why_no_gpu_use() -> str | None:
 
 
 def count_gpus(visible: str | None) -> int:
-    """Return the number of GPUs that a process may use.
+    """Returns the number of GPUs that a process may use.
 
     Args:
         visible: ``CUDA_VISIBLE_DEVICES``, ``None`` if it is not set.
@@ -283,7 +283,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Take a last sample and end. Idempotent."""
+        """Takes a last sample and ends. Idempotent."""
         self._done.set()
         self._thread.join()
 
@@ -301,7 +301,7 @@ class ResourceSampler:
             file.flush()
 
     def sample(self) -> dict[str, Any]:
-        """Return what one line of the file holds."""
+        """Returns what one line of the file holds."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

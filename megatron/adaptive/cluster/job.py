@@ -1,9 +1,9 @@
-"""What is known of a job: its folder, how far it is, its morphs; as JSON that others may read.
+"""Keeps the state of a job, its folder, progress and reconfigurations, as JSON for others to read.
 
 ::
 
     <checkpoints>/elastic/state.json            written by the manager, whole at any moment
-    <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third shape
+    <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third layout
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ _FOLDER = "elastic"
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""The end of the words for a shape that is no shape yet."""
+"""End of the words for the layout of ranks that only measure."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def say(text: str) -> None:
-    """Print a line for the user of the job."""
+    """Prints a line for the user of the job."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {text}", file=stream, flush=True)
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Where a job keeps its state, beside its checkpoints."""
+    """Returns the folder of a job's state, beside its checkpoints."""
     return checkpoints / _FOLDER
 
 
 def incarnation_folder(job: Path, number: int, secret: str) -> Path:
-    """Where the ranks of a shape tell how far they are.
+    """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
         job: folder of the job.
-        number: of the epoch.
+        number: of the incarnation.
         secret: of its manager; another one counts from 1 again.
     """
     return job / f"{_EPOCH}-{number}-{secret[:8]}"
 
 
 def end_incarnations(job: Path) -> None:
-    """Keep all ranks that were ever started, and may live on unseen, from saving checkpoints."""
+    """Keeps all ranks that were ever started, and may live on unseen, from saving checkpoints."""
     for folder in job.glob(f"{_EPOCH}-*"):
         mark_over(folder)
 
 
 @dataclass(kw_only=True)
 class Incarnation:
-    """One shape of the job, from its start to the next morph.
+    """Records one incarnation of the job: one layout, from its start to the next reconfiguration.
 
     Attributes:
         number: from 1 on.
-        shape: in words.
+        layout: in words.
         processes: how many.
         nodes: names, in the order of the ranks.
         reason: why the one before ended, or ``start``.
@@ -93,7 +93,7 @@ class Incarnation:
             disks`` or ``copies in memory``, and why not from the last where that could not be.
         marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
             ``begun``.
-        phases_s: seconds of each part of the morph to this shape.
+        phases_s: seconds of each part of the reconfiguration to this layout.
         before: what the ranks of the one before wrote at last.
         predicted_s: seconds of a step as the planner predicted them, ``None`` where it did not
             choose.
@@ -115,13 +115,13 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Heed where its ranks went on from, if they found something newer on their own disks."""
+        """Records where its ranks resumed, if they found something newer on their own disks."""
         if iteration is not None and iteration > self.resumed:
             self.lost_steps = max(0, self.lost_steps - (iteration - self.resumed))
             self.resumed, self.source = iteration, "checkpoint on the nodes' own disks"
 
-    def told(self) -> dict[str, Any]:
-        """What the state holds of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its entry in the state of the job."""
         return {
             "epoch": self.number,
             "shape": self.layout,
@@ -140,7 +140,7 @@ class Incarnation:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank that the diagnosis of the running job names.
+    """Describes a rank that the diagnosis of the running job names.
 
     Attributes:
         slow_rank: its number.
@@ -161,7 +161,7 @@ _SLOW = tuple(one.name for one in fields(SlowRank))
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """What the ranks of one shape wrote about themselves.
+    """Summarizes what the ranks of one incarnation wrote about themselves.
 
     Attributes:
         total: iterations of the whole training, 0 before it is known.
@@ -174,7 +174,7 @@ class IncarnationProgress:
         saved_ns: when the last checkpoint was complete.
         saving_s: how long training waited for it.
         copies: of the state in memory, in words; the empty text before they are known.
-        step_s: median of the last thousand steps told of, without the first.
+        step_s: median of the last thousand steps reported, without the first.
         slow: ranks that the diagnosis named, in order.
     """
 
@@ -206,7 +206,7 @@ class ProgressReader:
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Return what is known by now.
+        """Returns what is known by now.
 
         Args:
             folder: where the ranks of one incarnation write.
@@ -243,10 +243,10 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Seconds of each part of a morph, as far as they are known.
+    """Returns the seconds of each part of a reconfiguration, as far as they are known.
 
     Args:
-        epoch: the new shape.
+        incarnation: the new layout.
         now: what its own ranks wrote.
     """
     marks, before, found = incarnation.marks_ns, incarnation.before, dict[str, float]()
@@ -273,13 +273,13 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
 
 
 class StateFile:
-    """The state of a job that this process manages, after others maybe.
+    """Writes the state of a job that this process manages, after others maybe.
 
-    What it tells of all managers together: ``lost_steps``, and ``earlier``, epochs of those before.
+    Of all managers together it has ``lost_steps``, and ``earlier``, incarnations of those before.
 
     Args:
         folder: of the job.
-        say: told, in a line, when the folder cannot be written; the state then stays as it was.
+        say: prints a line when the folder cannot be written; the state then stays as it was.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -290,7 +290,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> list[dict[str, Any]]:
-        """Go on from what the manager before told of the job that saves into a folder.
+        """Takes over the state that the manager before wrote of the job of a folder.
 
         Returns:
             Its machines, empty where there was none.
@@ -302,49 +302,49 @@ class StateFile:
         self._earlier = [*self._before.get("earlier", []), *self._before.get("epochs", [])]
         return [dict(machine) for machine in self._before.get("machines", [])]
 
-    def _of_all(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """What is known of the job under all its managers."""
+    def _of_all(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Combines the state with that under earlier managers."""
         if not self._earlier:
-            return {**told, "earlier": []}
-        # As the first shape of this one began, some steps of the one before were done again.
+            return {**state, "earlier": []}
+        # As the first layout of this one began, some steps of the one before were done again.
         again = 0
-        if told["epochs"]:
+        if state["epochs"]:
             done = self._before.get("iteration", 0)
-            again = max(0, done - told["epochs"][0]["resumed_iteration"])
-        lost = self._before.get("lost_steps", 0) + again + told["lost_steps"]
-        return {**told, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
+            again = max(0, done - state["epochs"][0]["resumed_iteration"])
+        lost = self._before.get("lost_steps", 0) + again + state["lost_steps"]
+        return {**state, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
 
-    def write(self, told: Mapping[str, Any]) -> None:
-        """Replace it.
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Replaces the file.
 
         Args:
-            told: what is known of the job.
+            state: what is known of the job.
         """
         manager = {"host": socket.gethostname(), "pid": os.getpid()}
         own = {"manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            draft.write_text(json.dumps({**own, **self._of_all(told)}, indent=1) + "\n")
+            draft.write_text(json.dumps({**own, **self._of_all(state)}, indent=1) + "\n")
             draft.replace(self._folder / _STATE)
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:  # once for as long as it lasts
                 self._say(
                     f"warning: cannot write the state of the job in {self._folder}:"
-                    f" {error.strerror}; the job goes on, --status tells of the time before"
+                    f" {error.strerror}; the job goes on, --status shows the time before"
                 )
             self._is_failing = True
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
-    """Read the state of the job that saves into a folder.
+    """Reads the state of the job that saves into a folder.
 
     Raises:
         ConfigError: there is no job, or the file is damaged.
     """
     path = job_folder(checkpoints) / _STATE
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
@@ -352,40 +352,40 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
-    if not isinstance(told, dict):
+    if not isinstance(state, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
-    return told
+    return state
 
 
 def _morphs(incarnations: Sequence[Mapping[str, Any]]) -> int:
-    """How often the shape changed; the one that measured a model is none."""
+    """Counts reconfigurations, excluding the run that measured the model."""
     return max(
         0, sum(not incarnation["shape"].endswith(MEASURES) for incarnation in incarnations) - 1
     )
 
 
-def render_state(told: Mapping[str, Any]) -> str:
-    """Return a job's state as text."""
-    done, total = told["iteration"], told["total_iterations"]
-    earlier = told.get("earlier", [])
-    age_s = max(0.0, (time.time_ns() - told["unix_ns"]) / 1e9)
+def render_state(state: Mapping[str, Any]) -> str:
+    """Returns a job's state as text."""
+    done, total = state["iteration"], state["total_iterations"]
+    earlier = state.get("earlier", [])
+    age_s = max(0.0, (time.time_ns() - state["unix_ns"]) / 1e9)
     lines = [
-        f"{told['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
-        f" {told['checkpoint_iteration']}, {told['lost_steps']} steps lost in"
-        f" {_morphs([*earlier, *told['epochs']])} morphs",
-        f"manager: process {told['manager']['pid']} on {told['manager']['host']}",
+        f"{state['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
+        f" {state['checkpoint_iteration']}, {state['lost_steps']} steps lost in"
+        f" {_morphs([*earlier, *state['epochs']])} morphs",
+        f"manager: process {state['manager']['pid']} on {state['manager']['host']}",
         "machines:",
     ]
-    for node in told["machines"]:
+    for node in state["machines"]:
         why = f" ({node['why']})" if node["why"] else ""
         why += f" {node['slowness']:.2f} times as slow" if node.get("slowness", 1.0) > 1 else ""
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
-    if told.get("copies"):
-        lines.append(f"copies of the state in memory: {told['copies']}")
+    if state.get("copies"):
+        lines.append(f"copies of the state in memory: {state['copies']}")
     if earlier:
         lines.append(f"epochs under managers before: {len(earlier)}")
     lines.append("epochs:")
-    for one in told["epochs"]:
+    for one in state["epochs"]:
         lines.append(
             f"  {one['epoch']:3} {one['shape']} on {', '.join(one['nodes'])}; from iteration"
             f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"

@@ -1,6 +1,6 @@
-"""Which shape a job takes on the processes that are there.
+"""Chooses the layout of a job for the processes that are there.
 
-Without a profile: as many processes as the batch and the layers allow, and of those shapes the one
+Without a profile: as many processes as the batch and the layers allow, and of those layouts the one
 with the pipeline nearest to that of the command line, a deeper one first, for the model was meant
 to fit into so many stages. The global batch stays. Nodes that are known to be slow get fewer
 layers. With ``--plan-with`` the planner chooses, see ``planning``.
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
@@ -20,24 +19,22 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
-    "RuleChooser",
     "Chooser",
     "Offer",
     "ParallelLayout",
     "as_asked",
     "choose_layout",
-    "is_better",
     "relative_time",
 ]
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Least part of a step that a shape must save for the job to move into it."""
+"""Least part of a step that a layout must save for the job to move into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A node that a shape may use.
+    """Describes a node that a layout may use.
 
     Attributes:
         name: of the node.
@@ -54,7 +51,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """A shape and the flags that stand for it.
+    """Describes how ranks share the model and the batch, and the flags that say so.
 
     Attributes:
         tensor: tensor-parallel width.
@@ -87,12 +84,12 @@ class ParallelLayout:
 
     @property
     def is_to_be_measured(self) -> bool:
-        """Whether nothing is known of what is run, which is to be found out first."""
+        """Returns whether the model has to be measured first."""
         return not self.partition
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What two shapes differ in, however they were chosen."""
+        """Returns what two layouts differ in, however they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
@@ -115,59 +112,49 @@ class ParallelLayout:
         return text if self.step_s is None else f"{text}, micro-batch {self.micro_batch}"
 
 
-class Chooser(Protocol):
-    """Chooses the shape of a job.
+class Chooser:
+    """Chooses the layout of a job, by the rule of this module; others choose by a planner.
 
     Attributes:
         why: why the last call found none, empty where nothing is to be said.
     """
-
-    why: str
-
-    async def choose(
-        self, arguments: Sequence[str], offers: Sequence[Offer]
-    ) -> ParallelLayout | None:
-        """Choose the best shape.
-
-        Args:
-            arguments: of the trainer, as the user gave them.
-            offers: the nodes, in the order of the ranks where the chooser has no other.
-
-        Returns:
-            The shape, ``None`` where none fits.
-        """
-
-    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Whether a job should leave a shape for another one.
-
-        Args:
-            shape: the other one.
-            running: the present one.
-        """
-
-
-class RuleChooser:
-    """Chooses by the rule of this module."""
 
     why = ""
 
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        """See :class:`Chooser`."""
+        """Chooses the best layout.
+
+        Args:
+            arguments: of the trainer, as the user gave them.
+            offers: the nodes, in the order of the ranks where the chooser has no other.
+
+        Returns:
+            The layout, ``None`` where none fits.
+        """
         return choose_layout(
             arguments, [one.slots for one in offers], [one.slowness for one in offers]
         )
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """See :class:`Chooser`."""
-        return is_better(layout, running)
+        """Returns whether a job should leave a layout for another one.
+
+        Args:
+            layout: the other one.
+            running: the present one.
+        """
+        if layout.step_s is not None and running.step_s is not None:
+            return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+        if layout.step_s is not None:  # the planner had no answer in time before
+            return layout.identity != running.identity
+        return layout.world_size > running.world_size
 
 
 def choose_layout(
     arguments: Sequence[str], slots: Sequence[int], slowness: Sequence[float] = ()
 ) -> ParallelLayout | None:
-    """Choose a shape by the rule above.
+    """Chooses a layout by the rule above.
 
     Args:
         arguments: of the trainer, as the user gave them.
@@ -175,10 +162,10 @@ def choose_layout(
         slowness: of each node, see :class:`Offer`; empty where all are as they should be.
 
     Returns:
-        The shape, ``None`` where none fits.
+        The layout, ``None`` where none fits.
 
     Raises:
-        ConfigError: the arguments break a rule in every shape of any size; says the first.
+        ConfigError: the arguments break a rule in every layout of any size; says the first.
     """
     asked = as_asked(arguments)
     tensor = asked.parallel.tensor_model_parallel_size
@@ -203,25 +190,11 @@ def choose_layout(
     return None
 
 
-def is_better(layout: ParallelLayout, running: ParallelLayout) -> bool:
-    """Whether a job should leave a shape for another one.
-
-    Args:
-        shape: the other one.
-        running: the present one.
-    """
-    if layout.step_s is not None and running.step_s is not None:
-        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-    if layout.step_s is not None:  # the planner had no answer in time before
-        return layout.identity != running.identity
-    return layout.world_size > running.world_size
-
-
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """What a step takes, in forwards and backwards of one layer and sample.
+    """Estimates a step's time, in forwards and backwards of one layer and sample.
 
     Args:
-        shape: the shape.
+        layout: the layout.
         slowness: of the node of each rank.
     """
     layers: Sequence[float] = layout.partition
@@ -242,12 +215,12 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """The slowness of each pipeline rank: all of its processes wait for the slowest."""
+    """Returns the slowness of each pipeline rank: all of its processes wait for the slowest."""
     return [max(by_rank[at * width : (at + 1) * width]) for at in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each stage, one at least, so that the slowest is as quick as it can be.
+    """Splits layers over stages, one at least, so that the slowest is as quick as it can be.
 
     Layer by layer to the stage that is done first with it, an inner one where that is open.
     """
@@ -263,7 +236,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 
 
 def as_asked(arguments: Sequence[str]) -> TrainerConfig:
-    """Read the arguments for the smallest world in which they are sound.
+    """Reads the arguments for the smallest world in which they are sound.
 
     Its size does not matter here: degrees are taken apart from it.
 
@@ -273,7 +246,7 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
     words = list(arguments)
     if any(word.partition("=")[0] == _SIZES for word in words):
         raise ConfigError(
-            f"{_SIZES}: a job that changes shape chooses the ranks of its stages; leave it out, or"
+            f"{_SIZES}: a job that changes layout chooses the ranks of its stages; leave it out, or"
             " see --unequal"
         )
     first: ConfigError | None = None
@@ -288,7 +261,7 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(words: Sequence[str]) -> int:
-    """Processes of one replica as the flags say."""
+    """Counts the processes of one replica by the flags."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = "1"
@@ -302,7 +275,7 @@ def _unit(words: Sequence[str]) -> int:
 
 
 def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Replicas and pipeline ranks on so many groups of tensor-parallel ranks, best first."""
+    """Lists replicas and pipeline ranks on so many groups of tensor-parallel ranks, best first."""
     per_replica = asked.batch.global_batch_size // asked.batch.micro_batch_size
     meant = asked.parallel.pipeline_model_parallel_size
     found = [
@@ -326,7 +299,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """The flags of a shape, ``None`` where the trainer would refuse them."""
+    """Makes a layout of degrees, ``None`` where the trainer would refuse its flags."""
     tensor = asked.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

@@ -1,4 +1,4 @@
-"""One manager for each job: a numbered claim in the job's folder, kept up by a counter beside it.
+"""Grants a job one manager: a numbered claim in the job's folder, kept up by a counter beside it.
 
 ::
 
@@ -32,7 +32,7 @@ _CLAIM = re.compile(r"claim-(\d+)\.json")
 
 
 class LeaseTakenError(SetupError):
-    """Another manager runs the job; :attr:`owner` is what it says of itself."""
+    """Says that another manager runs the job; :attr:`owner` describes it."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """The right to manage the job of a folder.
+    """Holds the right to manage the job of a folder.
 
     Args:
         folder: of the job; made if it is missing.
@@ -52,13 +52,13 @@ class Lease:
         self._count = 0
         self._after_another = self._is_failing = False
 
-    def claim(self, told: Mapping[str, Any]) -> None:
-        """Become the manager.
+    def claim(self, facts: Mapping[str, Any]) -> None:
+        """Becomes the manager.
 
         Blocks until it is known that nobody else is, ten seconds at most.
 
         Args:
-            told: what others are to know, beside host and process.
+            facts: what others are to know, beside host and process.
 
         Raises:
             LeaseTakenError: another manager runs the job.
@@ -67,7 +67,7 @@ class Lease:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._number = self._free_number()
-            body = {**told, "host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
+            body = {**facts, "host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
             draft = self.folder / f".claim-{os.getpid()}-{socket.gethostname()}"
             draft.write_text(json.dumps(body))
             draft.chmod(0o600)
@@ -87,23 +87,23 @@ class Lease:
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether the job had a manager before."""
+        """Returns whether the job had a manager before."""
         return self._after_another
 
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Tell others more about the manager.
+    def publish(self, facts: Mapping[str, Any]) -> None:
+        """Publishes more about the manager.
 
         Raises:
             OSError: the folder cannot be written.
         """
         path = self._claim(self._number)
         draft = path.with_name(f".{path.name}")
-        draft.write_text(json.dumps({**self._told(self._number), **told}))
+        draft.write_text(json.dumps({**self._facts(self._number), **facts}))
         draft.chmod(0o600)
         draft.replace(path)
 
     def beat(self) -> bool:
-        """Count up; whether the right is still held."""
+        """Counts up; returns whether the right is still held."""
         if self._claim(self._number + 1).exists():
             return False
         self._count += 1
@@ -117,10 +117,10 @@ class Lease:
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Count up; whether the right is still held, as far as can be known.
+        """Counts up; returns whether the right is still held, as far as can be known.
 
         Args:
-            say: told, in a line, why it is not, or once that the folder cannot be written.
+            say: prints a line about why it is not, or once that the folder cannot be written.
         """
         try:
             if self.beat():
@@ -135,16 +135,16 @@ class Lease:
         return False
 
     def end(self) -> None:
-        """Give the right back; others need not wait then."""
+        """Gives the right back; others need not wait then."""
         if not self._claim(self._number + 1).exists():
             self._beat(self._number).write_text(_ENDED)
 
     def owner(self) -> Mapping[str, Any] | None:
-        """Who claimed last, ``None`` for nobody or one that ended."""
+        """Describes the last manager, ``None`` for nobody or one that ended."""
         number = self._last()
         if number == 0 or _read(self._beat(number)) == _ENDED:
             return None
-        return self._told(number)
+        return self._facts(number)
 
     def _free_number(self) -> int:
         number = self._last()
@@ -160,7 +160,7 @@ class Lease:
         first = _read(self._beat(number))
         if first == _ENDED:
             return False
-        owner = self._told(number)
+        owner = self._facts(number)
         if owner.get("boot") == _boot() and not _runs(owner.get("pid")):
             return False
         end_s = time.monotonic() + STALE_S
@@ -174,8 +174,8 @@ class Lease:
         return False
 
     def taken(self) -> LeaseTakenError:
-        """What to raise where another one manages the job."""
-        owner = self._told(self._last())
+        """Makes the error of a job that another one manages."""
+        owner = self._facts(self._last())
         return LeaseTakenError(
             f"the job of {self.folder} is managed by process {owner.get('pid', '?')} on"
             f" {owner.get('host', 'another machine')}: a job has one manager; see"
@@ -184,12 +184,12 @@ class Lease:
             owner,
         )
 
-    def _told(self, number: int) -> dict[str, Any]:
+    def _facts(self, number: int) -> dict[str, Any]:
         try:
-            told = json.loads(_read(self._claim(number)) or "{}")
+            facts = json.loads(_read(self._claim(number)) or "{}")
         except ValueError:
             return {}
-        return told if isinstance(told, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
     def _last(self) -> int:
         found = (_CLAIM.fullmatch(path.name) for path in self.folder.glob("claim-*.json"))
@@ -210,7 +210,7 @@ def _read(path: Path) -> str:
 
 
 def _boot() -> str:
-    """What tells this machine, since it started, from all others; containers apart."""
+    """Identifies this machine since its start, each container by itself."""
     try:
         own = os.readlink("/proc/self/ns/pid")
     except OSError:

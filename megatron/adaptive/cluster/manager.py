@@ -72,7 +72,7 @@ class Manager:
 
     Args:
         spec: what is to be run.
-        chooser: of the best shape for the arguments and the nodes that are there.
+        chooser: of the best layout for the arguments and the nodes that are there.
         own: this node, where nodes come by themselves; a signal then takes this node alone, and
             another one manages the job.
         kept: keeper of copies that this node kept for the manager before.
@@ -97,7 +97,7 @@ class Manager:
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
         self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
-        self._copies_told = ""
+        self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
         self._iteration = self._total = 0
@@ -112,7 +112,7 @@ class Manager:
         self._ports: dict[str, int] = {}
 
     async def run(self) -> int:
-        """Run the job to its end.
+        """Runs the job to its end.
 
         Returns:
             0 when training is complete; 128 + N after signal N; the status of the first rank that
@@ -120,7 +120,7 @@ class Manager:
 
         Raises:
             LeaseTakenError: another manager runs the job.
-            SetupError: no shape fits the nodes until the deadline, or the folder cannot be written.
+            SetupError: no layout fits the nodes until the deadline, or a folder is not writable.
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
@@ -128,15 +128,15 @@ class Manager:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         await asyncio.to_thread(self._lease.claim, {})
         self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
-        loop.add_signal_handler(signal.SIGHUP, self._members.look_at_file)
+        loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
         status = 2
         try:
             self._iteration = self._latest()
             self._program.check()
             await self._members.start()
-            told = {"address": self._members.address, "port": self._members.port}
-            self._lease.tell({**told, "secret": self._secret})
+            address = {"address": self._members.address, "port": self._members.port}
+            self._lease.publish({**address, "secret": self._secret})
             status = await self._run()
             if self._is_deposed:
                 raise self._lease.taken()
@@ -168,7 +168,7 @@ class Manager:
         reason = "start"
         while True:
             found = await self._layout()
-            if found is None:  # asked to stop before any shape fitted
+            if found is None:  # asked to stop before any layout fitted
                 assert self._stop is not None
                 return 128 + int(self._stop)
             running = await self._start(*found, reason)
@@ -182,7 +182,7 @@ class Manager:
                 return status
 
     async def _first_nodes(self) -> None:
-        """Wait until the machines of the file have answered, or enough came by themselves."""
+        """Waits until the machines of the file have answered, or enough came by themselves."""
         expected, limit_s = self._spec.nodes, self._spec.join_s
         if self._lease.is_taken_over:
             # Those that trained under the manager before, without that one's own node.
@@ -198,7 +198,7 @@ class Manager:
             await self._next(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Choose a shape for the nodes that are there; waits for nodes where none fits."""
+        """Chooses a layout for the nodes that are there; waits for nodes where none fits."""
         self._status = "waiting for machines"
         until_s = time.monotonic() + self._spec.wait_s
         said = False
@@ -214,11 +214,11 @@ class Manager:
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
                 said = True
-                say(f"no shape fits {slots} processes{why}: waiting for machines; {safe}")
+                say(f"no layout fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
             if time.monotonic() >= until_s:
                 raise SetupError(
-                    f"no shape of the model fits {slots} processes{why}, and no machine came"
+                    f"no layout of the model fits {slots} processes{why}, and no machine came"
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
             await self._next(until_s)
@@ -232,7 +232,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Start the ranks of a shape; ``None`` if a node of it goes before it can."""
+        """Starts the ranks of a layout; ``None`` if a node of it goes before it can."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -245,7 +245,7 @@ class Manager:
         incarnation = self._next_incarnation(layout, places, reason)
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = incarnation_folder(self._folder, incarnation.number, self._secret)
-        arguments, told = self._program.told(
+        arguments, variables = self._program.command(
             Start(
                 layout=layout,
                 incarnation=incarnation.number,
@@ -259,7 +259,7 @@ class Manager:
             places,
             incarnation.number,
             {
-                **told,
+                **variables,
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{incarnation.number}",
@@ -316,10 +316,14 @@ class Manager:
         return self._ports[node.name]
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Wait until every rank has ended or its node is lost."""
+        """Waits until every rank has ended or its node is lost."""
         while running.alive:
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
-            if event is not None and event.kind == "ended" and event.told["key"] in running.where:
+            if (
+                event is not None
+                and event.kind == "ended"
+                and event.message["key"] in running.where
+            ):
                 self._rank_ended(running, event)
             left = event.node if event is not None and event.kind == "lost" else None
             for key in running.alive:
@@ -330,7 +334,7 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if event is not None and event.kind == "tick" and not running.stopping:
-                await self._heed_slow(running)
+                await self._handle_slow(running)
             now_s = time.monotonic()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
@@ -342,14 +346,14 @@ class Manager:
         self._note_progress()
 
     def _rank_ended(self, running: RunningRanks, event: Event) -> None:
-        status = event.told["status"]
-        running.statuses[event.told["key"]] = status
+        status = event.message["status"]
+        running.statuses[event.message["key"]] = status
         if not self._program.is_well(status):
             node = self._members.nodes[event.node]
-            running.rank_failed(event.told["key"], node, status, _GRACE_S)
+            running.rank_failed(event.message["key"], node, status, _GRACE_S)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kill what is left of an epoch, and give up nodes that do not even tell of that."""
+        """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -364,15 +368,15 @@ class Manager:
         running.deadline_s = time.monotonic() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
-    async def _heed_slow(self, running: RunningRanks) -> None:
-        """Ask the ranks to save and end if another shape is better for a node that stays slow."""
-        # Of this epoch: the event may be of the one before.
-        told, nodes = self._progress.read(running.folder).slow, self._members.usable()
-        if reason := await self._stragglers.heed(told, running, nodes):
+    async def _handle_slow(self, running: RunningRanks) -> None:
+        """Asks the ranks to save and end if another layout is better for a node that stays slow."""
+        # Of this incarnation: the event may be of the one before.
+        slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
+        if reason := await self._stragglers.handle(slow, running, nodes):
             self._ask_to_save(running, reason)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Ask the ranks to save and end if another shape is better for the nodes that are left."""
+        """Asks the ranks to save and end if another layout suits the nodes that are left."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -398,7 +402,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Say what follows from the end of an epoch: an exit status, or why it goes on."""
+        """Decides what follows an incarnation: an exit status, or why the job goes on."""
         assert self._before is not None
         for node in list(self._members.nodes.values()):
             if node.status == "leaving":
@@ -434,7 +438,7 @@ class Manager:
         return None, lost or running.fault
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Wait for the next event, and heed what it says of nodes; ``None`` at the deadline."""
+        """Waits for the next event and applies it to the nodes; ``None`` at the deadline."""
         limit_s = None if until_s is None else max(0.0, until_s - time.monotonic())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -450,7 +454,7 @@ class Manager:
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "port":
-            self._ports[node.name] = event.told["port"]
+            self._ports[node.name] = event.message["port"]
         elif event.kind == "failed":
             say(f"warning: machine {node.name} is left out: {node.why}")
         elif event.kind == "lost":
@@ -470,19 +474,19 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     async def _tick(self) -> None:
-        """Keep the right to manage the job and its state, and look at the machines file."""
+        """Keeps the right to manage the job and its state, and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             if not self._holds():
                 return
-            self._members.look_at_file()
+            self._members.reread_file()
             with contextlib.suppress(AdaptiveError, OSError):  # the next morph would say so
                 self._write_state()
             if self._has_slow:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Keep up the right to manage the job; whether it is still held."""
+        """Keeps up the right to manage the job; returns whether it is still held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
@@ -500,24 +504,24 @@ class Manager:
         )
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
-        self._copies_told = now.copies
+        self._copies_text = now.copies
         incarnation.begun_at(now.start)
         incarnation.phases_s, incarnation.step_s = phases(incarnation, now), now.step_s
         self._has_slow = bool(now.slow)
 
     def _write_state(self) -> None:
         self._note_progress()
-        told = {
+        state = {
             "status": self._status,
             "iteration": self._iteration,
             "total_iterations": self._total,
             "checkpoint_iteration": self._latest(),
             "lost_steps": sum(incarnation.lost_steps for incarnation in self._incarnations),
-            "copies": self._copies_told,
-            "machines": [self._stragglers.told(node) for node in self._members.nodes.values()],
-            "epochs": [incarnation.told() for incarnation in self._incarnations],
+            "copies": self._copies_text,
+            "machines": [self._stragglers.to_dict(node) for node in self._members.nodes.values()],
+            "epochs": [incarnation.to_dict() for incarnation in self._incarnations],
         }
-        self._state.write(told)
+        self._state.write(state)
 
 
 _AGAIN_S = 0.5
@@ -525,14 +529,14 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Participant:
-    """One node; use :meth:`run` once.
+    """Lets one node take part; use :meth:`run` once.
 
     All of it is in one event loop, whose handlers of signals stay from one part to the next: a
-    notice that comes between two of them is heeded, and does not end the process without a word.
+    notice that comes between two of them is handled, and does not end the process without a word.
 
     Args:
         spec: of the job.
-        chooser: of shapes, should this node manage the job.
+        chooser: of layouts, should this node manage the job.
         name: of the node, unique in the job.
         slots: processes of this node, ``None`` for one on each GPU.
         is_local: no other machine takes part.
@@ -551,7 +555,7 @@ class Participant:
         self._notice: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Take part until the job ends, or this node is taken.
+        """Takes part until the job ends, or this node is taken.
 
         Returns:
             The exit status.
@@ -577,7 +581,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Be a node of the job; ``None`` where its manager is lost or not there yet."""
+        """Joins as a node of the job; ``None`` where its manager is lost or not there yet."""
         agent = Agent(
             AgentSpec(
                 name=self._name,
@@ -605,7 +609,7 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Heed signals again, and end what a manager or an agent has left in the loop."""
+        """Handles signals again, and ends what a manager or an agent has left in the loop."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

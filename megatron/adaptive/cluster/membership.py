@@ -39,7 +39,7 @@ _KEYS = ("slots", "name")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One line of the file.
+    """Describes one line of the file.
 
     Attributes:
         name: unique within the file.
@@ -53,12 +53,12 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Whether the host's name is one that means this machine on every machine."""
+        """Returns whether the host's name means this machine on every machine."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
     def is_local(self) -> bool:
-        """Whether it is the machine that this process runs on, by its name or an address."""
+        """Returns whether this process runs on it, by its name or an address."""
         own = socket.gethostname().lower()
         if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
             return True
@@ -75,7 +75,7 @@ class Machine:
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:
-    """Read a machines file.
+    """Reads a machines file.
 
     Raises:
         ConfigError: it is missing, empty, or a line breaks a rule; names the line.
@@ -106,20 +106,20 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
 
 
 def _machine(words: list[str], where: str) -> Machine:
-    host, told = words[0], dict[str, str]()
+    host, keys = words[0], dict[str, str]()
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
             raise ConfigError(f"{where}: {word!r}: after the host come slots=N and name=NAME only")
-        told[key] = value
-    for what in (host, told.get("name", host)):
+        keys[key] = value
+    for what in (host, keys.get("name", host)):
         if _NAME.fullmatch(what) is None:
             raise ConfigError(f"{where}: {what!r} is not a name of a host or node")
-    slots = told.get("slots")
+    slots = keys.get("slots")
     if slots is not None and (not slots.isdecimal() or int(slots) < 1):
         raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
     return Machine(
-        name=told.get("name", host), host=host, slots=None if slots is None else int(slots)
+        name=keys.get("name", host), host=host, slots=None if slots is None else int(slots)
     )
 
 
@@ -137,30 +137,30 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Something that happened.
+    """Reports something that happened.
 
     Attributes:
         kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
             ``port``, ``stop`` or ``tick``.
         node: where, the empty text for the manager itself.
-        told: what the agent said.
+        message: what the agent sent.
     """
 
     kind: str
     node: str
-    told: dict[str, Any]
+    message: dict[str, Any]
 
     @property
     def why_it_leaves(self) -> str:
-        """What ``notice`` and ``removed`` mean for the node."""
+        """Explains ``notice`` and ``removed`` for the node."""
         if self.kind == "notice":
-            return f"notice {self.told['signal']} on {self.node}"
+            return f"notice {self.message['signal']} on {self.node}"
         return f"{self.node} was taken from the machines file"
 
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """A node of the job, past or present.
+    """Describes a node of the job, past or present.
 
     Attributes:
         name: of the node.
@@ -187,14 +187,14 @@ class Node:
     link: AgentConnection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
-    def told(self) -> dict[str, Any]:
-        """What the state of the job holds of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its entry in the state of the job."""
         names = ("name", "status", "why", "host", "pid", "slots")
         return {name: getattr(self, name) for name in names}
 
 
 class Membership:
-    """The nodes of a job.
+    """Keeps the nodes of a job.
 
     Args:
         machines: file of machines, ``None`` where nodes come by themselves.
@@ -230,7 +230,7 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """At which agents reach the manager."""
+        """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
         return "127.0.0.1" if self._is_alone else _own_address()
@@ -248,40 +248,40 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """The first of these nodes that is about to go, and says so."""
+        """Returns the first of these nodes that is about to go."""
         found = (self.nodes[name] for name in names)
         return next((node for node in found if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Send a signal to the ranks of these nodes, as far as they can be reached."""
+        """Sends a signal to the ranks of these nodes, as far as they can be reached."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
     def usable(self) -> list[Node]:
-        """Nodes that can run ranks, in the order of the file or as they came."""
+        """Lists nodes that can run ranks, in the order of the file or as they came."""
         order = {machine.name: at for at, machine in enumerate(self._read)}
         found = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(found, key=lambda node: order.get(node.name, len(order)))
 
     @property
     def are_starting(self) -> bool:
-        """Whether an agent has not answered yet."""
+        """Returns whether an agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
     def lasting_pid(self, node: Node) -> int:
-        """The process on a node that stays when another node manages the job."""
+        """Returns the process on a node that stays when another node manages the job."""
         is_own = self._own is not None and node.name == self._own.name
         return os.getpid() if is_own else node.pid
 
     def address_of(self, node: Node) -> str:
-        """At which the other nodes reach a node."""
+        """Returns the address at which the other nodes reach a node."""
         assert node.link is not None
         peer = node.link.peer
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
-    def look_at_file(self) -> None:
-        """Read the machines file again if it has changed."""
+    def reread_file(self) -> None:
+        """Reads the machines file again if it has changed."""
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -308,7 +308,7 @@ class Membership:
                 self._start_agent(machine)
 
     def release(self, node: Node, why: str, status: int) -> None:
-        """Let a node go that runs nothing any more.
+        """Lets a node go that runs nothing any more.
 
         Args:
             node: which.
@@ -320,7 +320,7 @@ class Membership:
             node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
-        """Let all nodes go and wait for the agents that were started here.
+        """Lets all nodes go and waits for the agents that were started here.
 
         Args:
             status: that they end with.
@@ -362,7 +362,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Start the agent of a machine and see it end."""
+        """Starts the agent of a machine and sees it end."""
         command = [sys.executable, "-m", "megatron.adaptive", "run", "--agent"]
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
@@ -392,7 +392,7 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        # It stays open: its end tells the agent that the manager is gone.
+        # It stays open: its end means to the agent that the manager is gone.
         process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
         said = ""
         if process.stderr is not None:
@@ -420,20 +420,20 @@ class Membership:
             await self._attend(AgentConnection(reader, writer))
 
     async def _attend(self, link: AgentConnection) -> None:
-        told = await link.receive()
-        if told is None or told["what"] != "join" or told.get("secret") != self._secret:
+        hello = await link.receive()
+        if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")
             await link.close()
             return
-        node = self.nodes.setdefault(told["name"], Node(name=told["name"]))
+        node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
         if node.status in ("present", "leaving"):
-            link.send("refused", why=f"has a node {told['name']} already: give it another --name")
+            link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
             await link.close()
             return
-        node.link, node.host, node.pid = link, told["host"], told["pid"]
-        node.slots, node.status, node.why = told["slots"], "present", ""
+        node.link, node.host, node.pid = link, hello["host"], hello["pid"]
+        node.slots, node.status, node.why = hello["slots"], "present", ""
         node.is_ready = False
-        node.copies_port = told.get("copies_port", 0)
+        node.copies_port = hello.get("copies_port", 0)
         link.send("welcome")
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
@@ -447,7 +447,7 @@ class Membership:
 
 
 def _listen(*, is_local: bool) -> socket.socket:
-    """Listen on a port of this machine's own choice: one for both versions of IP."""
+    """Listens on a port of this machine's own choice: one for both versions of IP."""
     if not is_local and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # where it was turned off since
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -455,7 +455,7 @@ def _listen(*, is_local: bool) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of the way out of this machine; no packet is sent."""
+    """Finds the address of the way out of this machine; sends no packet."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))

@@ -6,6 +6,7 @@
     <LOG_DIR>/<job>/<node>.out    what the node's processes print
     <LOG_DIR>/<job>/<node>.err    their errors and warnings
     <LOG_DIR>/<job>/<node>.gpu    what they use, sampled
+    <LOG_DIR>/<job>/progress.jsonl    how far the run is
 
 The commands come from the configuration: the trainer's flags, each node's torchrun, the container
 around it. Files, folders and the port are checked before anything starts.
@@ -61,7 +62,7 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """What a node is told of the job when all have met.
+    """Describes a node's part in the job once all have met.
 
     Attributes:
         node_rank: of this node.
@@ -77,7 +78,7 @@ class NodePlace:
 
 
 def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
-    """Return the flags of ``pretrain_gpt.py``.
+    """Returns the flags of ``pretrain_gpt.py``.
 
     Args:
         conf: the configuration.
@@ -121,7 +122,7 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Check the trainer's own rules before anything starts.
+    """Checks the trainer's own rules before anything starts.
 
     Raises:
         ConfigError: names the variable where the rule is about one, else the trainer's flag.
@@ -144,12 +145,12 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
 
 
 def python_of(conf: LaunchConf) -> str:
-    """Return the Python that nodes run."""
+    """Returns the Python that nodes run."""
     return conf["PYTHON"] or sys.executable
 
 
 def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]:
-    """Return the command that starts a node's processes."""
+    """Returns the command that starts a node's processes."""
     command = [*_profiler(conf, place.node_rank, run_dir), python_of(conf)]
     command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(place.processes))]
     command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
@@ -170,7 +171,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Return ``command`` as it runs inside the image; pyxis is Slurm's to start."""
+    """Returns ``command`` as it runs inside the image; pyxis is Slurm's to start."""
     if conf["CONTAINER"] not in ("apptainer", "enroot"):
         return list(command)
     mounts = [f"{ROOT}:{ROOT}", f"{run_dir}:{run_dir}"]
@@ -184,8 +185,8 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 
 def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
-    """Return what ``run.json`` says: the job's latest start, its settings, every node's part."""
-    told = {
+    """Returns what ``run.json`` says: the job's latest start, its settings, every node's part."""
+    record = {
         "started_unix_s": round(time.time(), 1),
         "conf": conf.texts(),
         "processes": place.processes,
@@ -193,7 +194,7 @@ def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
         "master": f"{place.master_addr}:{place.master_port}",
         "flags": trainer_flags(conf, run_dir),
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(record, indent=2) + "\n"
 
 
 EXIT_STOPPED_EARLY = 75
@@ -217,7 +218,7 @@ def run_node(
     echo: bool,
     reach_s: float | None = None,
 ) -> int:
-    """Start a node's processes and wait for their end.
+    """Starts a node's processes and waits for their end.
 
     Signals that end a program are passed on to them, SIGUSR1 to the ranks among them.
 
@@ -242,7 +243,7 @@ def run_node(
         (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
     environment = _environment(conf, variables)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they heed it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
     with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
         begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
         for file in (out, err):
@@ -291,7 +292,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass signals on to the processes, and leave none of them behind."""
+    """Passes signals on to the processes, and leave none of them behind."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _tell_ranks(job.pid, n))
     try:
@@ -305,7 +306,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _tell_ranks(pid: int, number: int) -> None:
-    """Send a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
+    """Sends a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -380,7 +381,7 @@ class _Way(threading.Thread):
                 os.killpg(self._job.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """The processes have ended; wait for a line that is being written."""
+        """Ends the check after the processes; waits for a line that is being written."""
         self._over.set()
         self.join(_ASK_S + 1.0)
 
@@ -410,7 +411,7 @@ class _Copy(threading.Thread):
 
 
 def check_files(conf: LaunchConf) -> None:
-    """Check that data and image are there.
+    """Checks that data and image are there.
 
     Raises:
         ConfigError: one is not.
@@ -436,7 +437,7 @@ def check_files(conf: LaunchConf) -> None:
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Make a folder and check that it can be written.
+    """Makes a folder and checks that it can be written.
 
     Args:
         folder: absolute.
@@ -454,7 +455,7 @@ def make_folder(folder: Path, name: str) -> None:
 
 
 def check_port(port: int) -> None:
-    """Check that a port of this machine is free.
+    """Checks that a port of this machine is free.
 
     Raises:
         SetupError: another program listens on it.

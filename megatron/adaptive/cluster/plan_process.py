@@ -1,4 +1,4 @@
-"""The planner of a job in a process of its own, so that a long search stops nothing.
+"""Runs the planner of a job in a process of its own, so that a long search stops nothing.
 
 It is started once, reads the files, and loads the compiled search while machines are still coming.
 A question is a line of JSON on its input, the answer a line on its output; both have a number, for
@@ -31,10 +31,9 @@ from typing import Any
 
 from megatron.adaptive.cluster.layouts import (
     WORTH_A_MORPH,
+    Chooser,
     Offer,
     ParallelLayout,
-    choose_layout,
-    is_better,
 )
 from megatron.adaptive.cluster.membership import Machine, read_machines
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -53,7 +52,7 @@ _SEARCH = 0.5
 
 
 class PlanProcess:
-    """The running process. To be closed.
+    """Talks to the running process. To be closed.
 
     Args:
         paths: see ``planning.Planning``.
@@ -92,7 +91,7 @@ class PlanProcess:
         )
 
     def check(self, machines: Path | None) -> str:
-        """Have the files looked at, and a plan made for all machines that may come. Blocks.
+        """Checks the files, and that a plan is possible for all machines that may come. Blocks.
 
         Args:
             machines: file of machines, ``None`` where nodes come by themselves.
@@ -113,10 +112,10 @@ class PlanProcess:
         return ""
 
     def ask(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Have the nodes planned for that are there. Blocks up to the limit; threads take turns.
+        """Asks for a layout on the nodes that are there. Blocks up to the limit.
 
         Returns:
-            The shape and what is to be said of it, or ``None`` and why none fits.
+            The layout and what is to be said of it, or ``None`` and why none fits.
 
         Raises:
             SetupError: no answer within the limit, or the process has ended.
@@ -129,7 +128,7 @@ class PlanProcess:
         return _layout_of(answer["shape"]), strange and f"{strange}: in no file of --plan-with"
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """Ends the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -137,11 +136,11 @@ class PlanProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _send(self, told: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        # Where it has ended, the answer that does not come tells so.
+        # Where it has ended, no answer comes.
         with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def _ask(self, question: dict[str, Any], within_s: float) -> dict[str, Any]:
@@ -175,8 +174,8 @@ class PlanProcess:
         return line
 
 
-class PlannerChooser:
-    """Chooses shapes by the planner, and by the rule where that has no answer in time.
+class PlannerChooser(Chooser):
+    """Chooses layouts by the planner, and by the rule where that has no answer in time.
 
     Args:
         process: the planner.
@@ -189,21 +188,19 @@ class PlannerChooser:
         self._within_s = within_s
         self._say = say
         self._known: dict[tuple[Offer, ...], tuple[ParallelLayout | None, str]] = {}
-        self.why = ""
 
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        """See ``shapes.Chooser``."""
+        """Implements ``layouts.Chooser``."""
         nodes = tuple(offers)
         if nodes not in self._known:
             try:
                 found = await asyncio.to_thread(self._process.ask, nodes, self._within_s)
             except SetupError as error:
-                self._say(f"warning: no plan: {error}; the shape is chosen without it")
+                self._say(f"warning: no plan: {error}; the layout is chosen without it")
                 self.why = ""
-                slots = [one.slots for one in offers]
-                return choose_layout(arguments, slots, [one.slowness for one in offers])
+                return await super().choose(arguments, offers)
             self._known[nodes] = found
             if found[0] is not None and found[1]:
                 self._say(f"warning: left out: {found[1]}")
@@ -211,13 +208,9 @@ class PlannerChooser:
         self.why = "" if layout is not None else text
         return layout
 
-    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """See ``shapes.Chooser``."""
-        return is_better(layout, running)
 
-
-class MeasuringChooser:
-    """Chooses shapes of a script: all processes to measure its model, then those of its plan.
+class MeasuringChooser(Chooser):
+    """Chooses layouts of a script: all processes to measure its model, then those of its plan.
 
     Args:
         model: file of what was measured.
@@ -234,12 +227,11 @@ class MeasuringChooser:
         self._within_s = within_s
         self._say = say
         self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
-        self.why = ""
 
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        """See ``shapes.Chooser``."""
+        """Implements ``layouts.Chooser``."""
         module = MeasuredModule.read(self._model)
         if module is None:
             return _to_measure(offers)
@@ -262,7 +254,7 @@ class MeasuringChooser:
         return layout
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """See ``shapes.Chooser``: more processes, or as many and faster."""
+        """Implements ``layouts.Chooser``: more processes, or as many and faster."""
         if running.is_to_be_measured or layout.is_to_be_measured:
             return False
         if layout.world_size != running.world_size:
@@ -279,20 +271,20 @@ def _to_measure(offers: Sequence[Offer]) -> ParallelLayout | None:
     return ParallelLayout(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
 
 
-def _layout_of(told: dict[str, Any]) -> ParallelLayout:
+def _layout_of(message: dict[str, Any]) -> ParallelLayout:
     return ParallelLayout(
         **{
-            **told,
-            "partition": tuple(told["partition"]),
-            "flags": tuple(told["flags"]),
-            "widths": tuple(told["widths"]),
-            "places": tuple((name, count) for name, count in told["places"]),
+            **message,
+            "partition": tuple(message["partition"]),
+            "flags": tuple(message["flags"]),
+            "widths": tuple(message["widths"]),
+            "places": tuple((name, count) for name, count in message["places"]),
         }
     )
 
 
 def main() -> int:
-    """Answer until the input ends."""
+    """Answers until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from megatron.adaptive.cluster.planning import Planning
 
@@ -318,7 +310,7 @@ def main() -> int:
         if planning is not None:
             try:
                 answer = _answer(planning, question)
-            except Exception as error:  # a bug: told with its traceback, and the job goes on
+            except Exception as error:  # a bug: printed with its traceback, and the job goes on
                 traceback.print_exc()
                 answer = {"failed": repr(error)}
         print(json.dumps({"number": question["number"], **answer}), flush=True)

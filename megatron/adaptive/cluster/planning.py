@@ -65,7 +65,7 @@ _BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes that a plan takes for equal.
+    """Describes nodes that a plan takes for equal.
 
     Attributes:
         base: their type.
@@ -79,12 +79,12 @@ class NodeKind:
 
     @property
     def is_base(self) -> bool:
-        """Whether they are as their type is."""
+        """Returns whether they are as their type is."""
         return self.slowness == 1.0 and self.gpus == self.base.gpus
 
     @property
     def node(self) -> NodeType:
-        """The type that stands for them in a plan."""
+        """Returns the type that stands for them in a plan."""
         if self.is_base:
             return self.base
         name = f"{self.base.name} x {self.gpus}"
@@ -93,13 +93,13 @@ class NodeKind:
 
     @property
     def gpu(self) -> str:
-        """The name that their durations go by."""
+        """Returns the name that their durations go by."""
         gpu = self.base.gpu
         return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
-    """Read a cluster file, profiles, or both, told apart by what they hold.
+    """Reads a cluster file, profiles, or both, distinguished by content.
 
     Returns:
         The cluster, and the profiles as one; ``None`` for what was not given.
@@ -110,11 +110,11 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
     clusters: list[tuple[str, Any]] = []
     profiles: list[tuple[str, dict[str, Any]]] = []
     for path in paths:
-        told = read_file(path, "cluster or profile")
-        if isinstance(told, dict) and "layers" in told:
+        document = read_file(path, "cluster or profile")
+        if isinstance(document, dict) and "layers" in document:
             profiles.append((str(path), profile_file.load(path)))
-        elif isinstance(told, dict) and isinstance(told.get("nodes"), list):
-            clusters.append((str(path), told))
+        elif isinstance(document, dict) and isinstance(document.get("nodes"), list):
+            clusters.append((str(path), document))
         else:
             raise ConfigError(
                 f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
@@ -131,21 +131,21 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
     if not clusters:
         return None, profile
     memories = {} if profile is None else profile_file.measured_memory(profile)
-    where, told = clusters[0]
-    return make_cluster(told, where, memories), profile
+    where, document = clusters[0]
+    return make_cluster(document, where, memories), profile
 
 
-def equal_nodes(told: Mapping[str, Any], where: str) -> Cluster:
-    """Return a cluster of equal nodes, of as many processes as each may have.
+def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
+    """Returns a cluster of equal nodes, of as many processes as each may have.
 
     Args:
-        told: a profile, which says of which part.
+        document: a profile, which says of which part.
         where: the file.
 
     Raises:
         ConfigError: it is of several parts, or does not say their memory.
     """
-    gpus = list(dict.fromkeys(row["gpu"] for row in told["layers"]))
+    gpus = list(dict.fromkeys(row["gpu"] for row in document["layers"]))
     if len(gpus) > 1:
         raise ConfigError(
             f"{where}: it holds measurements of {', '.join(gpus)}: name a cluster file too, which"
@@ -153,12 +153,14 @@ def equal_nodes(told: Mapping[str, Any], where: str) -> Cluster:
         )
     part = known_gpu(gpus[0])
     gpu = gpus[0] if part is None else part.name
-    memory = profile_file.measured_memory(told).get(gpu)
+    memory = profile_file.measured_memory(document).get(gpu)
     if memory is None and part is None:
         raise ConfigError(
             f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
         )
-    named = [name for name, facts in told.get("nodes", {}).items() if facts.get("gpu") == gpus[0]]
+    named = [
+        name for name, facts in document.get("nodes", {}).items() if facts.get("gpu") == gpus[0]
+    ]
     node = NodeType(
         name=named[0] if named else gpu,
         gpu=gpu,
@@ -170,7 +172,7 @@ def equal_nodes(told: Mapping[str, Any], where: str) -> Cluster:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
-    """Return a cluster of so many nodes of each kind.
+    """Returns a cluster of so many nodes of each kind.
 
     Args:
         cluster: by the names of their types.
@@ -181,7 +183,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
 
 
 def _for_pairs(links: Mapping[Any, LinkSpeed], kinds: Sequence[NodeKind]) -> dict[Any, LinkSpeed]:
-    """Links between types by the names of the kinds of node that stand for these."""
+    """Returns links between types by the names of the kinds of node that stand for these."""
     found = {}
     for one in kinds:
         for other in kinds:
@@ -194,7 +196,7 @@ def _for_pairs(links: Mapping[Any, LinkSpeed], kinds: Sequence[NodeKind]) -> dic
 
 
 def profile_of(profile: Profile, kinds: Sequence[NodeKind]) -> Profile:
-    """Return what is known of durations by the names of kinds of node.
+    """Returns what is known of durations by the names of kinds of node.
 
     Args:
         profile: by the names of their types.
@@ -268,10 +270,10 @@ _RECOMPUTE = ("--recompute", "--checkpoint-activations")
 
 
 class Planning:
-    """Plans the shapes of one job.
+    """Plans the layouts of one job.
 
     Args:
-        paths: cluster file, profiles, or both, told apart by what they hold.
+        paths: cluster file, profiles, or both, distinguished by content.
         arguments: of the trainer.
         unequal: whether stages may have unequal numbers of replicas.
 
@@ -293,17 +295,17 @@ class Planning:
                 f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
         self._model = arguments_model(arguments, "model")
-        cluster, told = read_inputs(paths)
+        cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
         self._has_cluster = cluster is not None
         if cluster is None:
-            assert told is not None  # there is at least one file
-            cluster = equal_nodes(told, self._where)
+            assert document is not None  # there is at least one file
+            cluster = equal_nodes(document, self._where)
         measured = None
-        if told is not None:
-            profile_file.check_model(told, self._model, self._where)
+        if document is not None:
+            profile_file.check_model(document, self._model, self._where)
             gpus = {one.name: one.gpu for one in cluster.types}
-            measured = profile_file.make_profile(profile_file.renamed(told, gpus)[0])
+            measured = profile_file.make_profile(profile_file.renamed(document, gpus)[0])
         self._cluster = cluster
         self._profile = complete_profile(measured, self._model, cluster)
         self._types = {host: group.type for group in cluster.groups for host in group.hosts}
@@ -316,7 +318,7 @@ class Planning:
         self._other = others[0] if others else None
 
     def require_machines(self, machines: Sequence[Machine], where: str) -> None:
-        """Refuse machines that the cluster file does not have.
+        """Refuses machines that the cluster file does not have.
 
         Raises:
             ConfigError: there are such; names them.
@@ -331,7 +333,7 @@ class Planning:
             )
 
     def expected(self, machines: Sequence[Machine] | None) -> list[Offer]:
-        """The nodes that may come, as far as the files tell; empty where they do not.
+        """Lists the nodes that may come, as far as the files name them.
 
         Args:
             machines: those of the machines file, ``None`` where nodes come by themselves.
@@ -353,11 +355,11 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Names of nodes that the cluster file does not have."""
+        """Lists names of nodes that the cluster file does not have."""
         return [one.name for one in offers if self._type_of(one) is None]
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
-        """Find the fastest shape.
+        """Finds the fastest layout.
 
         Args:
             offers: the nodes that are there; those that the cluster file does not have are left
@@ -388,7 +390,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], cluster: Cluster, profile: Profile
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """The best plan that the trainer takes, and why it does not take the first.
+        """Finds the best plan that the trainer takes, and why it does not take the first.
 
         Raises:
             ConfigError: there is no plan.
@@ -407,7 +409,7 @@ class Planning:
         return None, refused
 
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
-        """Options under which the search also meets stages of unequal numbers of replicas.
+        """Returns options under which the search also tries stages of unequal numbers of replicas.
 
         It gives a narrow stage larger microbatches, of which a run deals out the parts.
         """
@@ -429,7 +431,7 @@ class Planning:
         return self._other
 
     def _on(self, offers: Sequence[Offer]) -> tuple[list[str], Cluster, Profile]:
-        """Names of the nodes by number in a cluster of them alone; it; what is known of it."""
+        """Returns the nodes' names by number in a cluster of them alone, it, and its profile."""
         found: dict[NodeKind, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -469,7 +471,7 @@ class Planning:
         return any(word.startswith(tuple(prefixes)) for word in self._arguments)
 
     def _widths(self, cluster: Cluster) -> tuple[int, ...]:
-        """Tensor-parallel widths under which losses stay as they are."""
+        """Lists tensor-parallel widths under which losses stay as they are."""
         config = self._config
         given = config.parallel.tensor_model_parallel_size
         words = {word.partition("=")[0] for word in self._arguments}
@@ -478,7 +480,7 @@ class Planning:
             return (given,)
 
         def padded(width: int) -> tuple[int, ...]:
-            # A tokenizer may have a token more than it was told.
+            # A tokenizer may have a token more than it was given.
             unit = config.model.make_vocab_size_divisible_by * width
             return tuple(-(-(vocabulary + more) // unit) * unit for more in (0, 1))
 
@@ -491,7 +493,7 @@ class Planning:
         )
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Sizes of a microbatch under which losses stay as they are; empty for all."""
+        """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
         # Both draw, or weigh, by microbatch.
@@ -502,7 +504,7 @@ class Planning:
     def _layout(
         self, row: PlanRow, nodes: Sequence[str], cluster: Cluster, profile: Profile
     ) -> ParallelLayout:
-        """The shape of a plan.
+        """Makes the layout of a plan.
 
         Raises:
             ConfigError: the trainer refuses it.
@@ -517,8 +519,8 @@ class Planning:
         document = plan_document(plan, self._model, cluster, row.prediction)
         left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
         left += ["recompute"] if self._is_given(_RECOMPUTE) else []
-        told = {key: value for key, value in document.items() if key not in left}
-        flags = plan_flags(told, PLAN_WITH)
+        document = {key: value for key, value in document.items() if key not in left}
+        flags = plan_flags(document, PLAN_WITH)
         counts = [len(place.replicas) for place in plan.places]
         world_size = plan.tp * sum(counts)
         parse([*self._arguments, *flags], world_size=world_size, last_wins=True)

@@ -43,7 +43,7 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Serve orders from a connected socket until it ends.
+    """Serves orders from a connected socket until it ends.
 
     Args:
         descriptor: of the socket.
@@ -54,7 +54,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the agent decides what they mean
     _import()
     gc.freeze()  # so that collecting in a rank does not copy what all share
-    _Nursery(orders).serve()
+    _Forkserver(orders).serve()
 
 
 def _die_with_parent() -> None:
@@ -62,7 +62,7 @@ def _die_with_parent() -> None:
 
 
 def _import() -> None:
-    """Import what ranks need; what is missing is for them to say."""
+    """Imports what ranks need; what is missing is for them to say."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if _has_gpu():
@@ -78,7 +78,7 @@ def _has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
-class _Nursery:
+class _Forkserver:
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
         self._ranks: dict[int, str] = {}
@@ -89,7 +89,7 @@ class _Nursery:
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        self._tell(ready=True)
+        self._send(ready=True)
         with selectors.DefaultSelector() as selector:
             selector.register(self._orders, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
@@ -125,10 +125,10 @@ class _Nursery:
             self._become(rank, parent)
         os.setpgid(pid, pid)
         self._ranks[pid] = rank["key"]
-        self._tell(started=rank["key"], pid=pid)
+        self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Run a rank's script in the forked process."""
+        """Runs a rank's script in the forked process."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class _Nursery:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            # Kept back until the training loop heeds it, so that none is lost.
+            # Kept back until the training loop handles it, so that none is lost.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             for end in (self._orders, self._wake, self._woken):
@@ -153,7 +153,7 @@ class _Nursery:
         except SystemExit as end_:
             status = _status(end_)
         except BaseException as error:
-            status = _told(error)
+            status = _print_error(error)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -175,9 +175,9 @@ class _Nursery:
                 continue
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # readers of data that it left behind
-            self._tell(ended=key, status=os.waitstatus_to_exitcode(status))
+            self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 
-    def _tell(self, **values: Any) -> None:
+    def _send(self, **values: Any) -> None:
         with contextlib.suppress(OSError):
             self._orders.sendall(json.dumps(values).encode() + b"\n")
 
@@ -193,8 +193,8 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _told(error: BaseException) -> int:
-    """Print an error that nobody caught; returns the status of the process."""
+def _print_error(error: BaseException) -> int:
+    """Prints an error that nobody caught; returns the status of the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
@@ -60,13 +61,13 @@ _OF_EPOCHS = ("--trace-dir",)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a program's ranks.
+    """Describes one start of a program's ranks.
 
     Attributes:
-        shape: of them.
-        epoch: its number.
+        layout: of them.
+        incarnation: its number.
         resumed: the iteration that they go on from, 0 for none.
-        progress: folder where they tell how far they are.
+        progress: folder where they write their progress.
     """
 
     layout: ParallelLayout
@@ -75,31 +76,38 @@ class Start:
     progress: Path
 
 
-class Program(Protocol):
-    """What the ranks of a job run."""
+class Program(ABC):
+    """Describes what the ranks of a job run.
 
-    @property
-    def folder(self) -> CheckpointFolder | PipelineFolder:
-        """Of its checkpoints."""
+    Args:
+        folder: of its checkpoints.
+    """
+
+    def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
+        self.folder = folder
 
     def latest(self) -> int | None:
-        """The iteration to go on from, ``None`` where there is no checkpoint."""
+        """Returns the iteration to go on from, ``None`` where there is no checkpoint."""
+        return self.folder.latest()
 
+    @abstractmethod
     def check(self) -> None:
-        """Refuse a folder of checkpoints that ranks could not go on from.
+        """Refuses a folder of checkpoints that ranks could not go on from.
 
         Raises:
             CheckpointError: it is damaged.
         """
 
-    def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
-        """Arguments and further variables of the ranks of a start."""
+    @abstractmethod
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Returns arguments and further variables of the ranks of a start."""
 
     def is_well(self, status: int) -> bool:
-        """Whether a rank that ended with a status did so in good order."""
+        """Returns whether a rank that ended with a status did so in good order."""
+        return status == 0
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Why a job goes on whose ranks ended in good order, empty where it need not.
+        """Explains why a job goes on whose ranks ended in good order, empty where it need not.
 
         Args:
             before: what they wrote.
@@ -108,34 +116,30 @@ class Program(Protocol):
         Raises:
             SetupError: they did not do what a job needs.
         """
+        return ""
 
 
-class TrainerProgram:
-    """The trainer of this project, which has flags for all that a job tells it.
+class TrainerProgram(Program):
+    """Runs the trainer of this project, which has flags for all that a job needs.
 
     Args:
         arguments: as the user gave them.
         checkpoints: their folder.
-
-    Attributes:
-        folder: of checkpoints.
     """
 
-    def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
-        self._arguments = arguments
-        self.folder = CheckpointFolder(checkpoints)
+    folder: CheckpointFolder
 
-    def latest(self) -> int | None:
-        """See :class:`Program`."""
-        return self.folder.latest()
+    def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
+        super().__init__(CheckpointFolder(checkpoints))
+        self._arguments = arguments
 
     def check(self) -> None:
-        """See :class:`Program`."""
+        """Implements :class:`Program`."""
         if (latest := self.latest()) is not None:
             self.folder.open(latest)
 
-    def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
-        """See :class:`Program`; later arguments win over the user's."""
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Implements :class:`Program`; later arguments win over the user's."""
         words: list[str] = []
         skip = 0
         for at, word in enumerate(self._arguments):
@@ -157,45 +161,32 @@ class TrainerProgram:
             words += ["--load", checkpoints]
         return words, {}
 
-    def is_well(self, status: int) -> bool:
-        """See :class:`Program`."""
-        return status == 0
 
-    def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """See :class:`Program`."""
-        return ""
-
-
-class ScriptProgram:
-    """A script that trains a ``Pipeline`` in ``Pipeline.loop``.
+class ScriptProgram(Program):
+    """Runs a script that trains a ``Pipeline`` in ``Pipeline.loop``.
 
     Args:
         path: of the script.
         arguments: as the user gave them; its own.
         checkpoints: their folder.
-
-    Attributes:
-        folder: of checkpoints.
     """
 
+    folder: PipelineFolder
+
     def __init__(self, path: Path, arguments: Sequence[str], checkpoints: Path) -> None:
+        super().__init__(PipelineFolder(checkpoints))
         self._name = path.name
         self._arguments = arguments
-        self.folder = PipelineFolder(checkpoints)
         self._model = model_file(checkpoints)
         self._measured = 0
 
-    def latest(self) -> int | None:
-        """See :class:`Program`."""
-        return self.folder.latest()
-
     def check(self) -> None:
-        """See :class:`Program`."""
+        """Implements :class:`Program`."""
         if (latest := self.latest()) is not None:
             read_pipeline_manifest(self.folder.find(latest))
 
-    def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
-        """See :class:`Program`; what must stay for the losses stays from the first shape on."""
+    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+        """Implements :class:`Program`; what losses depend on stays as at first."""
         layout = start.layout
         known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if known is not None and known.is_random and known.micro_batch_size is None:
@@ -215,11 +206,11 @@ class ScriptProgram:
         return list(self._arguments), {JOB_VARIABLE: order.to_text()}
 
     def is_well(self, status: int) -> bool:
-        """See :class:`Program`."""
+        """Implements :class:`Program`."""
         return status in (0, EXIT_MEASURED)
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """See :class:`Program`."""
+        """Implements :class:`Program`."""
         if EXIT_MEASURED in statuses:
             self._measured += 1
             if self._measured > _MOST_MEASURED:
@@ -231,7 +222,7 @@ class ScriptProgram:
         self._measured = 0
         if before.begun_ns is None:
             raise SetupError(
-                f"{self._name} ended without training: a job that changes its shape needs a script"
+                f"{self._name} ended without training: a job that changes its layout needs a script"
                 " that builds a megatron.adaptive.Pipeline and trains in `for step in"
                 " pipeline.loop(...)`; see docs/elastic.md"
             )
@@ -239,12 +230,12 @@ class ScriptProgram:
 
 
 def model_file(checkpoints: Path) -> Path:
-    """What a job knows of the model of its script."""
+    """Returns the file of what a job measured of the model of its script."""
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Whether a script is the trainer, or goes into it: its name or its text says so."""
+    """Returns whether a script is the trainer, or calls it, by its name or its text."""
     if script.stem == _TRAINER:
         return True
     try:
@@ -264,7 +255,7 @@ EXIT_LEFT = 75
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What is to be run.
+    """Describes what is to be run.
 
     Attributes:
         script: of every rank.
@@ -273,7 +264,7 @@ class JobSpec:
         machines: file of machines, ``None`` where nodes come by themselves.
         nodes: to wait for before the first start, where they come by themselves.
         join_s: how long to wait for them.
-        wait_s: how long to wait for nodes when no shape fits those that are there.
+        wait_s: how long to wait for nodes when no layout fits those that are there.
         stop_s: how long ranks have to come to the end of a step and to save.
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
@@ -298,7 +289,7 @@ class JobSpec:
 
     @property
     def program(self) -> Program:
-        """What the ranks run."""
+        """Returns what the ranks run."""
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
@@ -306,12 +297,12 @@ class JobSpec:
 
 @dataclass(kw_only=True, eq=False)
 class RunningRanks:
-    """The ranks of one epoch.
+    """Tracks the ranks of one incarnation.
 
     Attributes:
-        epoch: what they run.
-        shape: their shape.
-        folder: where they tell how far they are.
+        incarnation: what they run.
+        layout: their layout.
+        folder: where they write their progress.
         where: the node of each rank, by key.
         statuses: of the ranks that ended, by key.
         stopping: why they were asked to save and end.
@@ -334,11 +325,11 @@ class RunningRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Ranks that have not ended."""
+        """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
     def at_fault(self, fault: str, grace_s: float, *, gone: str = "") -> None:
-        """Note what went wrong first; the other ranks get a moment to say what they saw of it.
+        """Records what went wrong first; the other ranks get a moment to report it.
 
         Args:
             fault: what went wrong.
@@ -352,7 +343,7 @@ class RunningRanks:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
 
     def rank_failed(self, key: str, node: Node, status: int, grace_s: float) -> None:
-        """Note that a rank ended; one that its node took along before it had saved is no fault."""
+        """Records a rank's exit; exits caused by a departing node are not failures."""
         gone = node.why if node.status == "leaving" else ""
         rank = key.partition("/")[2]
         self.at_fault(f"rank {rank} on {node.name} {how_ended(status)}", grace_s, gone=gone)
@@ -360,7 +351,7 @@ class RunningRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank runs.
+    """Describes where a rank runs.
 
     Attributes:
         node: its node.
@@ -375,7 +366,7 @@ class RankPlace:
     local_world_size: int
 
     def variables(self, rank: int, world_size: int) -> dict[str, str]:
-        """The environment that says so, as torchrun has it."""
+        """Returns the environment of the rank, as torchrun has it."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -386,23 +377,23 @@ class RankPlace:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """The first of some moments, ``None`` for never."""
+    """Returns the first of some moments, ``None`` for never."""
     return min((one for one in moments if one is not None), default=None)
 
 
 def how_ended(status: int) -> str:
-    """Say how a process ended."""
+    """Describes how a process ended."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"ended with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[RankPlace]:
-    """Lay the ranks of a shape on nodes, one after the other; tensor-parallel groups stay whole.
+    """Lays the ranks of a layout on nodes in turn; tensor-parallel groups stay whole.
 
     Args:
-        nodes: with slots enough, in the order of the ranks where the shape has no other.
-        shape: what is to run.
+        nodes: with slots enough, in the order of the ranks where the layout has no other.
+        layout: what is to run.
 
     Returns:
         The place of each rank; of fewer ranks where nodes are missing.
@@ -434,13 +425,13 @@ def rank_orders(
     incarnation: int,
     variables: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return what the agent of each node is told to start.
+    """Returns the orders to the agent of each node.
 
     Args:
         script: of every rank.
         arguments: of the script.
         places: of the ranks.
-        epoch: number of the one that they begin.
+        incarnation: number of the one that they begin.
         variables: that all ranks get.
     """
     orders: dict[str, list[dict[str, Any]]] = {}

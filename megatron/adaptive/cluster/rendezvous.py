@@ -66,7 +66,7 @@ class Hello:
 
 
 def number_nodes(conf: LaunchConf, hellos: Sequence[Hello]) -> list[tuple[int, int]]:
-    """Give every node its rank and number of processes.
+    """Gives every node its rank and number of processes.
 
     Args:
         conf: the configuration; what it leaves open the nodes say.
@@ -122,12 +122,12 @@ def _wanted(hellos: Sequence[Hello]) -> list[int]:
 
 
 def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -> int:
-    """Return the first free rank whose planned processes are ``count``, else the first free."""
+    """Returns the first free rank whose planned processes are ``count``, else the first free."""
     return next((rank for rank in free if planned and planned[rank] == count), free[0])
 
 
 def open_store(port: int) -> TCPStore:
-    """Open the store of the first node.
+    """Opens the store of the first node.
 
     Raises:
         SetupError: the port is in use.
@@ -144,7 +144,7 @@ def gather_nodes(
     say: Say,
     make_answer: Callable[[Places], dict[str, Any]],
 ) -> tuple[int, dict[str, Any], str | None]:
-    """Wait as the first node until all others have come, and answer them.
+    """Waits as the first node until all others have come, and answers them.
 
     Args:
         conf: the configuration, which says how many nodes there are.
@@ -181,7 +181,7 @@ def gather_nodes(
 
 
 def _wait_for_guests(store: TCPStore, wanted: int, *, limit_s: float, say: Say) -> dict[int, Hello]:
-    """Return the workers that are there, by their numbers, once there are enough."""
+    """Returns the workers that are there, by their numbers, once there are enough."""
     begin_s = said_s = time.monotonic()
     hellos: dict[int, Hello] = {}
     beats: dict[int, tuple[int, float]] = {}
@@ -216,7 +216,7 @@ def _wait_for_guests(store: TCPStore, wanted: int, *, limit_s: float, say: Say) 
 
 
 def _send_answer(store: TCPStore, guests: dict[int, Hello], answer: dict[str, Any]) -> list[str]:
-    """Give the workers their answer; returns the hosts that did not take it in time."""
+    """Gives the workers their answer; returns the hosts that did not take it in time."""
     store.set("answer", json.dumps(answer))
     keys = {f"taken/{number}": hello.host for number, hello in guests.items()}
     end_s = time.monotonic() + _SILENT_S
@@ -230,7 +230,7 @@ def _send_answer(store: TCPStore, guests: dict[int, Hello], answer: dict[str, An
 def join_master(
     find_master: Callable[[], tuple[str, int] | None], hello: Hello, *, limit_s: float, say: Say
 ) -> dict[str, Any]:
-    """Reach the first node as a worker, which may not be up yet, and wait for its answer.
+    """Reaches the first node as a worker, which may not be up yet, and waits for its answer.
 
     Args:
         find_master: returns address and port to try next, ``None`` if it does not know yet;
@@ -296,7 +296,7 @@ def _join(place: tuple[str, int], hello: Hello, end_s: float, say: Say) -> dict[
 
 
 def _connect(host: str, port: int, *, is_master: bool = False) -> TCPStore:
-    """Open the store, or connect to it.
+    """Opens the store, or connect to it.
 
     Raises:
         RuntimeError: nobody listens there, or it is no store.

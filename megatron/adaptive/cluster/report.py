@@ -53,7 +53,7 @@ _GIB = 1 << 30
 
 
 def gather(job: str, logs: Path) -> dict[str, Any]:
-    """Read all that a job left.
+    """Reads all that a job left.
 
     Args:
         job: its id, which is the name of its folder.
@@ -101,7 +101,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _names_of_ranks(folder: Path, names: Sequence[str]) -> dict[int, str]:
-    """Return the node of each rank in the latest start that it had."""
+    """Returns the node of each rank in the latest start that it had."""
     found: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -145,7 +145,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Return what Slurm's accounting says; empty without one."""
+    """Returns what Slurm's accounting says; empty without one."""
     if not job.isdigit() or shutil.which("sacct") is None:
         return {}
     try:
@@ -161,7 +161,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus, sizes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return every variable with a value: requested, effective where the run says it, differs."""
+    """Returns every variable with a value: requested, effective where the run says it, differs."""
     effective = {**status.effective, **sizes}
     differ = {name for name, _, _ in differences(status.requested, effective)}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -188,7 +188,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Return what a node used over time, in columns; empty without samples."""
+    """Returns what a node used over time, in columns; empty without samples."""
     samples = list(samples_of(path))
     step = -(-len(samples) // MAX_POINTS) if samples else 1
     samples = samples[::step]
@@ -218,7 +218,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 
 
 def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return which ranks are each node's: name, first rank, number of them."""
+    """Returns which ranks are each node's: name, first rank, number of them."""
     found, first = [], 0
     for rank, count in enumerate(processes):
         found.append({"name": names.get(rank, f"node {rank}"), "first": first, "count": count})
@@ -229,7 +229,7 @@ def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return every error and warning once for each node, with how often it came; and notes."""
+    """Returns every error and warning once for each node, with how often it came; and notes."""
     found: list[dict[str, Any]] = []
     notes = []
     counts = [(name, *count_messages(folder, name)) for name in names]
@@ -250,11 +250,11 @@ def _messages(
     return found, notes
 
 
-def write_report(told: Mapping[str, Any], target: Path) -> None:
-    """Write the page, replacing the file.
+def write_report(found: Mapping[str, Any], target: Path) -> None:
+    """Writes the page, replacing the file.
 
     Args:
-        told: what ``report.gather`` returns.
+        found: what ``gather`` returns.
         target: the file, ``.html``.
 
     Raises:
@@ -263,11 +263,11 @@ def write_report(told: Mapping[str, Any], target: Path) -> None:
     """
     plotly = plotly_js()
     before, after = _asset("report.html").split("{{scripts}}")
-    before = before.replace("{{title}}", escape(str(told["title"])))
-    text = json.dumps(told).replace("<", "\\u003c")
+    before = before.replace("{{title}}", escape(str(found["title"])))
+    text = json.dumps(found).replace("<", "\\u003c")
     with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(before.replace("{{style}}", _asset("report.css")))
-        file.write(f'<script type="application/json" id="told">{text}</script>\n')
+        file.write(f'<script type="application/json" id="report-data">{text}</script>\n')
         for part in (plotly, _asset("report.js")):
             file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
         file.write(after)
@@ -288,7 +288,7 @@ _NS_PER_MS = 1e6
 
 
 def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read the traces of a job.
+    """Reads the traces of a job.
 
     Args:
         folder: that of the traces; need not exist.
@@ -306,7 +306,7 @@ def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         return None, [f"no timeline: {error}"]
     colors = categories(run.num_chunks)
     drawn = [_step(run, iteration, colors, len(steps)) for iteration in steps]
-    told = {
+    found = {
         "ranks": figures.ranks.tolist(),
         "labels": [_label(run, int(rank)) for rank in figures.ranks],
         "idle": f"#{IDLE}",
@@ -315,7 +315,7 @@ def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         "typical": typical,
         **_times(figures),
     }
-    return told, [*run.notes(), *figures.notes()]
+    return found, [*run.notes(), *figures.notes()]
 
 
 def _label(run: RunTrace, rank: int) -> str:
@@ -324,7 +324,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Time of every rank from its first to its last action, by iteration."""
+    """Returns the time of every rank from its first to its last action, by iteration."""
     known = figures.num_actions > 0
     ms = np.where(known, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))
@@ -338,7 +338,7 @@ def _times(figures: RunFigures) -> dict[str, Any]:
 
 
 def _steps(figures: RunFigures) -> tuple[list[int], int]:
-    """Choose iterations to draw: one in the middle of the times, the slowest, the first, the last.
+    """Chooses iterations to draw: one in the middle of the times, the slowest, the first, the last.
 
     Returns:
         The iterations, and the place of the one in the middle among them.
@@ -357,7 +357,7 @@ def _steps(figures: RunFigures) -> tuple[list[int], int]:
 
 
 def _step(run: RunTrace, iteration: int, colors: Sequence[Category], share: int) -> dict[str, Any]:
-    """Return the bars of all ranks in an iteration, in milliseconds from its first one."""
+    """Returns the bars of all ranks in an iteration, in milliseconds from its first one."""
     tables = [run.ranks[rank].table([iteration]) for rank in sorted(run.ranks)]
     rows = merged(rows_of(tables, run.num_chunks), MAX_BARS // share)
     columns = rows.columns

@@ -2,7 +2,7 @@
 
 ::
 
-    model.json + nodes that are there ──> as many processes as any shape takes
+    model.json + nodes that are there ──> as many processes as any layout takes
                                           ──> pipeline size that was wished for, or the next to it
                                               ──> the least predicted step: microbatch, partition
 
@@ -31,7 +31,7 @@ _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 class ScriptPlanning:
-    """Plans shapes of one measured module.
+    """Plans layouts of one measured module.
 
     Args:
         path: of what was measured.
@@ -41,13 +41,13 @@ class ScriptPlanning:
         self._path = path
 
     def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Nodes that cannot be planned with: none."""
+        """Lists nodes that cannot be planned with: none."""
         return []
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
     ) -> ParallelLayout:
-        """Find the best shape.
+        """Finds the best layout.
 
         Args:
             offers: the nodes that are there.
@@ -127,12 +127,12 @@ class ScriptPlanning:
 
 
 def _host(offer: Offer) -> str:
-    """The machine of a node: its own name for itself, which comes last."""
+    """Returns the machine of a node: its own name for itself, which comes last."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """So many processes on the first nodes, those of one machine together, its slow ones last."""
+    """Places processes on the first nodes, those of one machine together, its slow ones last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -147,7 +147,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Pipeline sizes in the order in which they are looked at; 0 for all together."""
+    """Lists pipeline sizes in the order in which they are tried; 0 for all together."""
     wish = module.pipeline_size
     if wish is None:
         return [0]
@@ -166,7 +166,7 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]:
-    """The types of nodes by name; of several nodes the one with the least memory counts."""
+    """Returns the types of nodes by name; of several nodes the one with the least memory counts."""
     found: dict[str, NodeType] = {}
     for host in sorted(hosts, key=lambda one: one.memory_bytes):
         if host.type not in found:
@@ -183,7 +183,7 @@ def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]
 def _with_memory(
     cluster: Cluster, sharing: dict[NodeKind, int], hosts: Sequence[MeasuredHost]
 ) -> Cluster:
-    """Divide the memory of a host among the processes that it has now.
+    """Divides the memory of a host among the processes that it has now.
 
     Args:
         cluster: with a group for each kind of nodes.

@@ -1,4 +1,4 @@
-"""Slurm: the script of a job, what the cluster offers, and submitting."""
+"""Writes the script of a Slurm job, checks what the cluster offers, and submits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ fi
 
 @dataclass(frozen=True)
 class _Partition:
-    """What ``sinfo`` tells of some nodes of a partition."""
+    """Holds ``sinfo``'s line about some nodes of a partition."""
 
     name: str
     gres: str
@@ -83,7 +83,7 @@ class _Partition:
 
 
 def slurm(words: Sequence[str]) -> str:
-    """Run a program of Slurm and return what it prints.
+    """Runs a program of Slurm and returns what it prints.
 
     Raises:
         SetupError: there is no such program, it fails, or Slurm does not answer.
@@ -109,7 +109,7 @@ def slurm(words: Sequence[str]) -> str:
 
 
 def batch_script(conf: LaunchConf, settings: Path) -> str:
-    """Return the script that ``sbatch`` gets.
+    """Returns the script that ``sbatch`` gets.
 
     Args:
         conf: the configuration.
@@ -120,7 +120,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
-        raise ConfigError(f"{name} is not set: Slurm must be told how many there are; set it")
+        raise ConfigError(f"{name} is not set: Slurm needs their number; set it")
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):
@@ -144,7 +144,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
 
 def _hosts(conf: LaunchConf) -> str:
-    """Return the commands that print the nodes in the order of the ranks, a line each."""
+    """Returns the commands that print the nodes in the order of the ranks, a line each."""
     names = ["SLURM_JOB_NODELIST"]
     if len(conf.groups) > 1:
         names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
@@ -208,12 +208,12 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Return the settings as the nodes of a job read them."""
+    """Returns the settings as the nodes of a job read them."""
     return json.dumps({"conf": conf.texts(), "folder": str(conf.folder)}, indent=2) + "\n"
 
 
 def check_cluster(conf: LaunchConf) -> None:
-    """Check that the partitions exist and have the nodes and GPUs that are asked for.
+    """Checks that the partitions exist and have the nodes and GPUs that are asked for.
 
     Raises:
         ConfigError: one has not; names the nearest partition, or what it has.
@@ -265,7 +265,7 @@ def _sums(offers: Sequence[_Partition]) -> dict[str, int]:
 
 
 def _gpus(offered: str, wanted: str) -> int:
-    """Count what of ``wanted``, as ``gpu:a10``, a node's list holds, as ``gpu:a10:4(S:0)``."""
+    """Counts what of ``wanted``, as ``gpu:a10``, a node's list holds, as ``gpu:a10:4(S:0)``."""
     count = 0
     for word in re.sub(r"\([^)]*\)", "", offered).split(","):
         name, _, number = word.rpartition(":")
@@ -275,7 +275,7 @@ def _gpus(offered: str, wanted: str) -> int:
 
 
 def submit(conf: LaunchConf, script: str, settings: Path) -> int:
-    """Write settings and script, and give the script to ``sbatch``.
+    """Writes settings and script, and gives the script to ``sbatch``.
 
     Returns:
         The job's id.

@@ -304,7 +304,7 @@ class JobSnapshots:
         while waiting and time.monotonic() < until_s:
             event = await following(until_s)
             if event is not None and event.kind == "inventory" and event.node in waiting:
-                kept.append((event.node, event.told["held"]))
+                kept.append((event.node, event.message["held"]))
                 waiting.discard(event.node)
             waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
         return newest(*read_inventories(kept))
@@ -360,10 +360,10 @@ class JobSnapshots:
             if time.monotonic() >= until_s:
                 return f"{', '.join(keys.values())} did not end in time"
             event = await following(until_s)
-            if event is not None and event.kind == "ended" and event.told["key"] in keys:
-                name = keys.pop(event.told["key"])
-                if event.told["status"]:
-                    return f"{name} ended with status {event.told['status']}"
+            if event is not None and event.kind == "ended" and event.message["key"] in keys:
+                name = keys.pop(event.message["key"])
+                if event.message["status"]:
+                    return f"{name} ended with status {event.message['status']}"
             for name in keys.values():
                 if self._members.nodes[name].status not in _HERE:
                     return f"{name} was lost as well"

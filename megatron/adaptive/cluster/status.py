@@ -70,7 +70,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return name, requested and effective value of what is not as it was asked for.
+    """Returns name, requested and effective value of what is not as it was asked for.
 
     Args:
         requested: variables of ``conf.sh``, and ``WORLD_SIZE``.
@@ -87,31 +87,31 @@ def differences(
 
 
 def is_error(line: str) -> bool:
-    """Whether a line tells an error."""
+    """Returns whether a line reports an error."""
     return _ERROR.search(line) is not None
 
 
 def is_warning(line: str) -> bool:
-    """Whether a line tells a warning."""
+    """Returns whether a line reports a warning."""
     return _WARNING.search(line) is not None and not is_error(line)
 
 
 def node_names(folder: Path) -> list[str]:
-    """Return the nodes that have files in a job's folder."""
+    """Returns the nodes that have files in a job's folder."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` of a job says, empty where it is missing or cut off."""
+    """Returns what ``run.json`` of a job says, empty where it is missing or cut off."""
     try:
-        told = json.loads((folder / "run.json").read_text())
+        found = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
-    """Return the last lines of a file, of its latest start only."""
+    """Returns the last lines of a file, of its latest start only."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
@@ -127,7 +127,7 @@ def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield all lines of a file, none if it is missing."""
+    """Yields all lines of a file, none if it is missing."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -137,7 +137,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a node's use, or the latest alone; skips lines that are cut off."""
+    """Yields the samples of a node's use, or the latest alone; skips lines that are cut off."""
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
         try:
@@ -151,7 +151,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def count_messages(folder: Path, name: str) -> tuple[Counter[str], Counter[str]]:
-    """Return the errors and warnings in a node's files, with how often each occurs."""
+    """Returns the errors and warnings in a node's files, with how often each occurs."""
     errors: Counter[str] = Counter()
     warnings: Counter[str] = Counter()
     for ending in ("err", "out"):
@@ -165,7 +165,7 @@ def count_messages(folder: Path, name: str) -> tuple[Counter[str], Counter[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """What Slurm says of a job; everything is empty where it says nothing.
+    """Holds Slurm's account of a job; everything is empty where it has none.
 
     Attributes:
         state: its word, such as ``RUNNING``.
@@ -182,14 +182,14 @@ class SlurmState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """What a node's files say.
+    """Summarizes a node's files.
 
     Attributes:
         name: of its files.
         out: last lines of its output.
         err: last lines of its errors.
-        errors: lines of both that tell an error, each once.
-        warnings: lines that tell a warning, each once.
+        errors: lines of both that report an error, each once.
+        warnings: lines that report a warning, each once.
         use: the latest sample of ``sampler.py``, ``None`` without one.
         is_former: it took part in an earlier start of the job only.
     """
@@ -205,7 +205,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """What is known of a job.
+    """Summarizes a job.
 
     Attributes:
         job: its id.
@@ -245,12 +245,12 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Whether a node was lost or tells an error in the job's latest start."""
+        """Returns whether a node was lost or reports an error in the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
 def read_status(job: str, logs: Path) -> JobStatus:
-    """Gather what is known of a job. Reads the ends of its files only.
+    """Summarizes a job from the ends of its files.
 
     Args:
         job: its id, which is the name of its folder.
@@ -310,14 +310,14 @@ def read_status(job: str, logs: Path) -> JobStatus:
 
 
 def _is_over(known: SlurmState, nodes: tuple[NodeStatus, ...], ended: bool) -> bool:
-    """Whether a job has ended: Slurm says so; of pods, the training or all nodes do."""
+    """Returns whether a job has ended: by Slurm; of pods, by the training or all nodes."""
     if known.state:
         return known.state not in _GOES_ON
     return ended or all(node.use is not None and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Ask Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
+    """Asks Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
@@ -370,7 +370,7 @@ def _check_known(job: str, folder: Path, known: SlurmState) -> None:
 
 
 def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
-    """Whether a node's latest sample is older than the latest start of the job."""
+    """Returns whether a node's latest sample is older than the latest start of the job."""
     started_s = record.get("started_unix_s")
     if node.use is None or not isinstance(started_s, (int, float)):
         return False
@@ -378,7 +378,7 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(known: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Return the nodes that vanished: Slurm says so, or their samples stopped without a last one.
+    """Returns the nodes that vanished: Slurm says so, or their samples stopped without a last one.
 
     While a job runs, a node that is silent is lost, before Slurm knows. When it is over, processes
     may have been killed before they wrote a last sample: then Slurm's word counts where it has one.
@@ -421,7 +421,7 @@ def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus
 def progress_of(
     folder: Path, record: Mapping[str, Any], kept: int | None = _MEDIAN_OF
 ) -> ProgressTail:
-    """Return the reader of how far a job is.
+    """Returns the reader of how far a job is.
 
     Args:
         folder: of its logs.
@@ -440,7 +440,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sizes of a run as it writes them, by the variables of ``conf.sh``.
+    """Returns the sizes of a run as it writes them, by the variables of ``conf.sh``.
 
     Args:
         start: line of its latest start.

@@ -1,8 +1,8 @@
-"""Nodes that stay slow: what is known of them, and whether another shape is better for it.
+"""Tracks nodes that stay slow, and decides whether another layout is better for it.
 
 The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
-slow it is goes into every later shape: its stage gets fewer layers. The job moves for it once for
-each node, three times within an hour, and only where the new shape should be faster. A node that
+slow it is goes into every later layout: its stage gets fewer layers. The job moves for it once for
+each node, three times within an hour, and only where the new layout should be faster. A node that
 joins anew is as good as any; one that only comes to another manager of the job is the same as ever.
 """
 
@@ -37,11 +37,11 @@ _MOST_MOVES, _WITHIN_S = 3, 3600.0
 
 
 class Stragglers:
-    """The slow nodes of a job, and the shapes that suit them.
+    """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
         policy: ``ignore``; ``replan``, to move layers away; ``exclude``, to leave the node out.
-        chooser: of shapes.
+        chooser: of layouts.
         arguments: of the trainer.
         say: prints a line for the user.
     """
@@ -65,15 +65,15 @@ class Stragglers:
 
     @property
     def why(self) -> str:
-        """Why the chooser found no shape, empty where it does not say."""
+        """Explains why the chooser found no layout; may be empty."""
         return self._chooser.why
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Whether the job should leave a shape for another one; see ``shapes.Chooser``."""
+        """Implements ``layouts.Chooser``."""
         return self._chooser.is_better(layout, running)
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Choose a shape; nodes that were left out take part only where there is none without.
+        """Chooses a layout; nodes that were left out take part only where there is none without.
 
         Args:
             nodes: that are there, in order.
@@ -85,14 +85,14 @@ class Stragglers:
         return layout
 
     def wanted(self, nodes: Sequence[Node]) -> list[Node]:
-        """Nodes that were not left out."""
+        """Lists nodes that were not left out."""
         return [node for node in nodes if node.name not in self._aside]
 
     def recall(self, machines: Sequence[Mapping[str, Any]]) -> int:
-        """Take over what the manager before knew.
+        """Takes over what the manager before knew.
 
         Args:
-            machines: what :meth:`told` said of each node under it.
+            machines: what :meth:`to_dict` said of each node under it.
 
         Returns:
             How many nodes took part then.
@@ -101,7 +101,7 @@ class Stragglers:
         return sum(one["status"] == "present" for one in machines)
 
     def joined(self, node: Node, *, pid: int) -> None:
-        """Forget what was known of a node: it may have been mended.
+        """Forgets what was known of a node: it may have been mended.
 
         Args:
             node: which.
@@ -119,24 +119,24 @@ class Stragglers:
         if known.get("is_left_out"):
             self._aside[name] = _LEFT_OUT
 
-    def told(self, node: Node) -> dict[str, Any]:
-        """What the state of the job holds of a node."""
+    def to_dict(self, node: Node) -> dict[str, Any]:
+        """Returns a node's entry in the state of the job."""
         why = self._aside.get(node.name, "") if node.status == "present" else ""
         return {
-            **node.told(),
+            **node.to_dict(),
             "slowness": round(self._slowness.get(node.name, 1.0), 3),
             "is_left_out": node.name in self._aside,
             **({"why": why} if why else {}),
         }
 
-    async def heed(
+    async def handle(
         self, found: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
-        """Decide whether to move to another shape for a slow rank.
+        """Decides whether to move to another layout for a slow rank.
 
         Args:
-            found: what the diagnosis said in this epoch.
-            running: the epoch; its shape is told anew what it takes.
+            found: what the diagnosis said in this incarnation.
+            running: the incarnation; the predicted time of its layout is corrected.
             nodes: that are there, in order.
 
         Returns:
@@ -158,7 +158,7 @@ class Stragglers:
         return ""
 
     def _excess(self, found: SlowRank, name: str, running: RunningRanks) -> float:
-        """How many times as long a node takes as the others do, by what was known of all."""
+        """Returns a node's time relative to the others', corrected by what was known of all."""
         nodes = _nodes(running)
         if len(found.pace_ns) != len(nodes):
             return found.factor
@@ -190,7 +190,7 @@ class Stragglers:
         layout = await self._choose(others) if others else None
         if layout is None or not self._is_faster(layout, others, running):
             other = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            self._say(f"warning: {text}; it stays: no shape {other} is faster")
+            self._say(f"warning: {text}; it stays: no layout {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = _LEFT_OUT
@@ -228,7 +228,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Have a planned shape say what it takes with a node that is slower than was known."""
+    """Corrects a planned layout's time for a node that is slower than was known."""
     layout, nodes = running.layout, _nodes(running)
     if layout.step_s is None:
         return
@@ -240,7 +240,7 @@ def _slow_down(running: RunningRanks, name: str, times: float) -> None:
 
 
 def _nodes(running: RunningRanks) -> list[str]:
-    """The node of each rank."""
+    """Returns the node of each rank."""
     return [running.where[key] for key in sorted(running.where, key=_rank)]
 
 

@@ -225,7 +225,7 @@ def _metavar(spec: FieldSpec) -> str:
 
 
 def _takes_any_number(spec: FieldSpec) -> bool:
-    """Whether one or more words follow the flag."""
+    """Returns whether one or more words follow the flag."""
     return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
 
 

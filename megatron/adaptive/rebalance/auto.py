@@ -195,7 +195,7 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def decide(choice: ScheduleChoice, present: Placement, *, movable: bool) -> Decision:
-    """Turns a choice into what is done, and said.
+    """Turns a choice into a decision and its text.
 
     Args:
         choice: of ``schedule.auto``.

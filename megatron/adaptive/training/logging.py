@@ -238,7 +238,7 @@ class TrainingLog:
             iteration: after which it was made.
             prefix: what the line is about; with the word ``test`` in it the curves are named so.
             losses: mean of each loss, by name.
-            consumed_samples: of the whole training; by default what :meth:`iteration` said last.
+            consumed_samples: of the whole training; by default those of the last :meth:`iteration`.
         """
         if not self._is_writer:
             return

@@ -1,5 +1,5 @@
 "use strict";
-const TOLD = JSON.parse(document.getElementById("told").textContent);
+const TOLD = JSON.parse(document.getElementById("report-data").textContent);
 const at = (id) => document.getElementById(id);
 const MANY_RANKS = 16, ROW_PX = 22, CONFIG = { responsive: true, displaylogo: false };
 

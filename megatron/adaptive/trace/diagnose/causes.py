@@ -28,13 +28,13 @@ from megatron.adaptive.trace.diagnose.robust import (
 from megatron.adaptive.trace.table import Ints
 
 __all__ = [
-    "StageLayerTimes",
+    "StageCosts",
     "best_partition",
     "find_slow_links",
     "find_slow_ranks",
     "find_slow_reading",
     "find_spikes",
-    "layer_times",
+    "stage_costs",
 ]
 
 
@@ -533,8 +533,8 @@ def _tail(count: int, seen: float, part: float) -> float:
     return max(0.0, 1 - below)
 
 
-class StageLayerTimes:
-    """Holds the time of a layer on each stage, and of the stage beside its layers.
+class StageCosts:
+    """Holds nanoseconds of a layer on each stage, and of the stage beside its layers.
 
     Args:
         layer_ns: ``[stages]``.
@@ -548,13 +548,13 @@ class StageLayerTimes:
         self.rank_of = tuple(rank_of)
 
     def pace_ns(self, layers: Sequence[int]) -> float:
-        """Returns the time of the slowest rank for a microbatch under a partition."""
+        """Returns nanoseconds of the slowest rank for a microbatch under a partition."""
         stages = np.asarray(layers) * self.layer_ns + self.beside_ns
         return float(np.bincount(self.rank_of, weights=stages).max())
 
 
-def layer_times(m: Measured) -> StageLayerTimes | None:
-    """Work out from a run what layers take; ``None`` where it does not say how many there are."""
+def stage_costs(m: Measured) -> StageCosts | None:
+    """Derives what layers take from a run; ``None`` where it does not say how many there are."""
     if not m.layers or not sum(m.layers):
         return None
     stages = len(m.layers)
@@ -573,10 +573,10 @@ def layer_times(m: Measured) -> StageLayerTimes | None:
     # What a stage holds beside its layers is what it takes longer, as far as the plan explains it.
     extra = np.where(beside > 0, np.clip(takes - layers * usual, 0, 2 * beside * usual), 0.0)
     each = np.where(layers > 0, (takes - extra) / np.maximum(layers, 1), usual)
-    return StageLayerTimes(each, extra, rank_of)
+    return StageCosts(each, extra, rank_of)
 
 
-def best_partition(times: StageLayerTimes, num_layers: int) -> tuple[int, ...]:
+def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     """Layers per stage under which the slowest rank is as quick as it can be.
 
     Layer by layer to the rank that is done first with it; on it to the stage that has fewer.
