@@ -227,6 +227,7 @@ class Rank:
 
         from megatron.adaptive.engine.build import build_executor
         from megatron.adaptive.engine.forward_backward import ForwardBackward
+        from megatron.adaptive.engine.orders import Orders
         from megatron.adaptive.gpt.setup import payload_shape
         from megatron.adaptive.schedule.registry import is_rule
 
@@ -245,10 +246,12 @@ class Rank:
         pieces = config.schedule.weight_pieces if is_rule(name) else 1
         return ForwardBackward(
             executor=wiring.executor,
-            placement=run.placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            schedule=name,
-            weight_pieces=pieces if self._stores else 0,
+            orders=Orders(
+                schedule=name,
+                placement=run.placement,
+                pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+                weight_pieces=pieces if self._stores else 0,
+            ),
             stores=self._stores,
         )
 

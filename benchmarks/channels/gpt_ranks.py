@@ -59,6 +59,7 @@ class TransportsRank(gpt_steps.Rank):
         from megatron.adaptive.config.parallel import TransportConfig
         from megatron.adaptive.engine.build import build_executor
         from megatron.adaptive.engine.forward_backward import ForwardBackward
+        from megatron.adaptive.engine.orders import Orders
         from megatron.adaptive.gpt.setup import payload_shape
 
         run = self._run
@@ -75,9 +76,11 @@ class TransportsRank(gpt_steps.Rank):
         self._wirings.append(wiring)
         return ForwardBackward(
             executor=wiring.executor,
-            placement=run.placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            schedule=SCHEDULE,
+            orders=Orders(
+                schedule=SCHEDULE,
+                placement=run.placement,
+                pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            ),
         )
 
 

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
-from megatron.adaptive.engine.executor import StepTimes  # noqa: E402
+from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
@@ -99,7 +99,7 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
     """Move layers after these iterations, and only then."""
     done = 0
 
-    def after_step(_: Repartitioner, times: StepTimes, num_microbatches: int) -> Move | None:
+    def after_step(_: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
         nonlocal done
         done += 1
         return _asked(moves[done], times) if done in moves else None
@@ -118,7 +118,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 
-    def after_step(own: Repartitioner, times: StepTimes, num_microbatches: int) -> Move | None:
+    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
         nonlocal done
         done += 1
         present = own._run.job.config.layers_per_stage
@@ -142,7 +142,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
-def _asked(partition: tuple[int, ...], times: StepTimes) -> Move:
+def _asked(partition: tuple[int, ...], times: RankTimes) -> Move:
     return Move(partition=partition, why="as asked", gain=0.0, before_s=times.span_s, layers=1)
 
 

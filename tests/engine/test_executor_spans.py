@@ -181,26 +181,26 @@ def test_others_see_what_it_does() -> None:
 
     class Watched(Counting):
         def forward(self, *given: Any) -> Any:
-            seen.append(executor.look())
+            seen.append(executor.snapshot())
             return super().forward(*given)
 
         def backward(self, *given: Any) -> Any:
-            seen.append(executor.look())
+            seen.append(executor.snapshot())
             return super().backward(*given)
 
     def pick(state: RankState) -> Action | None:
         action = policy.pick(state)
         if action is None:
-            seen.append(executor.look())
+            seen.append(executor.snapshot())
             microbatch = state.num_started - 2
             payload = torch.tensor([microbatch, 1], dtype=torch.float64)
             completions.put(arrival(Label(0, Action(B, 0, microbatch)), 11, payload))
         return action
 
     policy = make_policies("1f1b", placement, 2)[0]
-    assert executor.look() == {}
+    assert executor.snapshot() == {}
     executor.run(Watched(placement, 0), Picks(pick), pipeline.state(0, 2))
-    assert executor.look() == {}
+    assert executor.snapshot() == {}
     assert [(now["doing"], now.get("microbatch", -1), now["done"]) for now in seen] == [
         ("F", 0, [0, 0, 0]),
         ("F", 1, [1, 0, 0]),

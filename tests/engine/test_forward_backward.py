@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
 from megatron.adaptive.engine.agreement import Alone  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.engine.forward_backward import ForwardBackward  # noqa: E402
+from megatron.adaptive.engine.orders import Orders  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 
@@ -39,7 +40,8 @@ def forward_backward(num_chunks: int) -> ForwardBackward:
         recorder=None,
         timeout_s=1.0,
     )
-    return ForwardBackward(executor=executor, placement=placement, pp_rank=0, schedule="adaptive")
+    orders = Orders(schedule="adaptive", placement=placement, pp_rank=0)
+    return ForwardBackward(executor=executor, orders=orders)
 
 
 def call(num_chunks: int, **arguments: Any) -> None:

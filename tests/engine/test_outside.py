@@ -105,11 +105,11 @@ def test_others_see_what_it_does(tmp_path: Path, chunks: Chunks) -> None:
         tracing = Tracing(recorder)
         outside = OutsideTrace(loop, tracing)
         for chunk in chunks:
-            chunk.register_forward_hook(lambda *_: seen.append(outside.look()))
+            chunk.register_forward_hook(lambda *_: seen.append(outside.snapshot()))
         tracing.begin_iteration(1, 3, is_traced=True)
-        assert outside.look() == {}
+        assert outside.snapshot() == {}
         step(outside, chunks)
-        assert outside.look() == {}
+        assert outside.snapshot() == {}
     assert [(s["doing"], s["chunk"], s["microbatch"], s["done"]) for s in seen] == [
         ("F", chunk, microbatch, [3 * chunk + microbatch, 3 * chunk, 0])
         for chunk in range(2)

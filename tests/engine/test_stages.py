@@ -55,7 +55,7 @@ RESULT_BYTES = 2 * 3 * 4
 def test_meter_counts_storages_without_parameters() -> None:
     meter, model = ActivationMeter(), Product()
     assert meter.bytes_of(0) == 0
-    with meter.measure(0, model):
+    with meter.measure(0, model.parameters()):
         output = model(torch.ones(2, 4, requires_grad=True))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
     assert meter.bytes_of(1) == 0
@@ -67,7 +67,7 @@ def test_meter_counts_storages_without_parameters() -> None:
 def test_meter_looks_once_at_each_chunk() -> None:
     meter, model = ActivationMeter(), Product()
     for chunk, rows in ((0, 2), (0, 20), (1, 20)):
-        with meter.measure(chunk, model):
+        with meter.measure(chunk, model.parameters()):
             model(torch.ones(rows, 4))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
     assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
@@ -77,14 +77,14 @@ def test_meter_forgets_a_forward_that_failed() -> None:
     meter, model = ActivationMeter(), Product()
 
     def fail() -> None:
-        with meter.measure(0, model):
+        with meter.measure(0, model.parameters()):
             model(torch.ones(2, 4))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert meter.bytes_of(0) == 0
-    with meter.measure(0, model):
+    with meter.measure(0, model.parameters()):
         model(torch.ones(2, 4))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.engine.executor import SHORT_NS, StepLog
+from megatron.adaptive.engine.executor import SHORT_NS, ActionInput, StepLog
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
@@ -24,13 +24,24 @@ def state_of(rank: int, **options: Any) -> RankState:
     return RankState(placement=PLACEMENT, rank=rank, num_microbatches=2, **options)
 
 
-def new_log() -> StepLog:
-    return StepLog(Follow((), "1f1b"), 1)
+class TimedLog(StepLog):
+    """A log whose clock is set by hand."""
+
+    def at(self, now_ns: int) -> TimedLog:
+        self.now = now_ns
+        return self
+
+    def now_ns(self) -> int:
+        return self.now
+
+
+def new_log() -> TimedLog:
+    return TimedLog(Follow((), "1f1b"), 1)
 
 
 def rows_of(log: StepLog) -> list[dict[str, Any]]:
     """Rows with words for numbers."""
-    found = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [])]
+    found = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
     for row in found:
         row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]
     return found
@@ -49,12 +60,12 @@ def notice() -> Notice:
 def test_several_arrivals_end_one_wait() -> None:
     log, state = new_log(), state_of(1)
     log.wait_begins(100, state)
-    log.wait_ends(150, forward_of(0, 1))
+    log.at(150).wait_ends(forward_of(0, 1))
     log.wait_begins(160, state)
-    log.wait_ends(200, forward_of(0, 0))
-    log.begins(Action(F, 0, 0), 205, 10, 8, 199, True)
+    log.at(200).wait_ends(forward_of(0, 0))
+    log.at(205).begins(Action(F, 0, 0), ActionInput(None, 8, 10, 199, True))
     assert wait_of(log) == (100, 200, "input", 10)
-    log.begins(Action(F, 0, 1), 300, 10, 8, 149, True)
+    log.at(300).begins(Action(F, 0, 1), ActionInput(None, 8, 10, 149, True))
     assert [row["kind"] for row in rows_of(log)] == ["wait", "receive", "receive"]
 
 
@@ -64,16 +75,16 @@ def test_a_member_is_to_blame_only_if_the_input_was_here(
 ) -> None:
     log = new_log()
     log.wait_begins(100, state_of(1))
-    log.wait_ends(200, notice())
-    log.begins(Action(F, 0, 0), 205, 10, 8, arrived_ns, True)
+    log.at(200).wait_ends(notice())
+    log.at(205).begins(Action(F, 0, 0), ActionInput(None, 8, 10, arrived_ns, True))
     assert wait_of(log) == (100, 200, cause, peer)
 
 
 def test_an_action_without_input_names_who_woke_the_rank() -> None:
     log = new_log()
     log.wait_begins(100, state_of(0))  # a forward is ready, but its turn has not come
-    log.wait_ends(200, forward_of(0, 0))
-    log.begins(Action(F, 0, 0), 205, -1, 0, 0, True)
+    log.at(200).wait_ends(forward_of(0, 0))
+    log.at(205).begins(Action(F, 0, 0), ActionInput(None, 0, -1, 0, True))
     assert wait_of(log) == (100, 200, "order", 10)
 
 
@@ -87,22 +98,22 @@ def test_a_followers_wait_for_a_decision(rank: int, options: dict[str, Any], cau
         state.start(Action(F, 0, 0))  # the cap is full, the second forward has to wait
         state.finish(Action(F, 0, 0))
     log = new_log()
-    log.decision(100, 100 + LONG_NS, state)
-    log.begins(Action(F, 0, 0), 200 + LONG_NS, -1, 0, 0, True)
+    log.at(100 + LONG_NS).decision(100, state)
+    log.at(200 + LONG_NS).begins(Action(F, 0, 0), ActionInput(None, 0, -1, 0, True))
     assert wait_of(log) == (100, 100 + LONG_NS, cause, -1)
 
 
 def test_a_quick_decision_is_no_wait() -> None:
     log = new_log()
-    log.decision(100, 100 + SHORT_NS // 2, state_of(0))
-    log.begins(Action(F, 0, 0), 200 + SHORT_NS, -1, 0, 0, True)
+    log.at(100 + SHORT_NS // 2).decision(100, state_of(0))
+    log.at(200 + SHORT_NS).begins(Action(F, 0, 0), ActionInput(None, 0, -1, 0, True))
     assert rows_of(log) == []
 
 
 def test_a_message_is_named_alike_on_both_ends() -> None:
     log = new_log()
-    log.sent(Action(B, 0, 1), 10, 64, 500, 510)
-    log.begins(Action(B, 0, 1), 700, 11, 64, 600, False)
+    log.at(510).sent(Action(B, 0, 1), 10, 64, 500)
+    log.at(700).begins(Action(B, 0, 1), ActionInput(None, 64, 11, 600, False))
     sent, received = rows_of(log)
     both = ("chunk", "microbatch", "of", "bytes")
     assert [sent[name] for name in both] == [received[name] for name in both]

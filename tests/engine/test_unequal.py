@@ -10,8 +10,8 @@ import torch
 
 from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.agreement import Alone
-from megatron.adaptive.engine.build import inputs_in_flight
 from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.unequal import default_cap, make_policy
@@ -97,8 +97,12 @@ def test_evaluation() -> None:
 
 
 def test_channels_hold_what_the_hungriest_rank_keeps() -> None:
-    placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))
-    assert inputs_in_flight(placement, 4, cap=None, widths=widths) == 4
-    assert inputs_in_flight(placement, 100, cap=None, widths=widths) == 5
-    assert inputs_in_flight(placement, 100, cap=2, widths=widths) == 2
-    assert inputs_in_flight(placement, 100, cap=None, keeps_all=True, widths=widths) == 100
+    def inputs_in_flight(count: int, schedule: str = "adaptive", cap: float | None = None) -> int:
+        placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))
+        orders = Orders(schedule=schedule, placement=placement, pp_rank=0, cap=cap, widths=widths)
+        return orders.inputs_in_flight(count)
+
+    assert inputs_in_flight(4) == 4
+    assert inputs_in_flight(100) == 5
+    assert inputs_in_flight(100, cap=2) == 2
+    assert inputs_in_flight(100, "gpipe") == 100

@@ -8,7 +8,6 @@ import io
 import json
 import platform
 import re
-import shutil
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -163,12 +162,16 @@ def machine() -> dict[str, str]:
     }
 
 
+def extract(path: Path, folder: Path) -> None:
+    """Unpack an archive into a folder."""
+    with tarfile.open(path) as packed:
+        packed.extractall(folder, filter="data")
+
+
 def unpack(folder: Path) -> None:
-    """Copy and unpack all golden files."""
-    shutil.copytree(FILES / "plain", folder, dirs_exist_ok=True)
+    """Unpack all golden files."""
     for path in sorted(FILES.glob("*.tar.xz")):
-        with tarfile.open(path) as packed:
-            packed.extractall(folder, filter="data")
+        extract(path, folder)
     # Parts on a node's own disk are known by the shared folder's name and path.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()

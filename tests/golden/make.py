@@ -158,9 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.compare:
             return _compare(folder)
         PLAIN.mkdir(parents=True, exist_ok=True)
+        packed = cases.FILES / "plain.tar.xz"
+        if packed.exists():
+            cases.extract(packed, PLAIN)
+            packed.unlink()
         for part in options.parts or PARTS:
             print(time.strftime("%X"), part, flush=True)
             PARTS[part](folder)
+    with tarfile.open(packed, "w:xz") as archive:
+        for path in sorted(PLAIN.iterdir()):
+            archive.add(path, path.name)
+    shutil.rmtree(PLAIN)
     sizes = [path.stat().st_size for path in cases.FILES.rglob("*") if path.is_file()]
     print(f"{cases.FILES}: {len(sizes)} files of {sum(sizes) / 1024:.0f} KiB")
     return 0
@@ -311,7 +319,7 @@ def _runs(folder: Path) -> None:
     _adaptive(folder / "unpacked", *cases.elastic_words("elastic-script", 5))
     found["elastic-script"] = cases.elastic_figures(folder / "unpacked")
     told = {"machine": cases.machine(), "runs": found}
-    (cases.FILES / "expected.json").write_text(_text(told))
+    (cases.FILES / "expected.json").write_text(_lines(told))
 
 
 def _answers(folder: Path) -> None:
@@ -322,7 +330,7 @@ def _answers(folder: Path) -> None:
         answers = {name: cases.answer(name) for name in cases.ANSWERS}
     finally:
         os.chdir(ROOT)
-    (cases.FILES / "answers.json").write_text(_text(answers))
+    (cases.FILES / "answers.json").write_text(_lines(answers))
 
 
 def _figures(folder: Path) -> dict[str, Any]:
@@ -375,8 +383,14 @@ def _pack(folder: Path, name: str) -> None:
         packed.add(folder / name, name)
 
 
-def _text(told: Any) -> str:
-    return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+def _text(content: Any) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _lines(content: dict[str, Any]) -> str:
+    """Return a JSON object with a line for each of its keys."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    return "{" + ",\n".join(lines) + "}\n"
 
 
 PARTS = {

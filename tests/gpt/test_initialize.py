@@ -17,7 +17,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.initialize import Job, end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.initialize import TrainingJob, end_job, start_job  # noqa: E402
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
@@ -27,7 +27,7 @@ FLAGS = (
 CHUNKED = "--pipeline-model-parallel-size 2 --pipeline-placement"
 
 
-def join(flags: str = "") -> Job:
+def join(flags: str = "") -> TrainingJob:
     config = parse(f"{FLAGS} {flags}".split(), world_size=1)
     return start_job(config, Environment(), accelerator.detect(0, backend="gloo"))
 
@@ -65,7 +65,7 @@ def test_one_rank_with_the_loss_writes_the_log(flags: str, world_size: int, writ
     config = parse(f"{FLAGS} {flags}".split(), world_size=world_size)
     group: Any = None
     jobs = [
-        Job(
+        TrainingJob(
             config=config,
             environment=Environment(rank=rank, world_size=world_size),
             accelerator=accelerator.detect(0, backend="gloo"),

@@ -20,13 +20,15 @@ from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, slice_tape
-from megatron.adaptive.modules.orders import Orders, choose_placement
-from megatron.adaptive.modules.program import Held, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards
 from megatron.adaptive.modules.segments import tensors_of
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
-accelerator.install()  # the examples import what needs it
+accelerator.install()
+
+from megatron.adaptive.engine.orders import Orders  # noqa: E402
+from megatron.adaptive.modules.sizes import choose_orders, choose_placement  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cutpoint"
 WATCHDOG_S = 120.0
@@ -129,7 +131,7 @@ class Case:
             try:
                 losses.extend(
                     self._run_rank(
-                        Orders(schedule=schedule, placement=placement, pp_rank=rank),
+                        choose_orders(schedule, size, rank, chunks=chunks),
                         tape, plans, held[rank], Wire(rank, network), forward_only,
                     )
                 )  # fmt: skip
@@ -164,7 +166,7 @@ class Case:
             programs=programs,
             microbatches=[self.microbatch(number) for number in range(self.count)],
             random=RandomKey(7, 0, CPU),
-            held=Held(held),
+            held=held,
             device=CPU,
             meter=ActivationMeter(),
             stores=[WeightGradientStore() for _ in programs] if split else None,

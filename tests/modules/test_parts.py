@@ -17,7 +17,7 @@ from megatron.adaptive.modules.cutting import (
     given_partition,
     keep_only,
 )
-from megatron.adaptive.modules.program import Layout
+from megatron.adaptive.modules.program import MessageLayout
 from megatron.adaptive.modules.recording import Value
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import LossScale, clip_factor, squared_norm
@@ -42,7 +42,7 @@ def test_a_message_brings_all_tensors() -> None:
         torch.randn(9).to(torch.bfloat16),
     ]
     for count in range(len(tensors) + 1):
-        layout = Layout.of([value(tuple(one.shape), one.dtype) for one in tensors[:count]])
+        layout = MessageLayout.of([value(tuple(one.shape), one.dtype) for one in tensors[:count]])
         message = layout.pack(tensors[:count], CPU)
         assert message.nbytes == layout.nbytes or count == 1
         for one, other in zip(layout.unpack(message), tensors, strict=False):
@@ -51,16 +51,16 @@ def test_a_message_brings_all_tensors() -> None:
 
 def test_missing_gradients_are_zeros() -> None:
     kinds = [value((2,), torch.float32), value((3,), torch.float32)]
-    layout = Layout.of(kinds)
+    layout = MessageLayout.of(kinds)
     given = torch.ones(3)
     first, second = layout.unpack(layout.pack([None, given], CPU))
     assert first.tolist() == [0, 0]
     assert second.tolist() == [1, 1, 1]
-    assert Layout.of(kinds[:1]).pack([None], CPU).tolist() == [0, 0]
+    assert MessageLayout.of(kinds[:1]).pack([None], CPU).tolist() == [0, 0]
 
 
 def test_another_shape_than_the_samples_is_refused() -> None:
-    layout = Layout.of([value((2,), torch.float32)])
+    layout = MessageLayout.of([value((2,), torch.float32)])
     with pytest.raises(ConfigError, match=r"\[3\].*\[2\].*move the cut point"):
         layout.pack([torch.ones(3)], CPU)
 

@@ -44,7 +44,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
 from megatron.adaptive.gpt.initialize import (  # noqa: E402
-    Job,
+    TrainingJob,
     end_job,
     seed_everything,
     start_job,
@@ -90,9 +90,9 @@ class Jobs:
     """The job of this process, joined anew whenever the mesh changes."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self._job: TrainingJob | None = None
 
-    def join(self, config: TrainerConfig) -> Job:
+    def join(self, config: TrainerConfig) -> TrainingJob:
         """Return the job in the mesh of ``config``."""
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()

@@ -57,7 +57,7 @@ from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa:
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.engine.build import gather_places  # noqa: E402
-from megatron.adaptive.gpt.initialize import Job, seed_everything, set_up_mesh  # noqa: E402
+from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
 from megatron.adaptive.rebalance.move_layers import move_layers  # noqa: E402
@@ -91,7 +91,9 @@ def write_data(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def start(store: dist.Store, number: int, flags: list[str], environment: Environment) -> Job:
+def start(
+    store: dist.Store, number: int, flags: list[str], environment: Environment
+) -> TrainingJob:
     """Do what ``initialize.start_job`` does, with process groups in a corner of ``store``."""
     config = parse(flags, world_size=environment.world_size, last_wins=True)
     device = accelerator.detect(environment.local_rank, backend="gloo")
@@ -106,7 +108,7 @@ def start(store: dist.Store, number: int, flags: list[str], environment: Environ
     seed_everything(config.run.seed)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    return Job(
+    return TrainingJob(
         config=config,
         environment=environment,
         accelerator=device,
@@ -116,7 +118,7 @@ def start(store: dist.Store, number: int, flags: list[str], environment: Environ
     )
 
 
-def end(job: Job, run: Run) -> None:
+def end(job: TrainingJob, run: Run) -> None:
     """Take the case down, the process groups included."""
     if run.wiring is not None:
         run.wiring.close()
@@ -140,7 +142,7 @@ class Orders:
                 self.words.append(f"{KINDS[kind]}{chunk}-{microbatch}")
 
 
-def train(job: Job, run: Run, case: dict[str, Any]) -> dict[str, Any]:
+def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     """Take the steps of a case; returns what this rank saw."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""Stages of unequal widths: planned as they are run, and told to the trainer."""
+"""Stages of unequal widths: planned as they are run, and handed to the trainer."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def test_the_run_has_microbatches_of_one_size() -> None:
 def test_a_prediction_adds_up_and_knows_its_schedules() -> None:
     given = problem()
     run = as_run(plan_of(given, (2, 1)))
-    told = (given.model, given.cluster, given.profile)
+    setting = (given.model, given.cluster, given.profile)
     for schedule in ("1f1b", "adaptive", "gpipe"):
-        seen = predict(replace(run, schedule=schedule), *told)
+        seen = predict(replace(run, schedule=schedule), *setting)
         assert sum(seen.parts.values()) == pytest.approx(seen.seconds)
         assert all(0 <= stage.bubble < 1 for stage in seen.stages)
     with pytest.raises(ScheduleError, match="zb-h1 for stages of widths 2-1"):
-        predict(replace(run, schedule="zb-h1"), *told)
-    row = scheduled(plan_of(given, (2, 1)), *told, ("zb-h1", "1f1b"))
+        predict(replace(run, schedule="zb-h1"), *setting)
+    row = scheduled(plan_of(given, (2, 1)), *setting, ("zb-h1", "1f1b"))
     assert row.plan == run
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
     given = problem()
-    told = (given.model, given.cluster, given.profile)
-    wide = predict(as_run(plan_of(given, (2, 1), waves=40)), *told)
+    setting = (given.model, given.cluster, given.profile)
+    wide = predict(as_run(plan_of(given, (2, 1), waves=40)), *setting)
     stage = wide.stages[0]
     run = as_run(plan_of(given, (2, 1), waves=40))
     busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)

@@ -124,7 +124,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "several: use 1f1b or adaptive",
         "split": "backwards cannot be split: decoder.layers.0.self_attention.linear_proj of "
         "chunk 0 is a RowParallelLinear, which computes its weight gradient in its backward; "
-        "build the model from deferring_spec of megatron.adaptive.engine.deferred_layers, or "
+        "build the model from deferring_spec of megatron.adaptive.plugin, or "
         "drop split_backward",
         "again": "the pipeline of 2 ranks with 1 chunks each is not the one of the first step, "
         "which the engine is connected for: call megatron.adaptive.uninstall() and install() on "

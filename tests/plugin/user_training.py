@@ -128,7 +128,7 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec()
     if shape.deferring:
-        from megatron.adaptive.engine.deferred_layers import deferring_spec
+        from megatron.adaptive.plugin import deferring_spec
 
         spec = deferring_spec(spec)
     chunks = []

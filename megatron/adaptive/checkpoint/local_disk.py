@@ -42,8 +42,8 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import is_over, require_current
-from megatron.adaptive.engine.ranks import Ranks
 from megatron.adaptive.errors import CheckpointError
 
 __all__ = ["LocalDisk", "LocalSettings", "TakenState", "share_out"]
@@ -148,7 +148,7 @@ class LocalDisk:
             done again since, and go with the first checkpoint.
     """
 
-    def __init__(self, job: Ranks, shared: StepFolders, settings: LocalSettings) -> None:
+    def __init__(self, job: Job, shared: StepFolders, settings: LocalSettings) -> None:
         self._job = job
         self._settings = settings
         self.shared = shared
@@ -598,7 +598,7 @@ def share_out(
     return shares
 
 
-def _place(base: Path, node: str, job: Ranks) -> tuple[Any, ...]:
+def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
     """Return what ranks that share a folder have in common, also where machines have one name."""
     own: tuple[int, ...] = ()
     with contextlib.suppress(OSError):

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, TakenState
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import is_over, require_current
-from megatron.adaptive.engine.ranks import Ranks
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
 __all__ = ["AsyncCheckpointWriter", "CheckpointSaver", "HostCopy", "SaveRequest"]
@@ -79,7 +79,7 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, job: Ranks, timeout: datetime.timedelta, local: LocalDisk | None = None
+        self, job: Job, timeout: datetime.timedelta, local: LocalDisk | None = None
     ) -> None:
         self._job = job
         self._timeout = timeout

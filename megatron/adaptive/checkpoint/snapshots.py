@@ -34,7 +34,7 @@ from megatron.adaptive.checkpoint.snapshot_keeper import (
     SnapshotFile,
     slot_bytes,
 )
-from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
 
 __all__ = [
@@ -177,7 +177,7 @@ class Snapshots(NoSnapshots):
     def __init__(
         self,
         state: SnapshotState,
-        job: Ranks,
+        job: Job,
         settings: SnapshotSettings,
         report: Callable[[str], None],
         say: Callable[[str], None],

@@ -52,7 +52,7 @@ from megatron.adaptive.checkpoint.torch_dist import (
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
@@ -139,7 +139,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Ranks,
+        job: Job,
         config: TrainerConfig,
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
@@ -479,7 +479,7 @@ class _TakenRun:
         return dataclasses.replace(self.about, save_id=save_id).to_dict()
 
 
-def make_local_disk(job: Ranks, config: TrainerConfig) -> LocalDisk | None:
+def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
     settings = config.checkpoint
     if settings.save_local is None:

@@ -1,4 +1,4 @@
-"""Puts a rank's executor together from the process groups of megatron-core.
+"""Puts a rank's executor and trace together from the process groups of megatron-core.
 
 Every rank of the job calls :func:`build_executor` at the same point: channels and process groups
 are made by all ranks together, in one order.
@@ -6,7 +6,9 @@ are made by all ranks together, in one order.
 
 from __future__ import annotations
 
-import math
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +24,13 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, Alone, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.unequal import default_cap as unequal_cap
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.trace.clock_sync import start_clock_sync
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.connect import (
     Payloads,
@@ -85,7 +90,7 @@ def build_executor(
         timeout_s: limit of every wait of the executor.
         recorder: where spans go.
         transport: how to connect the ranks; chosen for each pair where ``None``.
-        in_flight: most inputs that a rank keeps at a time, see :func:`inputs_in_flight`.
+        in_flight: most inputs that a rank keeps at a time, see ``Orders``.
         widths: of the stages where they are unequal.
     """
     pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -131,37 +136,62 @@ def gather_places() -> list[dict[str, Any]]:
     return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
 
 
-def inputs_in_flight(
+def open_trace(
+    folder: str | None,
+    job: Job,
     placement: Placement,
-    num_microbatches: int,
     *,
-    cap: float | None,
-    keeps_all: bool = False,
-    widths: Widths | None = None,
-) -> int:
-    """Most inputs from other stages that a rank keeps at a time, for the size of its channels.
+    schedule: str,
+    num_microbatches: int,
+    layers: Sequence[int] = (),
+    work: Sequence[float] = (),
+) -> Tracing:
+    """Opens this rank's trace, in a folder without those of an earlier start.
+
+    Collective over all ranks, after megatron-core's parallel state is initialized.
 
     Args:
+        folder: for the files of all ranks, ``None`` for no trace.
+        job: this process within the job.
         placement: where stages live.
-        num_microbatches: microbatches of a step; of the whole job where stages are unequal.
-        cap: activations that a rank may hold, in whole-rank microbatches; ``None`` for the default.
-        keeps_all: the schedule runs all forwards before the first backward.
-        widths: of the stages where they are unequal.
+        schedule: its name.
+        num_microbatches: of a step, as far as it is known.
+        layers: of each stage, where they are known.
+        work: what each stage should have to do, in any unit; likewise.
+
+    Raises:
+        TraceError: the file cannot be written.
     """
-    if widths is not None:
-        # Channels are alike on both sides: the most that any rank keeps.
-        own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
-        if keeps_all:
-            return max(own)
-        return max(
-            min(n, math.ceil(unequal_cap(widths, s, n) if cap is None else cap))
-            for s, n in enumerate(own)
-        )
-    everything = num_microbatches * placement.num_chunks
-    if keeps_all:
-        return everything
-    limit = default_cap(placement, num_microbatches) if cap is None else cap
-    return min(everything, math.ceil(limit * placement.num_chunks))
+    if folder is None:
+        return Tracing()
+    machines = [place["machine"] for place in job.places]
+    if machines.index(machines[job.rank]) == job.rank:
+        set_aside(folder)
+    dist.barrier(group=job.control_group)
+    header = TraceHeader.create(
+        run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
+        rank=job.rank,
+        world_size=job.environment.world_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_chunks,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        placement=placement.kind,
+        layers=tuple(layers),
+        work=tuple(work),
+    )
+    recorder = Recorder(folder, header)
+    sync = start_clock_sync(
+        rank=job.rank,
+        clock_id=header.clock,
+        address=job.environment.master_addr,
+        gather=job.gather,
+        deliver=recorder.add_clock_samples,
+    )
+    return Tracing(recorder, job.accelerator.clock(), sync)
 
 
 def _gather(value: Any) -> list[Any]:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,14 +36,47 @@ from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
-__all__ = ["ActivationMeter", "StepLog"]
-
-
 _NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
 
-# A tensor, its size and sender (-1: this rank), when it arrived and whether that is exact.
-_Input = tuple[torch.Tensor | None, int, int, int, bool]
-_NO_INPUT: _Input = (None, 0, -1, 0, True)
+
+class ActionInput(NamedTuple):
+    """The tensor that an action takes, and where it came from.
+
+    Attributes:
+        tensor: the tensor, ``None`` where the action takes none.
+        nbytes: its size, 0 where it did not leave the rank.
+        peer: global rank of its sender, -1 for this one.
+        arrived_ns: when it arrived, or was found to be there; 0 in a step that is not traced.
+        is_exact: whether it is the former.
+    """
+
+    tensor: torch.Tensor | None = None
+    nbytes: int = 0
+    peer: int = -1
+    arrived_ns: int = 0
+    is_exact: bool = True
+
+
+class LaunchedAction(NamedTuple):
+    """An action that was run, or launched on a device.
+
+    Attributes:
+        action: the action.
+        start, end: marks of the clock.
+        nbytes: bytes received and sent.
+        held_bytes: activations of the rank while it ran.
+        queue_depth: inputs of other actions that were there.
+    """
+
+    action: Action
+    start: Any
+    end: Any
+    nbytes: int
+    held_bytes: int
+    queue_depth: int
+
+
+_NO_INPUT = ActionInput()
 
 
 class Stages(Protocol):
@@ -96,7 +129,7 @@ class Stages(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class RankTimes:
     """Times of one rank in one step.
 
     Attributes:
@@ -158,12 +191,13 @@ class Executor:
         self._launch_ahead = launch_ahead
         self._step = -1
         self._is_running = False
+        self._decides = True
         self._early: list[Item] = []
         self._codes: list[int] = []
-        self._inputs: dict[Action, _Input] = {}
+        self._inputs: dict[Action, ActionInput] = {}
         self._held_bytes = 0
-        self._done: list[tuple[Action, object, object, int, int, int]] = []
-        self._log: StepLog | None = None
+        self._launched: list[LaunchedAction] = []
+        self._observer: StepObserver = _UNOBSERVED
 
     def trace_to(self, recorder: Recorder | None) -> None:
         """Write the spans of further steps elsewhere; only between two steps."""
@@ -177,17 +211,17 @@ class Executor:
         """
         return tuple(self._codes)
 
-    def look(self) -> dict[str, Any]:
-        """What this rank does in its step, for another thread; the step notes nothing for it.
+    def snapshot(self) -> dict[str, Any]:
+        """Returns what this rank does in its step, for another thread; costs the step nothing.
 
         Returns:
             Fields of ``trace.live_state.Now``, none between two steps.
         """
-        codes, launched = tuple(self._codes), tuple(self._done)
+        codes, launched = tuple(self._codes), tuple(self._launched)
         if not self._is_running:
             return {}
         finished = len(launched)
-        if launched and not self._clock.is_passed(cast("Any", launched[-1][2])):
+        if launched and not self._clock.is_passed(launched[-1].end):
             finished -= 1  # the device is at it
         kinds, chunks = tuple(ActionKind), self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
@@ -196,8 +230,8 @@ class Executor:
             fields |= {"doing": kinds[number].value, "chunk": chunk}
             if kinds[number] is not ActionKind.W:  # that one comes in pieces
                 fields["microbatch"] = codes.count(codes[-1]) - 1
-        elif (log := self._log) is not None:
-            fields["cause"] = log.present_cause()
+        else:
+            fields["cause"] = self._observer.wait_cause()
         done = [code // chunks for code in codes[:finished]]
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
@@ -216,26 +250,29 @@ class Executor:
         """
         self._step += 1
         self._inputs.clear()
-        self._done.clear()
+        self._launched.clear()
         self._codes.clear()
         self._held_bytes = 0
         self._is_running = True
-        self._log = self._new_log(policy, state)
+        self._observer = self._new_observer(policy, state)
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
+        self._decides = self._agreement.decides
         early, self._early = self._early, []
         for item in early:
             self._accept(item, state)
+        launched, ahead = self._launched, self._launch_ahead
+        wait: Callable[[Any], None] = self._clock.wait
         while not state.done:
-            if not is_static:
-                self._let_device_catch_up()
+            if not is_static and len(launched) > ahead:
+                wait(launched[-1 - ahead].end)  # the device catches up
             self._drain(state)
             action = self._next_action(policy, state)
             if action is None:
                 self._await_arrival(state)
                 continue
             while not state.is_ready(action):
-                if self._agreement.decides or not state.is_possible(action):
+                if self._decides or not state.is_possible(action):
                     raise ScheduleError(
                         f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
                         f"pipeline, which cannot start: {state.why_not(action)}; "
@@ -245,47 +282,33 @@ class Executor:
             self._perform(action, stages, state)
         self._is_running = False
 
-    def finish_step(self) -> StepTimes:
+    def finish_step(self) -> RankTimes:
         """Hand the spans of the last step to the recorder; the device must have finished it.
 
         Returns:
             How long the rank worked and how long the step took it.
         """
         resolve: Callable[[Any], int] = self._clock.resolve_ns
-        busy_ns = 0
-        start_ns = end_ns = 0
-        actions = []
-        resolved = []
-        for action, start, end, nbytes, held, depth in self._done:
-            begin_ns, end_ns = resolve(start), resolve(end)
-            start_ns = start_ns or begin_ns
-            busy_ns += end_ns - begin_ns
-            actions.append((action, end_ns - begin_ns))
-            resolved.append((action, begin_ns, end_ns, nbytes, held, depth))
-        log, self._log = self._log, None
-        if log is not None and self._recorder is not None:
-            self._recorder.extend(log.rows(resolved, self._codes))
-        self._done.clear()
-        return StepTimes(
-            busy_s=busy_ns / 1e9, span_s=(end_ns - start_ns) / 1e9, actions=tuple(actions)
+        times = [(resolve(one.start), resolve(one.end)) for one in self._launched]
+        durations = [end - start for start, end in times]
+        actions = tuple(zip((one.action for one in self._launched), durations, strict=True))
+        observer, self._observer = self._observer, _UNOBSERVED
+        if self._recorder is not None:
+            self._recorder.extend(observer.rows(self._launched, times, self._codes))
+        self._launched.clear()
+        return RankTimes(
+            busy_s=sum(durations) / 1e9,
+            span_s=(times[-1][1] - times[0][0]) / 1e9 if times else 0.0,
+            actions=actions,
         )
 
-    def _let_device_catch_up(self) -> None:
-        """Wait until no more than ``launch_ahead`` of the launched actions are unfinished."""
-        if len(self._done) > self._launch_ahead:
-            wait: Callable[[Any], None] = self._clock.wait
-            wait(self._done[-1 - self._launch_ahead][2])
-
-    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
-        """What notes down this step, ``None`` where it is not traced."""
+    def _new_observer(self, policy: Policy, state: RankState) -> StepObserver:
         if self._recorder is None or state.forward_only or not self._recorder.is_recording:
-            return None
+            return _UNOBSERVED
         return StepLog(policy, self._num_chunks)
 
     def _next_action(self, policy: Policy, state: RankState) -> Action | None:
-        log, asked_ns = self._log, 0
-        if log is not None and not self._agreement.decides:
-            asked_ns = time.monotonic_ns()
+        asked_ns = 0 if self._decides else self._observer.now_ns()
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s)
         except TransportError as error:
@@ -296,82 +319,69 @@ class Executor:
                     f"waits for {state.missing()}"
                 ) from error
             raise
-        if log is not None and asked_ns:
-            log.decision(asked_ns, time.monotonic_ns(), state)
+        if not self._decides:
+            self._observer.decision(asked_ns, state)
         return action
 
     def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
-        received, nbytes, peer, arrived_ns, is_exact = self._inputs.pop(action, _NO_INPUT)
-        if self._log is not None:
-            self._log.begins(action, time.monotonic_ns(), peer, nbytes, arrived_ns, is_exact)
+        given = self._inputs.pop(action, _NO_INPUT)
+        self._observer.begins(action, given)
+        received, nbytes = given.tensor, given.nbytes
         depth = len(self._inputs)
         start = self._clock.mark()
         state.start(action)
-        self._codes.append(_NUMBER[action.kind] * self._num_chunks + action.chunk)
-        chunk, microbatch = action.chunk, action.microbatch
-        if action.kind is ActionKind.F:
+        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        self._codes.append(_NUMBER[kind] * self._num_chunks + chunk)
+        if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
                 self._held_bytes += stages.activation_bytes(chunk)
             held = self._held_bytes
             state.finish(action)
-            nbytes += self._hand_forward(action, output, state)
+            nbytes += self._hand(action, output, state)
             stages.release(chunk, microbatch)
-        elif action.kind is ActionKind.B:
+        elif kind is ActionKind.B:
             held = self._held_bytes
             gradient = stages.backward(chunk, microbatch, received)
             self._held_bytes -= stages.activation_bytes(chunk)
             if state.weight_pieces:
                 self._held_bytes += stages.retained_bytes(chunk)
             state.finish(action)
-            nbytes += self._hand_backward(action, gradient, state)
+            nbytes += self._hand(action, gradient, state)
         else:
             held = self._held_bytes
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:
                 self._held_bytes -= stages.retained_bytes(chunk)
             state.finish(action)
-        self._done.append((action, start, self._clock.mark(), nbytes, held, depth))
+        self._launched.append(
+            LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth)
+        )
 
-    def _hand_forward(self, action: Action, output: torch.Tensor, state: RankState) -> int:
-        target = self._targets[ActionKind.F][action.chunk]
+    def _hand(self, of: Action, tensor: torch.Tensor | None, state: RankState) -> int:
+        """Gives the result of ``of`` to the stage that takes it; returns bytes that leave here."""
+        kind = of.kind
+        target = self._targets[kind][of.chunk]
         if target is None:
-            return 0  # the loss: its backward starts from here
-        return self._hand(target, action, output, state)
-
-    def _hand_backward(
-        self, action: Action, gradient: torch.Tensor | None, state: RankState
-    ) -> int:
-        target = self._targets[ActionKind.B][action.chunk]
-        if target is None:
-            return 0
-        if gradient is None:
+            return 0  # the loss, whose backward starts from here, or the first stage's backward
+        if tensor is None:
             raise ScheduleError(
-                f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
+                f"{of} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
                 "before it; does its input require one?"
             )
-        return self._hand(target, action, gradient, state)
-
-    def _hand(
-        self, target: tuple[int, int], of: Action, tensor: torch.Tensor, state: RankState
-    ) -> int:
-        """Give the result of ``of`` to the stage at ``target``; returns bytes that leave here."""
         rank, chunk = target
-        action = Action(of.kind, chunk, of.microbatch)
         if rank == self._pp_rank:
-            self._inputs[action] = (tensor.detach(), 0, -1, 0, True)
-            state.arrive(action.kind, chunk, action.microbatch)
+            self._inputs[Action(kind, chunk, of.microbatch)] = ActionInput(tensor.detach())
+            state.arrive(kind, chunk, of.microbatch)
             return 0
         assert self._transport is not None
         peer, microbatch = self._route(rank, of.microbatch)
-        if microbatch != of.microbatch:
-            action = Action(of.kind, chunk, microbatch)
-        log = self._log
-        start_ns = 0 if log is None else time.monotonic_ns()
+        action = Action(kind, chunk, microbatch)
+        observer, nbytes = self._observer, tensor.nbytes
+        start_ns = observer.now_ns()
         self._transport.send(peer, Label(self._step, action), tensor)
-        if log is not None:
-            log.sent(action, peer, tensor.nbytes, start_ns, time.monotonic_ns())
-        return tensor.nbytes
+        observer.sent(action, peer, nbytes, start_ns)
+        return nbytes
 
     def _drain(self, state: RankState) -> None:
         if self._transport is None:
@@ -384,9 +394,8 @@ class Executor:
             raise ScheduleError(
                 f"no action can start and no other rank could change that: {state.describe()}"
             )
-        start_ns, log = time.monotonic_ns(), self._log
-        if log is not None:
-            log.wait_begins(start_ns, state)
+        start_ns = time.monotonic_ns()
+        self._observer.wait_begins(start_ns, state)
         item = self._transport.completions.wait(start_ns / 1e9 + self._timeout_s)
         if item is None:
             elsewhere = self._agreement.missing()
@@ -395,8 +404,7 @@ class Executor:
                 f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
                 "those ranks, or raise --pipeline-timeout-s"
             )
-        if log is not None:
-            log.wait_ends(time.monotonic_ns(), item)
+        self._observer.wait_ends(item)
         self._accept(item, state, is_awaited=True)
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
@@ -412,13 +420,10 @@ class Executor:
                     f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
                     "steps"
                 )
-            arrived_ns = 0
-            if self._log is not None:
-                # Not every transport can tell; what was waited for arrives as it is taken.
-                told = item.arrived_ns
-                arrived_ns = told or time.monotonic_ns()
-                is_awaited = is_awaited or told is not None
-            self._inputs[action] = (item.take(), item.nbytes, item.peer, arrived_ns, is_awaited)
+            arrived_ns, is_exact = self._observer.arrival(item, is_awaited=is_awaited)
+            self._inputs[action] = ActionInput(
+                item.take(), item.nbytes, item.peer, arrived_ns, is_exact
+            )
         elif step != self._step:
             return  # word about a step that ended: nobody waits for it
         if self._agreement.is_everywhere(item):
@@ -435,11 +440,69 @@ SHORT_NS = 20_000
 """A follower gets every decision from its leader; from here on that is a wait."""
 
 
-class StepLog:
-    """Gathers the rows of one step of one rank.
+class StepObserver:
+    """Sees what an executor does in one step; this one keeps nothing and reads no clock.
+
+    All times are the host's, of :meth:`now_ns`: on a device the start of the action that takes a
+    message is the moment it is launched.
+    """
+
+    __slots__ = ()
+
+    def now_ns(self) -> int:
+        """Returns this moment, 0 where nobody wants to know."""
+        return 0
+
+    def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
+        """Returns when an input arrived, or was found, and whether it is the former.
+
+        Not every transport gives that time; what was waited for arrives as it is taken.
+        """
+        return 0, True
+
+    def wait_begins(self, now_ns: int, state: RankState) -> None:
+        """Notes that nothing can start; a wait that nothing came of goes on."""
+
+    def wait_ends(self, item: Item) -> None:
+        """Notes an arrival, which may let an action start."""
+
+    def wait_cause(self) -> str:
+        """Returns the cause of the wait that goes on, empty if none does or it is not known."""
+        return ""
+
+    def decision(self, asked_ns: int, state: RankState) -> None:
+        """Notes that the leader's decision came."""
+
+    def begins(self, action: Action, given: ActionInput) -> None:
+        """Notes the start of an action with its input."""
+
+    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
+        """Notes that the transport took a message, the input of ``of`` on ``peer``."""
+
+    def rows(
+        self,
+        launched: Sequence[LaunchedAction],
+        times: Sequence[tuple[int, int]],
+        codes: Sequence[int],
+    ) -> list[Row]:
+        """Returns all that was noted, and every action, as rows of ``trace.event``.
+
+        Args:
+            launched: the actions.
+            times: start and end of each, in nanoseconds.
+            codes: the actions as ``reasons_of`` takes them.
+        """
+        return []
+
+
+_UNOBSERVED = StepObserver()
+
+
+class StepLog(StepObserver):
+    """Notes waits, messages and reasons of one step that is traced.
 
     Args:
-        policy: what picks the actions.
+        policy: picks the actions.
         num_chunks: chunks of the rank.
     """
 
@@ -464,8 +527,17 @@ class StepLog:
         self._waker = -1
         self._by_group = False  # a member's word ended it
 
+    def now_ns(self) -> int:
+        """See :class:`StepObserver`."""
+        return time.monotonic_ns()
+
+    def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
+        """See :class:`StepObserver`."""
+        given_ns = item.arrived_ns
+        return given_ns or time.monotonic_ns(), is_awaited or given_ns is not None
+
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Nothing can start; a wait that nothing came of goes on."""
+        """See :class:`StepObserver`."""
         if self._since_ns:
             return
         self._since_ns = now_ns
@@ -475,14 +547,15 @@ class StepLog:
             fits = any(state.fits(action) for action in ready)
             self._cause = _ORDER if fits else _MEMORY
 
-    def wait_ends(self, now_ns: int, item: Item) -> None:
-        """Something arrived, which may let an action start."""
-        self._until_ns = now_ns
+    def wait_ends(self, item: Item) -> None:
+        """See :class:`StepObserver`."""
+        self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
-    def decision(self, asked_ns: int, now_ns: int, state: RankState) -> None:
-        """The leader's decision came."""
+    def decision(self, asked_ns: int, state: RankState) -> None:
+        """See :class:`StepObserver`."""
+        now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
         self.wait_begins(asked_ns, state)
@@ -492,23 +565,13 @@ class StepLog:
         self._waker = -1
         self._by_group = True
 
-    def present_cause(self) -> str:
-        """The cause of the wait that goes on, empty if none does."""
+    def wait_cause(self) -> str:
+        """See :class:`StepObserver`."""
         return REASONS[self._cause] if self._since_ns else ""
 
-    def begins(
-        self, action: Action, now_ns: int, peer: int, nbytes: int, arrived_ns: int, is_exact: bool
-    ) -> None:
-        """An action starts.
-
-        Args:
-            action: the action.
-            now_ns: now.
-            peer: global rank that its input came from, -1 if it came from none.
-            nbytes: size of the input.
-            arrived_ns: when it arrived, or was found to be there.
-            is_exact: which of the two.
-        """
+    def begins(self, action: Action, given: ActionInput) -> None:
+        """See :class:`StepObserver`."""
+        now_ns, peer, arrived_ns = self.now_ns(), given.peer, given.arrived_ns
         kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
         if self._since_ns:
             times, cause, waker = (self._since_ns, self._until_ns), self._cause, peer
@@ -521,38 +584,36 @@ class StepLog:
             )
             self._since_ns = 0
         if peer >= 0:
-            reason = _SEEN if is_exact else _FOUND
+            reason = _SEEN if given.is_exact else _FOUND
             self._rows.append(
                 (
                     *(_RECEIVE, chunk, microbatch, 0, arrived_ns, now_ns),
-                    *(nbytes, 0, 0, peer, kind, reason),
+                    *(given.nbytes, 0, 0, peer, kind, reason),
                 )
             )
 
-    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int, end_ns: int) -> None:
-        """The transport took a message, the input of ``of`` on ``peer``."""
-        kind = _TRACE_NUMBER[of.kind]
+    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
+        """See :class:`StepObserver`."""
+        kind, end_ns = _TRACE_NUMBER[of.kind], self.now_ns()
         self._rows.append(
             (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
         )
 
     def rows(
         self,
-        done: Sequence[tuple[Action, int, int, int, int, int]],
+        launched: Sequence[LaunchedAction],
+        times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[Row]:
-        """Everything that was noted and every action.
-
-        Args:
-            done: per action its start and end, bytes moved, memory held and inputs waiting.
-            codes: the actions as ``reasons_of`` takes them.
-        """
+        """See :class:`StepObserver`."""
         words = reasons_of(self._policy, codes, self._num_chunks)
-        for (action, start_ns, end_ns, nbytes, held, depth), word in zip(done, words, strict=True):
+        for one, span, word in zip(launched, times, words, strict=True):
+            action = one.action
             self._rows.append(
                 (
                     *(_TRACE_NUMBER[action.kind], action.chunk, action.microbatch, action.piece),
-                    *(start_ns, end_ns, nbytes, held, depth, -1, -1, _REASON[word]),
+                    *(*span, one.nbytes, one.held_bytes, one.queue_depth),
+                    *(-1, -1, _REASON[word]),
                 )
             )
         return self._rows
@@ -573,12 +634,17 @@ class ActivationMeter:
         return self._bytes.get(chunk, 0)
 
     @contextlib.contextmanager
-    def measure(self, chunk: int, model: torch.nn.Module) -> Iterator[None]:
-        """Observe a forward of ``chunk`` unless one was observed before."""
+    def measure(self, chunk: int, held: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Observes a forward of ``chunk`` unless one was observed before.
+
+        Args:
+            chunk: local chunk.
+            held: tensors that are there anyway, such as parameters; they do not count.
+        """
         if chunk in self._bytes:
             yield
             return
-        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        own = {tensor.untyped_storage().data_ptr() for tensor in held}
         seen: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """A replacement for what megatron-core's ``get_forward_backward_func()`` returns.
 
-Same signature, same return value; the order of work is that of the schedule or policy it was made
-with. One object serves a whole run: it owns the executor and, per number of microbatches, the
-policy.
+Same signature, same return value; the order of work is that of its ``Orders``. One object serves a
+whole run.
 """
 
 from __future__ import annotations
@@ -16,19 +15,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
-from megatron.adaptive.engine.record import Replay
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.stages import MegatronStages, default_process_groups
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule import interleaved, unequal
 from megatron.adaptive.schedule.compare import Candidate
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import is_rule, make_policies
-from megatron.adaptive.schedule.schedule import Schedule
-from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.widths import Widths
 
 
 class ForwardBackward:
@@ -36,53 +27,26 @@ class ForwardBackward:
 
     Args:
         executor: the engine of this rank.
-        placement: where stages live.
-        pp_rank: position of this rank in the pipeline.
-        schedule: name of a schedule or policy.
-        activation_cap: most activations a rank may hold, in whole-rank microbatches; chosen from
-            the shape of the pipeline where ``None``.
-        group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
-            pipeline where ``None``.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        stores: where the chunks' layers leave their weight gradients, for split backwards.
-        given: the schedule to follow where ``schedule`` is ``file``.
-        replay: recorded orders to take in training steps; the caller says which step begins.
-        widths: of the stages where they are unequal; the loss is then the mean over the whole
+        orders: of this rank's work. Where stages are unequal the loss is the mean over the whole
             step, and gradients are to be summed, not averaged, over the ranks of a stage.
-        span: traces a block as a span of a kind; told of ``reduce`` where the caller does not do so
-            himself.
+        stores: where the chunks' layers leave their weight gradients, for split backwards.
+        span: traces a block as a span of a kind; called with ``reduce``, ``None`` where the caller
+            traces that.
     """
 
     def __init__(
         self,
         *,
         executor: Executor,
-        placement: Placement,
-        pp_rank: int,
-        schedule: str,
-        activation_cap: float | None = None,
-        group_size: int | None = None,
-        weight_pieces: int = 0,
+        orders: Orders,
         stores: Sequence[WeightGradientStore] | None = None,
-        given: Schedule | None = None,
-        replay: Replay | None = None,
-        widths: Widths | None = None,
         span: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._executor = executor
-        self._placement = placement
-        self._pp_rank = pp_rank
-        self._schedule = schedule
-        self._cap = activation_cap
-        self._group_size = group_size
-        self._weight_pieces = weight_pieces
+        self._orders = orders
         self._stores = stores
-        self._given = given
-        self._replay = replay
-        self._widths = widths
         self._span = span or _untraced
         self._meter = ActivationMeter()
-        self._policies: dict[tuple[int, bool], Policy] = {}
 
     def __call__(
         self,
@@ -117,12 +81,13 @@ class ForwardBackward:
                 "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
                 "shape; leave it out"
             )
+        orders, placement = self._orders, self._orders.placement
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if not len(chunks) == len(iterators) == self._placement.num_chunks:
+        if not len(chunks) == len(iterators) == placement.num_chunks:
             raise ConfigError(
                 f"{len(chunks)} model chunks and {len(iterators)} data iterators were given to a "
-                f"pipeline of {self._placement.num_chunks} chunks per rank; give one of each per "
+                f"pipeline of {placement.num_chunks} chunks per rank; give one of each per "
                 "chunk"
             )
         groups = pg_collection or default_process_groups()
@@ -130,15 +95,15 @@ class ForwardBackward:
             forward_step_func=forward_step_func,
             data_iterators=iterators,
             chunks=chunks,
-            placement=self._placement,
-            pp_rank=self._pp_rank,
+            placement=placement,
+            pp_rank=orders.pp_rank,
             num_microbatches=num_microbatches,
             groups=groups,
             meter=self._meter,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            split=self._weight_pieces > 0 and not forward_only,
+            split=orders.weight_pieces > 0 and not forward_only,
             stores=self._stores,
             loss_parts=self._of_all(num_microbatches),
         )
@@ -151,8 +116,8 @@ class ForwardBackward:
             with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
                 self._executor.run(
                     stages,
-                    self._policy(num_microbatches, forward_only),
-                    self._state(num_microbatches, forward_only),
+                    orders.policy(num_microbatches, forward_only=forward_only),
+                    orders.state(num_microbatches, forward_only=forward_only),
                 )
         finally:
             stages.finish()
@@ -175,15 +140,13 @@ class ForwardBackward:
         Raises:
             ConfigError: it needs another placement, or stores that this object was not made with.
         """
-        if candidate.placement != self._placement or (candidate.weight_pieces and not self._stores):
+        placement = self._orders.placement
+        if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
-                f"{candidate} cannot run on chunks that lie in a {self._placement.kind} with "
+                f"{candidate} cannot run on chunks that lie in a {placement.kind} with "
                 f"{'split' if self._stores else 'whole'} backwards; build the model for it"
             )
-        self._schedule = candidate.name
-        self._cap = candidate.cap
-        self._weight_pieces = candidate.weight_pieces
-        self._policies.clear()
+        self._orders.use(candidate)
 
     def renew(self, stores: Sequence[WeightGradientStore] | None) -> None:
         """Go on with chunks whose layers have changed, under the same order of work.
@@ -193,88 +156,22 @@ class ForwardBackward:
         """
         self._stores = stores
         self._meter = ActivationMeter()
-        self._policies.clear()
+        self._orders.renew()
 
     def candidate(self, num_microbatches: int) -> Candidate:
-        """What runs, in the words of the simulator.
-
-        Args:
-            num_microbatches: microbatches of a step.
-        """
-        name = "adaptive" if self._schedule == "auto" else self._schedule
-        return Candidate(
-            name=name,
-            placement=self._placement,
-            weight_pieces=self._weight_pieces,
-            cap=self._cap_for(num_microbatches) if is_rule(name) else None,
-        )
+        """Returns what runs; see :meth:`Orders.candidate`."""
+        return self._orders.candidate(num_microbatches)
 
     def activation_bytes(self) -> tuple[int, ...]:
         """Bytes that one microbatch keeps in each chunk of this rank, 0 before the first."""
-        return tuple(self._meter.bytes_of(chunk) for chunk in range(self._placement.num_chunks))
+        return tuple(
+            self._meter.bytes_of(chunk) for chunk in range(self._orders.placement.num_chunks)
+        )
 
     def _of_all(self, num_microbatches: int) -> int:
-        """Microbatches that the step's loss is the mean of, given those of this rank."""
-        if self._widths is None:
-            return num_microbatches
-        return num_microbatches * self._widths.sizes[self._pp_rank]
-
-    def _policy(self, num_microbatches: int, forward_only: bool) -> Policy:
-        if self._replay is not None and not forward_only:
-            return self._replay.policy(num_microbatches)
-        key = (num_microbatches, forward_only)
-        if key not in self._policies:
-            self._policies[key] = self._make_policy(num_microbatches, forward_only)
-        return self._policies[key]
-
-    def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
-        if self._schedule == "interleaved" and self._group_size and not forward_only:
-            schedule = interleaved.make(
-                self._placement, num_microbatches, group_size=self._group_size
-            )
-            return Follow(schedule.orders[self._pp_rank], schedule.name)
-        if self._given is not None and not forward_only:
-            return self._follow_given(num_microbatches)
-        name = "forward-only" if forward_only else self._schedule
-        if name == "auto":
-            name = "adaptive"  # until something was measured
-        if self._widths is not None:
-            return unequal.make_policy(name, self._widths, self._pp_rank, num_microbatches)
-        policies = make_policies(
-            name,
-            self._placement,
-            num_microbatches,
-            cap=self._cap_for(num_microbatches),
-            weight_pieces=self._weight_pieces,
-        )
-        return policies[self._pp_rank]
-
-    def _follow_given(self, num_microbatches: int) -> Policy:
-        given = self._given
-        assert given is not None
-        if given.num_microbatches != num_microbatches:
-            raise ConfigError(
-                f"schedule {given.name} is one of {given.num_microbatches} microbatches and this "
-                f"step has {num_microbatches}; set --global-batch-size to match it"
-            )
-        return Follow(given.orders[self._pp_rank], given.name)
-
-    def _cap_for(self, num_microbatches: int) -> float:
-        if self._cap is not None:
-            return self._cap
-        if self._widths is not None:
-            return unequal.default_cap(self._widths, self._pp_rank, num_microbatches)
-        return default_cap(self._placement, num_microbatches)
-
-    def _state(self, num_microbatches: int, forward_only: bool) -> RankState:
-        return RankState(
-            placement=self._placement,
-            rank=self._pp_rank,
-            num_microbatches=num_microbatches,
-            cap=None if forward_only else self._cap_for(num_microbatches),
-            forward_only=forward_only,
-            weight_pieces=self._weight_pieces,
-        )
+        """Returns the microbatches that the step's loss is the mean of, given this rank's."""
+        widths = self._orders.widths
+        return num_microbatches * (1 if widths is None else widths.sizes[self._orders.pp_rank])
 
 
 def _untraced(kind: str) -> AbstractContextManager[None]:

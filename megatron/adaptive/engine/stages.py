@@ -218,7 +218,7 @@ class MegatronStages:
         if received is not None and not self._forward_only:
             received.requires_grad_()
         model = self._chunks[chunk]
-        with self._meter.measure(chunk, model) if not self._forward_only else _NOTHING:
+        with self._meter.measure(chunk, model.parameters()) if not self._forward_only else _NOTHING:
             output, num_tokens = forward_step(
                 self._forward_step_func,
                 self._data_iterators[chunk],

@@ -69,18 +69,18 @@ class Tracing:
         # Iteration and microbatches; kind, chunk and microbatch; two marks.
         self._unresolved: list[tuple[tuple[int, int], tuple[int, int, int], Any, Any]] = []
 
-    def watch(self, look: Callable[[], dict[str, Any]]) -> None:
-        """Let who looks at the running job see what this rank does.
+    def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
+        """Shows programs that look on what this rank does.
 
         Args:
-            look: what it does within the pipeline's step, in fields of ``trace.live_state.Now``;
-                called from another thread.
+            snapshot: returns what it does within the pipeline's step, in fields of
+                ``trace.live_state.Now``; called from another thread.
         """
 
         def now() -> dict[str, Any]:
             iteration, num_microbatches = self._place
             known = {"iteration": iteration, "num_microbatches": num_microbatches}
-            return {**known, "doing": self._doing, **look()}
+            return {**known, "doing": self._doing, **snapshot()}
 
         if self.recorder is not None:
             self.recorder.watch(now)
@@ -238,8 +238,8 @@ class OutsideTrace:
         finally:
             self._doing = {}
 
-    def look(self) -> dict[str, Any]:
-        """What this rank does in its step, for another thread; see ``Executor.look``."""
+    def snapshot(self) -> dict[str, Any]:
+        """Returns what this rank does in its step; see ``Executor.snapshot``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def begins(self, kind: str, chunk: int, microbatch: int) -> Any:

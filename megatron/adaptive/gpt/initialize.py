@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.build import gather_places
+from megatron.adaptive.engine.job import Job, destroy_groups, process_groups
 from megatron.adaptive.gpt.placement import (
     embedding_ranks,
     placement_of,
@@ -28,40 +28,16 @@ from megatron.adaptive.gpt.placement import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """This process within the job.
+class TrainingJob(Job):
+    """A process within a job that trains a GPT.
 
     Attributes:
         config: the run's settings.
-        environment: what the launcher said.
-        accelerator: this process's device.
-        control_group: gloo group of all ranks for small host-side messages.
         stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
-        places: where every rank runs, by global rank.
     """
 
     config: TrainerConfig
-    environment: Environment
-    accelerator: Accelerator
-    control_group: dist.ProcessGroup
     stop_group: dist.ProcessGroup
-    places: list[dict[str, Any]]
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return self.environment.rank
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is global rank 0."""
-        return self.environment.rank == 0
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gave, by rank. Collective over all ranks."""
-        told: list[Any] = [None] * self.environment.world_size
-        dist.all_gather_object(told, mine, group=self.control_group)
-        return told
 
     @property
     def is_writer(self) -> bool:
@@ -78,7 +54,9 @@ class Job:
         return self.environment.rank == (pp_rank + 1) * per_position - 1
 
 
-def start_job(config: TrainerConfig, environment: Environment, accelerator: Accelerator) -> Job:
+def start_job(
+    config: TrainerConfig, environment: Environment, accelerator: Accelerator
+) -> TrainingJob:
     """Connect this process with the others and set up megatron-core's parallel state.
 
     Collective over all ranks. The caller ends it with :func:`end_job`.
@@ -96,13 +74,14 @@ def start_job(config: TrainerConfig, environment: Environment, accelerator: Acce
     seed_everything(config.run.seed)
     # megatron-core asks this machine about NaN handling; faults here are our own errors.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-    return Job(
+    return TrainingJob(
         config=config,
         environment=environment,
         accelerator=accelerator,
         control_group=dist.new_group(backend="gloo", timeout=timeout),
         stop_group=dist.new_group(backend="gloo", timeout=timeout),
         places=gather_places(),
+        timeout=timeout,
     )
 
 
@@ -125,7 +104,7 @@ def set_up_mesh(config: TrainerConfig) -> None:
     )
 
 
-def remake_mesh(job: Job) -> None:
+def remake_mesh(job: TrainingJob) -> None:
     """Make megatron-core's process groups anew for the settings of ``job``, and seed as at a start.
 
     Collective over all ranks, between two steps; nothing may use the former groups any more. Only
@@ -134,10 +113,7 @@ def remake_mesh(job: Job) -> None:
     dist.barrier(group=job.control_group)
     parallel_state.destroy_model_parallel()
     kept = (dist.group.WORLD, job.control_group, job.stop_group)
-    # In the order they were made in, which is that of all members of each.
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in kept:
-            dist.destroy_process_group(group)
+    destroy_groups(group for group in process_groups() if group not in kept)
     set_up_mesh(job.config)
     seed_everything(job.config.run.seed)
 

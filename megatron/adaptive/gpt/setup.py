@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +14,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.data.datasets import DataSpec, build_datasets
 from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.adaptive.engine.build import Wiring, build_executor, inputs_in_flight
+from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, load_on_all
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (
     build_chunks,
     build_optimizer,
@@ -44,51 +43,36 @@ from megatron.adaptive.gpt.placement import (
 from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Schedule
-from megatron.adaptive.trace.clock_sync import start_clock_sync
-from megatron.adaptive.trace.event import TraceHeader
-from megatron.adaptive.trace.files import set_aside
-from megatron.adaptive.trace.recorder import Recorder
 
 
-def _forward_backward(
-    config: TrainerConfig,
-    placement: Placement,
-    wiring: Wiring,
-    chunks: Sequence[torch.nn.Module],
-    replay: Replay | None,
-) -> ForwardBackward:
-    settings = config.schedule
-    pieces = _weight_pieces(config)
-    given = None
+def _orders(job: TrainingJob, placement: Placement) -> Orders:
+    """Returns the order of work. Collective over all ranks."""
+    config, settings = job.config, job.config.schedule
+    pieces, given = _weight_pieces(config), None
     if settings.schedule_file is not None:
         given = _given_schedule(config, placement)
         pieces = given.weight_pieces
-    return ForwardBackward(
-        executor=wiring.executor,
+    return Orders(
+        schedule=settings.pipeline_schedule,
         placement=placement,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        schedule=settings.pipeline_schedule,
-        activation_cap=settings.activation_cap,
-        group_size=config.parallel.microbatch_group_size_per_vp_stage,
+        cap=settings.activation_cap,
         weight_pieces=pieces,
-        stores=attach_stores(chunks) if config.splits_backward else None,
+        group_size=config.parallel.microbatch_group_size_per_vp_stage,
         given=given,
-        replay=replay,
+        replay=_replay(job, placement),
         widths=widths_of(config),
     )
 
 
 def _weight_pieces(config: TrainerConfig) -> int:
-    """Parts of each weight gradient, 0 for whole backwards.
-
-    A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
-    """
-    if not config.splits_backward:
-        return 0
-    return config.schedule.weight_pieces if config.schedule.is_rule else 1
+    settings = config.schedule
+    return weight_pieces(
+        settings.weight_pieces, splits=config.splits_backward, is_rule=settings.is_rule
+    )
 
 
-def _replay(job: Job, placement: Placement) -> Replay | None:
+def _replay(job: TrainingJob, placement: Placement) -> Replay | None:
     """Read the orders of ``--replay-schedule``. Collective over all ranks."""
     path = job.config.schedule.replay_schedule
     if path is None:
@@ -182,7 +166,7 @@ class Run:
         padded_vocab_size: rows of the embedding.
     """
 
-    job: Job
+    job: TrainingJob
     placement: Placement
     chunks: list[torch.nn.Module]
     core: TransformerConfig
@@ -196,7 +180,7 @@ class Run:
     padded_vocab_size: int
 
 
-def build_run(job: Job) -> Run:
+def build_run(job: TrainingJob) -> Run:
     """Build model, optimizer, data, executor and trace. Collective over all ranks."""
     config = job.config
     placement = placement_of(config)
@@ -207,20 +191,21 @@ def build_run(job: Job) -> Run:
     samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
-    tracing = open_trace(job, placement, tokenizer.padded_vocab_size)
+    tracing = open_run_trace(job, placement, tokenizer.padded_vocab_size)
     widths = widths_of(config)
     finalize = finalize_gradients
     if widths is not None:
         finalize = UnequalGradients(widths)
     core.finalize_model_grads_func = tracing.around("reduce", finalize)
-    replay = None
-    wiring = None
+    replay = wiring = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
         outside = OutsideTrace(get_forward_backward_func(), tracing)
-        tracing.watch(outside.look)
+        tracing.watch(outside.snapshot)
         forward_backward = outside
     else:
+        orders = _orders(job, placement)
+        replay = orders.replay
         wiring = build_executor(
             placement=placement,
             accelerator=job.accelerator,
@@ -230,12 +215,18 @@ def build_run(job: Job) -> Run:
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=tracing.recorder,
             transport=config.transport,
-            in_flight=_inputs_in_flight(config, placement),
+            # Of the whole job where stages are unequal.
+            in_flight=orders.inputs_in_flight(
+                config.num_microbatches * (1 if widths is None else widths.round_size)
+            ),
             widths=widths,
         )
-        tracing.watch(wiring.executor.look)
-        replay = _replay(job, placement)
-        forward_backward = _forward_backward(config, placement, wiring, chunks, replay)
+        tracing.watch(wiring.executor.snapshot)
+        forward_backward = ForwardBackward(
+            executor=wiring.executor,
+            orders=orders,
+            stores=attach_stores(chunks) if config.splits_backward else None,
+        )
     return Run(
         job=job,
         placement=placement,
@@ -249,18 +240,6 @@ def build_run(job: Job) -> Run:
         tracing=tracing,
         replay=replay,
         padded_vocab_size=tokenizer.padded_vocab_size,
-    )
-
-
-def _inputs_in_flight(config: TrainerConfig, placement: Placement) -> int:
-    widths = widths_of(config)
-    return inputs_in_flight(
-        placement,
-        # Of the whole job where stages are unequal.
-        config.num_microbatches * (1 if widths is None else widths.round_size),
-        cap=config.schedule.activation_cap,
-        keeps_all=config.schedule.pipeline_schedule in KEEPING_ALL,
-        widths=widths,
     )
 
 
@@ -310,7 +289,7 @@ def _needs_data(placement: Placement) -> bool:
     return 0 in stages or placement.num_stages - 1 in stages
 
 
-def _build_samples(job: Job, placement: Placement, tokenizer: Tokenizer) -> Samples:
+def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
     run, data = config.run, config.data
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
@@ -382,37 +361,15 @@ def connect_chunks(
         core.param_sync_func = gathers[0] if single else gathers
 
 
-def open_trace(job: Job, placement: Placement, padded_vocab_size: int) -> Tracing:
-    """Open this rank's trace. Collective over all ranks."""
+def open_run_trace(job: TrainingJob, placement: Placement, padded_vocab_size: int) -> Tracing:
+    """Opens this rank's trace. Collective over all ranks."""
     config = job.config
-    if config.schedule.trace_dir is None:
-        return Tracing()
-    if job.environment.local_rank == 0:
-        set_aside(config.schedule.trace_dir)
-    dist.barrier(group=job.control_group)
-    run_id: list[Any] = [f"{job.environment.run_id}-{os.getpid()}"]
-    dist.broadcast_object_list(run_id, src=0, group=job.control_group)
-    header = TraceHeader.create(
-        run=run_id[0],
-        rank=job.rank,
-        world_size=config.world_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        num_ranks=placement.num_ranks,
-        num_chunks=placement.num_chunks,
-        num_microbatches=config.num_microbatches,
+    return open_trace(
+        config.schedule.trace_dir,
+        job,
+        placement,
         schedule=config.schedule.pipeline_schedule,
-        placement=placement.kind,
+        num_microbatches=config.num_microbatches,
         layers=config.layers_per_stage,
         work=stage_work(config, padded_vocab_size),
     )
-    recorder = Recorder(config.schedule.trace_dir, header)
-    sync = start_clock_sync(
-        rank=job.rank,
-        clock_id=header.clock,
-        address=job.environment.master_addr,
-        gather=job.gather,
-        deliver=recorder.add_clock_samples,
-    )
-    return Tracing(recorder, job.accelerator.clock(), sync)

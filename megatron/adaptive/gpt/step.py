@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
 from megatron.adaptive.gpt.setup import Run
@@ -53,7 +53,7 @@ class Step:
         dropout.attach(run.chunks)
         self._forward = GptForward(run.job.accelerator, dropout)
         self._eval_steps = 0
-        self.times: StepTimes | None = None  # of the last training step, on our executor
+        self.times: RankTimes | None = None  # of the last training step, on our executor
 
     def train(
         self,

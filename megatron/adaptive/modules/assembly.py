@@ -22,7 +22,7 @@ from megatron.adaptive.modules.cutting import (
     unused_parameters,
 )
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.program import Held, Layout, StageProgram
+from megatron.adaptive.modules.program import MessageLayout, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
@@ -72,11 +72,6 @@ class Assembly:
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
-
-    @property
-    def for_meter(self) -> Held:
-        """What the meter of activations leaves out."""
-        return Held(self.held)
 
 
 def assemble(
@@ -214,6 +209,6 @@ def _hold(
     )
 
 
-def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[Layout]:
+def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[MessageLayout]:
     for plan in plans:
-        yield Layout.of([tape.values[number] for number in plan.sent])
+        yield MessageLayout.of([tape.values[number] for number in plan.sent])

@@ -2,87 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.accelerator import Accelerator, detect
+from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.build import gather_places
+from megatron.adaptive.engine.job import Job, environment_of_rank, process_groups
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
 
-__all__ = ["Job", "Mesh", "check_pipeline_size", "join_job", "make_mesh"]
+__all__ = ["Mesh", "check_pipeline_size", "join_job", "make_mesh"]
 
 _JOBS = "megatron-adaptive-jobs"
 
 
-@dataclass(kw_only=True)
-class Job:
-    """This process among all of the job.
-
-    Attributes:
-        environment: what the launcher said.
-        accelerator: its device.
-        control_group: gloo group of all ranks.
-        places: where every rank runs.
-        owns_job: the job was begun here and ends with :meth:`close`.
-        timeout: limit of waits for other ranks.
-        before: process groups that were there before.
-        made: those that end with :meth:`close`; ``None`` for all that came since.
-    """
-
-    environment: Environment
-    accelerator: Accelerator
-    control_group: Any
-    places: list[dict[str, Any]]
-    owns_job: bool
-    timeout: datetime.timedelta
-    before: Sequence[Any] = ()
-    made: Sequence[Any] | None = None
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return dist.get_rank()
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gave, by rank. Collective over all ranks."""
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine, group=self.control_group)
-        return told
-
-    def from_first(self, mine: Any) -> Any:
-        """Return what rank 0 gave. Collective over all ranks."""
-        told = [mine]
-        dist.broadcast_object_list(told, src=0, group=self.control_group)
-        return told[0]
-
-    def settle(self) -> None:
-        """Say that all groups are made: those that come later are the user's."""
-        self.made = [group for group in _groups() if group not in self.before]
-
-    def close(self) -> None:
-        """End what :func:`join_job` began, and groups made since. Collective over all ranks."""
-        if self.owns_job:
-            dist.destroy_process_group()
-            return
-        if self.made is None:
-            self.settle()
-        dist.barrier()  # nobody waits in one of them any more
-        # Each has threads. In the order they were made in, which is that of all members of each.
-        for group in self.made or ():
-            if group in _groups():
-                dist.destroy_process_group(group)
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
     """Where this process stands in its pipeline.
 
@@ -126,10 +69,6 @@ class Mesh(Job):
         super().close()
 
 
-def _groups() -> list[Any]:
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 @functools.cache
 def _store_of_process(timeout: datetime.timedelta) -> Any:
     """What ranks meet in, for all jobs that the process begins: rank 0 may serve it."""
@@ -146,9 +85,9 @@ def join_job(timeout_s: float) -> Job:
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
     timeout = datetime.timedelta(seconds=timeout_s)
-    owns_job = not dist.is_initialized()
-    before = [] if owns_job else _groups()
-    if owns_job and environment.is_launched:
+    owns = not dist.is_initialized()
+    before = () if owns else tuple(process_groups())
+    if owns and environment.is_launched:
         rank, world_size = environment.rank, environment.world_size
         store = _store_of_process(timeout)
         # Under other names in every job: in the store are the addresses of those before.
@@ -160,22 +99,22 @@ def join_job(timeout_s: float) -> Job:
             world_size=world_size,
             timeout=timeout,
         )
-    elif owns_job:
+    elif owns:
         store = dist.HashStore()
         dist.init_process_group(
             accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
         )
+    group = dist.new_group(backend="gloo", timeout=timeout)
     job = Job(
-        environment=environment,
+        environment=environment_of_rank(),
         accelerator=accelerator,
-        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        control_group=group,
         places=[],
-        owns_job=owns_job,
         timeout=timeout,
-        before=before,
+        owns_process_group=owns,
+        groups_before=before,
     )
-    job.places = job.gather(here(0))
-    return job
+    return dataclasses.replace(job, places=job.gather(here(0)))
 
 
 def check_pipeline_size(size: int) -> int:
@@ -217,9 +156,9 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
         accelerator=job.accelerator,
         control_group=job.control_group,
         places=gather_places(),
-        owns_job=job.owns_job,
         timeout=job.timeout,
-        before=job.before,
+        owns_process_group=job.owns_process_group,
+        groups_before=job.groups_before,
         pipeline_size=size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_size=world_size // size,

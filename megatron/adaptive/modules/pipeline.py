@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,25 +19,30 @@ _accelerator.install()
 _accelerator.quiet_libraries()
 
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
-from megatron.adaptive.engine.executor import StepTimes  # noqa: E402
+from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
+from megatron.adaptive.engine.executor import ActivationMeter, Executor, RankTimes  # noqa: E402
+from megatron.adaptive.engine.orders import Orders  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
 from megatron.adaptive.modules.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
-from megatron.adaptive.modules.orders import Orders, choose_placement  # noqa: E402
-from megatron.adaptive.modules.passes import Passes  # noqa: E402
-from megatron.adaptive.modules.program import RandomKey  # noqa: E402
+from megatron.adaptive.modules.program import (  # noqa: E402
+    ProgramStages,
+    RandomKey,
+    StageProgram,
+)
 from megatron.adaptive.modules.recording import PRECISIONS, Forward, Slicing  # noqa: E402
 from megatron.adaptive.modules.sizes import (  # noqa: E402
     Wanted,
+    choose_orders,
     place,
 )
-from megatron.adaptive.modules.traces import start_trace  # noqa: E402
-from megatron.adaptive.modules.wiring import connect  # noqa: E402
 
 __all__ = ["Pipeline"]
+
+_LEAST_SLOT_BYTES = 4096
 
 
 class Pipeline:
@@ -125,7 +133,7 @@ class Pipeline:
         check_groups(model, shared_weights)
         self.model = model
         self.grad_norm = self.loss = 0.0
-        self.times: StepTimes | None = None
+        self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
         self._step = 0
@@ -155,36 +163,43 @@ class Pipeline:
         if order is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{order.epoch}"
         self._trace_dir = trace_dir
-        self._tracing = start_trace(
+        orders, placement = self._orders, self._orders.placement
+        self._tracing = open_trace(
             trace_dir,
             self._mesh,
-            self._orders.placement,
+            placement,
             schedule=schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
-            partition=self.partition,
-            weights=self.weights,
+            layers=self.partition,
+            work=_stage_sums(self.partition, self.weights) if self.weights else (),
         )
-        self._wiring = connect(
-            self._orders,
-            self._mesh,
-            transport or TransportConfig(),
-            largest_message=made.largest_message,
-            recorder=self._tracing.recorder,
+        transport = transport or TransportConfig()
+        if transport.transport_slot_bytes is None:
+            size = max(_LEAST_SLOT_BYTES, made.largest_message)
+            transport = dataclasses.replace(transport, transport_slot_bytes=size)
+        self._wiring = build_executor(
+            placement=placement,
+            accelerator=self._mesh.accelerator,
+            places=self._mesh.places,
+            payload_shape=None,
+            payload_dtype=torch.float32,
             timeout_s=timeout_s,
+            recorder=self._tracing.recorder,
+            transport=transport,
+            in_flight=orders.inputs_in_flight(4 * placement.num_ranks),
         )
-        self._tracing.watch(self._wiring.executor.look)
+        self._tracing.watch(self._wiring.executor.snapshot)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
-        split = self._orders.weight_pieces > 0
-        self._passes = Passes(
+        self._passes = _Passes(
             programs=made.programs,
             eval_programs=made.eval_programs,
             shape=self._shape,
-            orders=self._orders,
+            orders=orders,
             executor=self._wiring.executor,
             random=self._random,
-            held=made.for_meter,
+            held=made.held,
             device=self.device,
-            stores=[WeightGradientStore() for _ in made.programs] if split else None,
+            stores=[WeightGradientStore() for _ in made.programs] if orders.weight_pieces else None,
         )
         self._update.start(is_fp16=mixed_precision == "fp16")
         self._mesh.settle()
@@ -194,14 +209,14 @@ class Pipeline:
         wanted, mesh = self._wanted, self._mesh
         self._shape = BatchShape(sample, self.micro_batch_size)
         try:
-            self._orders = Orders(
-                schedule=wanted.schedule,
-                placement=choose_placement(wanted.schedule, mesh.pipeline_size, wanted.chunks),
-                pp_rank=mesh.pp_rank,
+            self._orders = choose_orders(
+                wanted.schedule,
+                mesh.pipeline_size,
+                mesh.pp_rank,
+                chunks=wanted.chunks,
                 cap=wanted.cap,
                 split=wanted.split,
             )
-            _ = self._orders.weight_pieces  # says what is wrong with them
             made = assemble(
                 forward, sample, self._cut,
                 shape=self._shape, mesh=mesh, placement=self._orders.placement,
@@ -498,3 +513,78 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
+
+
+@dataclass(kw_only=True)
+class _Passes:
+    """Runs batches. Collective over the processes of a pipeline.
+
+    Attributes:
+        programs, eval_programs: of this process's stages, in training and in evaluation.
+        shape: of batches.
+        orders: of the work.
+        executor: that runs it.
+        random: key of all that is random within the model.
+        held: parameters and buffers of this process.
+        device: where this process computes.
+        stores: of weight gradients by stage, ``None`` where backwards are whole.
+    """
+
+    programs: Sequence[StageProgram]
+    eval_programs: Sequence[StageProgram]
+    shape: BatchShape
+    orders: Orders
+    executor: Executor
+    random: RandomKey
+    held: Mapping[str, torch.Tensor]
+    device: torch.device
+    stores: Sequence[WeightGradientStore] | None
+
+    def __post_init__(self) -> None:
+        self._meter = ActivationMeter()
+
+    def run(
+        self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
+    ) -> list[torch.Tensor]:
+        """Run a batch; returns the losses of its microbatches, of the last stage alone.
+
+        Args:
+            batch: of this replica.
+            count: microbatches in it.
+            step: that random numbers follow from.
+            scale: what the loss is multiplied with, ``None`` for forwards in evaluation alone.
+        """
+        forward_only = scale is None
+        programs = self.eval_programs if forward_only else self.programs
+        names = {name for program in programs for name in program.plan.inputs}
+        self.random.step, self.random.count = step, count
+        stages = ProgramStages(
+            programs=programs,
+            microbatches=[
+                self.shape.microbatch(batch, number, self.device, names) for number in range(count)
+            ],
+            random=self.random,
+            held=self.held,
+            device=self.device,
+            meter=self._meter,
+            stores=self.stores,
+            scale=1.0 if scale is None else scale,
+            forward_only=forward_only,
+        )
+        before = self.random.generator.get_state()
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                self.executor.run(
+                    stages,
+                    self.orders.policy(count, forward_only=forward_only),
+                    self.orders.state(count, forward_only=forward_only),
+                )
+        finally:
+            stages.finish()
+            self.random.generator.set_state(before)
+        return stages.losses
+
+
+def _stage_sums(partition: Sequence[int], weights: Sequence[float]) -> list[float]:
+    ends = list(itertools.accumulate(partition))
+    return [sum(weights[end - size : end]) for end, size in zip(ends, partition, strict=True)]

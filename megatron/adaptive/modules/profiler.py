@@ -23,10 +23,11 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
+from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
-from megatron.adaptive.modules.mesh import Job, join_job  # noqa: E402
+from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
     PRECISIONS,
     Forward,

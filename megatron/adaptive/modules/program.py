@@ -40,8 +40,7 @@ from megatron.adaptive.modules.recording import Call, Ref, Tape, Value, fill
 
 __all__ = [
     "Deferred",
-    "Held",
-    "Layout",
+    "MessageLayout",
     "ProgramStages",
     "RandomKey",
     "StageProgram",
@@ -188,10 +187,10 @@ class StageProgram:
         values = tape.values
         self._gradients_in = [n for n in plan.received if values[n].requires_grad]
         self._gradients_out = [n for n in plan.sent if values[n].requires_grad]
-        self.forward_layout = Layout.of([values[n] for n in plan.received])
-        self.backward_layout = Layout.of([values[n] for n in self._gradients_in])
-        self.next_forward = Layout.of([values[n] for n in plan.sent])
-        self.next_backward = Layout.of([values[n] for n in self._gradients_out])
+        self.forward_layout = MessageLayout.of([values[n] for n in plan.received])
+        self.backward_layout = MessageLayout.of([values[n] for n in self._gradients_in])
+        self.next_forward = MessageLayout.of([values[n] for n in plan.sent])
+        self.next_backward = MessageLayout.of([values[n] for n in self._gradients_out])
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
         self._steps = self._prepare()
@@ -298,17 +297,6 @@ class StageProgram:
 _NOTHING = contextlib.nullcontext()
 
 
-class Held:
-    """Parameters that :class:`ActivationMeter` does not count as activations."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Return all tensors that the rank holds anyway."""
-        return iter(self._tensors.values())
-
-
 @dataclass(slots=True)
 class _Pending:
     """What a forward leaves for its backward."""
@@ -327,7 +315,7 @@ class ProgramStages:
         programs: of the rank's chunks, in order.
         microbatches: entries of the batch that they use, by microbatch.
         random: seeds what they draw.
-        held: parameters and buffers of the rank.
+        held: parameters and buffers of the rank, by name.
         device: where it runs.
         meter: measures activations once.
         stores: one per chunk to split backwards, ``None`` for whole ones.
@@ -344,7 +332,7 @@ class ProgramStages:
         programs: Sequence[StageProgram],
         microbatches: Sequence[Mapping[str, torch.Tensor]],
         random: RandomKey,
-        held: Held,
+        held: Mapping[str, torch.Tensor],
         device: torch.device,
         meter: ActivationMeter,
         stores: Sequence[WeightGradientStore] | None = None,
@@ -355,7 +343,7 @@ class ProgramStages:
         self._programs = programs
         self._microbatches = microbatches
         self._random = random
-        self._held: Any = held
+        self._held = held
         self._device = device
         self._meter = meter
         self._stores = None if forward_only else stores
@@ -375,7 +363,7 @@ class ProgramStages:
                 sent, loss = self._run(chunk, microbatch, given)
         else:
             given = program.require_gradients(given)
-            with self._meter.measure(chunk, self._held):
+            with self._meter.measure(chunk, self._held.values()):
                 sent, loss = self._run(chunk, microbatch, given)
             scaled = None if loss is None else loss * self._factor
             edges = [get_gradient_edge(one) for one in program.differentiated(sent)]
@@ -453,7 +441,7 @@ _Place = tuple[int, int, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """The tensors of one kind of message.
 
     Attributes:
@@ -465,7 +453,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, values: Sequence[Value]) -> Layout:
+    def of(cls, values: Sequence[Value]) -> MessageLayout:
         """Return the layout of a row of tensors, at least one byte long."""
         places: list[_Place] = []
         offset = 0

@@ -23,7 +23,7 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape
-from megatron.adaptive.modules.program import Held, Layout, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import MessageLayout, ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, undisturbed
 from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
@@ -178,7 +178,7 @@ def _time(
         programs=[program],
         microbatches=[inputs] * (WARM_UP + repeats),
         random=RandomKey(0, 0, device),
-        held=Held(held),
+        held=held,
         device=device,
         meter=meter,
         stores=[WeightGradientStore()] if split else None,
@@ -200,7 +200,7 @@ def _time(
     return rows, output.detach(), meter.bytes_of(0)
 
 
-def _made_up(layout: Layout) -> torch.Tensor:
+def _made_up(layout: MessageLayout) -> torch.Tensor:
     """Returns a message of gradients."""
     host = torch.device("cpu")
     values = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]

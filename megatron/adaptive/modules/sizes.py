@@ -22,16 +22,19 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
-from megatron.adaptive.config.schedule import parse_partition
+from megatron.adaptive.config.schedule import SEVERAL_CHUNKS, parse_partition
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import Cut, check_weights
 from megatron.adaptive.modules.cutting import balanced, given_partition
-from megatron.adaptive.modules.mesh import Job, Mesh, check_pipeline_size, join_job, make_mesh
-from megatron.adaptive.modules.orders import Orders, choose_placement
+from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, ProfileRequest, measure_profile
 from megatron.adaptive.modules.recording import Forward
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.running import Option, Running, choose_option
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import is_rule, placement_for, splits_backward
 
 __all__ = [
     "Chosen",
@@ -43,6 +46,10 @@ __all__ = [
     "measure",
     "place",
 ]
+
+
+_PIECES = 4  # of a weight gradient, under a rule
+_SPLITTING_RULES = ("adaptive", "hinted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +105,75 @@ class Chosen:
         other = self.others[0]
         more = 100 * (other.seconds / best.seconds - 1) if best.seconds else 0.0
         return f"{text}; next best is {other}: {_time(other.seconds)}, {more:.0f}% more"
+
+
+def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Placement:
+    """Return where stages live under a schedule.
+
+    Args:
+        schedule: its name.
+        num_ranks: ranks of the pipeline.
+        chunks: stages of each rank, chosen by the schedule where ``None``.
+
+    Raises:
+        ConfigError: the schedule has another number.
+        ScheduleError: there is no such schedule.
+    """
+    if schedule == "forward-only":
+        raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
+    wanted = (2 if schedule in SEVERAL_CHUNKS else 1) if chunks is None else chunks
+    placement = placement_for(schedule, num_ranks, wanted)
+    if chunks is not None and placement.num_chunks != chunks:
+        raise ConfigError(
+            f"chunks {chunks} was given with schedule {schedule}, which has "
+            f"{placement.num_chunks} per rank: leave chunks out"
+        )
+    return placement
+
+
+def choose_orders(
+    schedule: str,
+    num_ranks: int,
+    pp_rank: int,
+    *,
+    chunks: int | None = None,
+    cap: float | None = None,
+    split: bool | None = None,
+) -> Orders:
+    """Returns the order of work of a rank under a schedule.
+
+    Args:
+        schedule: its name.
+        num_ranks: ranks of the pipeline.
+        pp_rank: which of them.
+        chunks: stages of each rank, chosen by the schedule where ``None``.
+        cap: most activations of a rank, in microbatches over all its chunks; ``None`` for the
+            default.
+        split: backwards leave weight gradients; chosen by the schedule where ``None``.
+
+    Raises:
+        ConfigError: the schedule has another number of chunks, or splits backwards otherwise.
+        ScheduleError: there is no such schedule.
+    """
+    placement = choose_placement(schedule, num_ranks, chunks)
+    rule = is_rule(schedule)
+    if rule:
+        splits = num_ranks > 1 and schedule in _SPLITTING_RULES if split is None else split
+    else:
+        splits = splits_backward(schedule)
+        if split not in (None, splits):
+            raise ConfigError(
+                f"split_backward={split} was given, but schedule {schedule} "
+                f"{'has' if splits else 'has no'} weight gradients as work of their own: leave it "
+                "out"
+            )
+    return Orders(
+        schedule=schedule,
+        placement=placement,
+        pp_rank=pp_rank,
+        cap=cap,
+        weight_pieces=weight_pieces(_PIECES, splits=splits, is_rule=rule),
+    )
 
 
 def choose_shape(
@@ -173,8 +249,7 @@ def measure(
     """
     size = wanted.micro_batch_size
     # As several ranks would run it; what is wrong with it is said before anything is measured.
-    placement = choose_placement(wanted.schedule, 2, wanted.chunks)
-    orders = Orders(schedule=wanted.schedule, placement=placement, pp_rank=0, split=wanted.split)
+    orders = choose_orders(wanted.schedule, 2, 0, chunks=wanted.chunks, split=wanted.split)
     splits = orders.weight_pieces > 0
     request = ProfileRequest(
         forward=forward,
@@ -188,7 +263,7 @@ def measure(
         memory_limit_bytes=memory_limit_bytes,
         name=type(forward.model).__name__,
     )
-    return measure_profile(job, request), placement.num_chunks, splits
+    return measure_profile(job, request), orders.placement.num_chunks, splits
 
 
 def _plan(profile: ModuleProfile, wanted: Wanted, cut: Cut, chunks: int, *, splits: bool) -> Chosen:

@@ -164,7 +164,9 @@ class StageSums:
             reduce_s(plan.places, rank, cluster, profile, model, parameters[rank])
             for rank in range(plan.pp)
         )
-        latency, occupancy = _messages(plan, placement, bounds, model, cluster, profile, runtime)
+        latency, occupancy, message_bytes = _messages(
+            plan, placement, bounds, model, cluster, profile, runtime
+        )
         return cls(
             durations_s=durations,
             launch_s=launch,
@@ -176,7 +178,7 @@ class StageSums:
             optimizer_s=tuple(updates),
             memory=tuple(memories),
             stages_of=stages_of,
-            message_bytes=_message_bytes(plan, placement, bounds, model),
+            message_bytes=message_bytes,
             estimated=any(table.estimated for row in tables for table in row),
         )
 
@@ -290,43 +292,25 @@ def _messages(
     cluster: Cluster,
     profile: Profile,
     runtime: Runtime,
-) -> tuple[Any, Any]:
-    """Returns the latency and occupancy of the messages between stages, ``[2, stages]`` each."""
-    latency = np.zeros((2, placement.num_stages))
-    occupancy = np.zeros((2, placement.num_stages))
+) -> tuple[Any, Any, Any]:
+    """Returns latency, occupancy and bytes of the messages between stages, ``[2, stages]`` each."""
+    latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         one, other = placement.locate(stage)[0], placement.locate(stage + 1)[0]
+        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
+        size *= model.precision.element_bytes
+        whole[0, stage] = whole[1, stage + 1] = size * plan.places[one].micro_batch
         if one == other:
             continue
-        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
+            ends = plan.places[sender], plan.places[receiver]
             if dealt_widths(plan) is not None:
-                ends = plan.places[sender], plan.places[receiver]
-                size_bytes = size * model.precision.element_bytes
-                latency[kind, row], occupancy[kind, row] = hop_s(
-                    *ends, cluster, profile, size_bytes
-                )
-                continue
-            latency[kind, row], occupancy[kind, row] = boundary_s(
-                plan.places[sender],
-                plan.places[receiver],
-                cluster,
-                profile,
-                size * model.precision.element_bytes,
-                sliced=plan.sequence_parallel or runtime.sliced_messages,
-            )
-    return latency, occupancy
-
-
-def _message_bytes(plan: Plan, placement: Placement, bounds: Any, model: Model) -> Any:
-    """Returns the bytes of one microbatch at both ends of every stage boundary, ``[2, stages]``."""
-    found = np.zeros((2, placement.num_stages))
-    for stage in range(placement.num_stages - 1):
-        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
-        micro_batch = plan.places[placement.locate(stage)[0]].micro_batch
-        size *= model.precision.element_bytes * micro_batch
-        found[0, stage] = found[1, stage + 1] = size
-    return found
+                both = hop_s(*ends, cluster, profile, size)
+            else:
+                sliced = plan.sequence_parallel or runtime.sliced_messages
+                both = boundary_s(*ends, cluster, profile, size, sliced=sliced)
+            latency[kind, row], occupancy[kind, row] = both
+    return latency, occupancy, whole
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:

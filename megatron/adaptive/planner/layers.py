@@ -58,7 +58,8 @@ class Runtime:
         sliced_messages: whether tensor-parallel ranks send a part of a stage's output each, and
             gather it after it arrived.
         pipeline: times the pipeline of a plan in place of the planner, given the plan and its
-            ``cost.StageSums``; returns ``timing.StepTimes``, or None to leave it to the planner.
+            ``cost.StageSums``; returns ``timing.ScheduleTimes``, or None to leave it to
+            the planner.
     """
 
     context_bytes: float = 0.5e9

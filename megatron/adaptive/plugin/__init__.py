@@ -12,11 +12,23 @@ Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of t
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 from megatron.adaptive.plugin.settings import Settings, add_arguments
 
-__all__ = ["add_arguments", "install", "uninstall"]
+if TYPE_CHECKING:
+    from megatron.adaptive.engine.deferred_layers import defer_outer_layers, deferring_spec
+
+__all__ = ["add_arguments", "defer_outer_layers", "deferring_spec", "install", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when they are first used: they import megatron-core, and after install().
+    if name in ("defer_outer_layers", "deferring_spec"):
+        return getattr(importlib.import_module("megatron.adaptive.engine.deferred_layers"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def install(
@@ -43,7 +55,7 @@ def install(
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
         split_backward: compute weight gradients as work of their own. The model's layers must be
-            made for it, see :func:`~megatron.adaptive.engine.deferred_layers.deferring_spec`.
+            made for it, see :func:`deferring_spec`.
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
         trace_dir: folder for a trace of every rank; none is written where ``None``.

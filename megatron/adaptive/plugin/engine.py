@@ -1,37 +1,52 @@
-"""The executor behind Megatron-LM's steps: built at the first one, by all ranks together.
+"""Runs Megatron-LM's steps on the executor, which all ranks build together at the first one.
 
 Owns the channels, the trace and their end. What a step does is
 :class:`~megatron.adaptive.engine.forward_backward.ForwardBackward`.
+
+Actions, waits and messages of the trace come from the executor, as in our own trainer. Around them
+there are three places to look from without changing anything of Megatron-LM's: the iterator it
+hands in (``data``), the function that finishes gradients (``reduce``), and torch's own hooks around
+the step of every optimizer (``optimizer``). Of validation and checkpoints nothing is seen.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from megatron.adaptive.accelerator import Accelerator, current_device
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.engine.build import (
     Wiring,
     build_executor,
     gather_places,
-    inputs_in_flight,
+    open_trace,
 )
 from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.job import Job, environment_of_rank
+from megatron.adaptive.engine.orders import Orders, weight_pieces
+from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.plugin.refused import check_call, check_model
-from megatron.adaptive.plugin.settings import Settings
-from megatron.adaptive.plugin.trace import StepTrace, open_trace
+from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.trace.recorder import Recorder
 
 __all__ = ["Engine"]
 
@@ -134,12 +149,20 @@ class Engine:
             self._group, self._placement, self._payload = group, placement, payload
             settings = self._settings
             if settings.trace_dir is not None:
-                self._trace = open_trace(
-                    settings.trace_dir,
-                    settings.schedule,
-                    placement,
-                    given["num_microbatches"],
-                    self._accelerator,
+                job = Job(
+                    environment=environment_of_rank(),
+                    accelerator=self._accelerator,
+                    control_group=dist.group.WORLD,
+                    places=gather_places(),
+                )
+                self._trace = StepTrace(
+                    open_trace(
+                        settings.trace_dir,
+                        job,
+                        placement,
+                        schedule=settings.schedule,
+                        num_microbatches=given["num_microbatches"],
+                    )
                 )
             self._build(config, given["num_microbatches"])
             atexit.register(self._close_at_exit)
@@ -153,7 +176,7 @@ class Engine:
             self._payload = None  # not all alike, as it seemed
             self._build(config, given["num_microbatches"])
         if self._forward_backward is None:
-            self._forward_backward = self._make_forward_backward(config, placement)
+            self._forward_backward = self._make_forward_backward(config)
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
@@ -169,12 +192,7 @@ class Engine:
             timeout_s=self._settings.timeout_s,
             recorder=None if self._trace is None else self._trace.recorder,
             transport=TransportConfig(transport=self._settings.transport),
-            in_flight=inputs_in_flight(
-                self._placement,
-                num_microbatches,
-                cap=self._settings.activation_cap,
-                keeps_all=self._settings.schedule in KEEPING_ALL,
-            ),
+            in_flight=self._orders(config).inputs_in_flight(num_microbatches),
         )
         if self._trace is not None:
             self._trace.watch(self._wiring.executor)
@@ -189,23 +207,27 @@ class Engine:
                 flush=True,
             )
 
-    def _make_forward_backward(self, config: Any, placement: Placement) -> ForwardBackward:
+    def _make_forward_backward(self, config: Any) -> ForwardBackward:
         assert self._wiring is not None
-        settings, pieces, stores = self._settings, 0, None
-        if settings.split_backward:
-            # A fixed order does each weight gradient in one go; a rule cuts it to fill waits.
-            pieces = settings.weight_pieces if settings.is_rule else 1
-            stores = attach_stores(self._chunks)
         return ForwardBackward(
             executor=self._wiring.executor,
-            placement=placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            schedule=settings.schedule,
-            activation_cap=settings.activation_cap,
-            group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
-            weight_pieces=pieces,
-            stores=stores,
+            orders=self._orders(config),
+            stores=attach_stores(self._chunks) if self._settings.split_backward else None,
             span=None if self._trace is None else self._trace.span,
+        )
+
+    def _orders(self, config: Any) -> Orders:
+        assert self._placement is not None
+        settings = self._settings
+        return Orders(
+            schedule=settings.schedule,
+            placement=self._placement,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            cap=settings.activation_cap,
+            weight_pieces=weight_pieces(
+                settings.weight_pieces, splits=settings.split_backward, is_rule=settings.is_rule
+            ),
+            group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
         )
 
     def _end_iteration(self) -> None:
@@ -215,6 +237,115 @@ class Engine:
         self._accelerator.synchronize()
         self._wiring.executor.finish_step()
         self._trace.end()
+
+
+class StepTrace:
+    """The trace of this rank, step by step.
+
+    A trace that cannot be written ends, and says so once; training goes on.
+
+    Args:
+        tracing: where it goes.
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._iteration = 0
+        self._optimizers = 0  # within each other
+        self._update: AbstractContextManager[None] | None = None
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_post_hook(self._update_ends),
+        ]
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where the executor puts its spans."""
+        return self._tracing.recorder
+
+    def watch(self, executor: Executor) -> None:
+        """Shows programs that look on what this rank does."""
+        self._tracing.watch(executor.snapshot)
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """Trace what the block does on the device, as a span of ``kind``."""
+        return self._tracing.span(kind)
+
+    def begin(self, num_microbatches: int) -> None:
+        """Begin a training step, under the number that the log will have for it."""
+        current = getattr(megatron_arguments(), "curr_iteration", None)
+        self._iteration = max(self._iteration, current or 0) + 1
+        self._try(
+            functools.partial(
+                self._tracing.begin_iteration, self._iteration, num_microbatches, is_traced=True
+            )
+        )
+
+    def end(self) -> None:
+        """Write what the step before did, and what came after it."""
+        self._try(self._tracing.end_iteration)
+
+    def close(self) -> None:
+        """End the trace.
+
+        Raises:
+            TraceError: something could not be written.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._tracing.close()
+
+    def timed(self, iterators: Any) -> Any:
+        """The data iterators of a training step, their reads traced; ``None`` stays what it is."""
+        if isinstance(iterators, list):
+            return [self.timed(one) for one in iterators]
+        return None if iterators is None else _Timed(iterators, self._tracing.data_read)
+
+    def _update_begins(self, *_: Any) -> None:
+        self._optimizers += 1
+        if self._optimizers == 1:
+            self._update = self._tracing.span("optimizer")
+            self._update.__enter__()
+
+    def _update_ends(self, *_: Any) -> None:
+        self._optimizers = max(0, self._optimizers - 1)
+        update = self._update
+        if not self._optimizers and update is not None:
+            self._update = None
+            update.__exit__(None, None, None)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except TraceError as error:
+            print(f"megatron.adaptive: {error}", file=sys.stderr, flush=True)
+
+
+class _Timed:
+    """An iterator whose reads are timed; in everything else the one that it stands for.
+
+    Args:
+        iterator: gives a microbatch at a time.
+        was_read: told of each its number, start and end.
+    """
+
+    def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
+        self._iterator = iterator
+        self._was_read = was_read
+        self._count = 0
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Any:
+        start_ns = time.monotonic_ns()
+        item = next(self._iterator)
+        self._was_read(self._count, start_ns, time.monotonic_ns())
+        self._count += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 def _this_device() -> Accelerator:

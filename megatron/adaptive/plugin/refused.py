@@ -170,8 +170,8 @@ def _check_split(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
                 raise ConfigError(
                     f"backwards cannot be split: {name} of chunk {number} is a "
                     f"{type(layer).__name__}, which computes its weight gradient in its backward; "
-                    "build the model from deferring_spec of "
-                    "megatron.adaptive.engine.deferred_layers, or drop split_backward"
+                    "build the model from deferring_spec of megatron.adaptive.plugin, or drop "
+                    "split_backward"
                 )
 
 

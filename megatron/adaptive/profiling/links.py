@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.engine.ranks import Ranks
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -147,7 +147,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     return arrival
 
 
-def own_end(job: Ranks, options: TransportConfig) -> Endpoint:
+def own_end(job: Job, options: TransportConfig) -> Endpoint:
     """Returns this rank's end of connections for a measurement."""
     return own_endpoint(
         job.rank,
@@ -164,7 +164,7 @@ def own_end(job: Ranks, options: TransportConfig) -> Endpoint:
 
 
 def connect(
-    job: Ranks,
+    job: Job,
     own: Endpoint,
     peers: list[int],
     options: TransportConfig,
@@ -243,7 +243,7 @@ def _one_and_all(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def measure_links(
-    job: Ranks, names: Sequence[str], *, most_bytes: float = math.inf
+    job: Job, names: Sequence[str], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
     """Measures every kind of link once. Collective over all ranks.
 
@@ -284,7 +284,7 @@ def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
 
 
 def _measure(
-    job: Ranks, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
+    job: Job, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
 ) -> Points:
     points: Points = []
     for size in sizes:
@@ -306,7 +306,7 @@ def _mean(measured: Sequence[Points]) -> Points:
 
 
 def measure_reductions(
-    job: Ranks, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
+    job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
     """Measures all-reduces of neighbouring ranks within nodes. Collective over all ranks.
 
@@ -339,7 +339,7 @@ def measure_reductions(
     return rows
 
 
-def _reduce(job: Ranks, group: Any, sizes: Sequence[int]) -> Points:
+def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> Points:
     points: Points = []
     device = job.accelerator.device
     for size in sizes:

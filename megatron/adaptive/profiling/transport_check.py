@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.profiling.links import (
     NO_STEP,
@@ -58,6 +59,20 @@ class ChannelSpeed:
     bytes_per_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StoreJob(Job):
+    """A job whose ranks gather over the store, with a time limit.
+
+    Attributes:
+        over_store: gathers.
+    """
+
+    over_store: StoreGather
+
+    def gather(self, mine: Any) -> list[Any]:
+        return self.over_store(mine)
+
+
 class TransportCheck:
     """Takes one rank's part in the check; all ranks call the same methods in one order.
 
@@ -90,7 +105,14 @@ class TransportCheck:
         )
         self.control_group = dist.group.WORLD
         self.places: list[dict[str, Any]] = self.gather(here(0))
-        self._own = own_end(self, options)
+        self._job = _StoreJob(
+            environment=environment,
+            accelerator=self.accelerator,
+            control_group=self.control_group,
+            places=self.places,
+            over_store=self.gather,
+        )
+        self._own = own_end(self._job, options)
         self._ends = [Endpoint.decode(text) for text in self.gather(self._own.encode())]
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -131,7 +153,7 @@ class TransportCheck:
             **{**vars(self._options), "transport": kind, "transport_slot_bytes": slot_bytes}
         )
         transport = connect(
-            self, self._own, peers, options, in_flight=2 * _BURST, timeout_s=_LIMIT_S
+            self._job, self._own, peers, options, in_flight=2 * _BURST, timeout_s=_LIMIT_S
         )
         mine: dict[str, Any] = {}
         if transport is not None:

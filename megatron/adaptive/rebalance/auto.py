@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
@@ -67,7 +67,7 @@ class Tuner:
         self._steps = 0
         self._sample = Sample(pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
-    def after_step(self, times: StepTimes, num_microbatches: int) -> Decision | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
         """Adds a training step; after the last measured one, decides. Collective then.
 
         What needs no move is in use when this returns.
@@ -160,7 +160,9 @@ class Tuner:
         return found
 
 
-def decide_on_first(job: Job, measured: Measured, decide: Callable[[list[Measured]], T]) -> T:
+def decide_on_first(
+    job: TrainingJob, measured: Measured, decide: Callable[[list[Measured]], T]
+) -> T:
     """Lets the first rank decide on what all ranks measured. Collective over all ranks.
 
     Args:

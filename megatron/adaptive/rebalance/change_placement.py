@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress
 from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.gpt.initialize import Job, remake_mesh
+from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.schedule.placement import PlacementKind
@@ -34,7 +34,7 @@ __all__ = ["can_move", "change_placement", "take_down"]
 _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look there
 
 
-def can_move(job: Job) -> bool:
+def can_move(job: TrainingJob) -> bool:
     """Returns whether all ranks reach one folder: on one machine always, else with ``--save``."""
     machines = {place["machine"] for place in job.places}
     return len(machines) == 1 or job.config.checkpoint.save is not None
@@ -105,7 +105,7 @@ def _write(run: Run, progress: Progress) -> Path:
     return folder
 
 
-def _build(job: Job, kind: PlacementKind, folder: Path) -> Run:
+def _build(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
     """Builds the run anew under another placement and loads the state."""
     gc.collect()
     if job.accelerator.is_cuda:

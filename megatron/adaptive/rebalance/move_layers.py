@@ -26,10 +26,10 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
 from megatron.adaptive.gpt.placement import PlacedLayout, finalize_gradients
-from megatron.adaptive.gpt.setup import Run, connect_chunks, open_trace
+from megatron.adaptive.gpt.setup import Run, connect_chunks, open_run_trace
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.rebalance.layer_state import (
     MAIN,
@@ -78,7 +78,7 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     return _with_new_trace(run) if config.schedule.trace_dir is not None else run
 
 
-def with_partition(job: Job, partition: Sequence[int]) -> Job:
+def with_partition(job: TrainingJob, partition: Sequence[int]) -> TrainingJob:
     """Returns the job with other layers per stage in its settings."""
     schedule = dataclasses.replace(job.config.schedule, partition=tuple(partition))
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
@@ -118,7 +118,7 @@ def _stand_by(run: Run) -> None:
     run.job.gather(None)
 
 
-def _rebuilt(run: Run, job: Job, stages: Sequence[int], layers: Sequence[range]) -> Run:
+def _rebuilt(run: Run, job: TrainingJob, stages: Sequence[int], layers: Sequence[range]) -> Run:
     config = job.config
     old = shares_of(run.optimizer, run.chunks, stages)
     former = run.optimizer
@@ -248,8 +248,8 @@ def _with_new_trace(run: Run) -> Run:
     assert run.wiring is not None
     run.tracing.close()
     dist.barrier(group=run.job.control_group)  # then the files are put aside
-    tracing = open_trace(run.job, run.placement, run.padded_vocab_size)
+    tracing = open_run_trace(run.job, run.placement, run.padded_vocab_size)
     run.core.finalize_model_grads_func = tracing.around("reduce", finalize_gradients)
     run.wiring.executor.trace_to(tracing.recorder)
-    tracing.watch(run.wiring.executor.look)
+    tracing.watch(run.wiring.executor.snapshot)
     return dataclasses.replace(run, tracing=tracing)

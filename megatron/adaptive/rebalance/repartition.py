@@ -25,10 +25,10 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.engine.executor import StepTimes
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
-from megatron.adaptive.gpt.initialize import Job
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
@@ -113,7 +113,7 @@ class _Answer:
     step_s: float
 
 
-def resume_partition(job: Job) -> Job:
+def resume_partition(job: TrainingJob) -> TrainingJob:
     """Takes the partition that the job had when the checkpoint to load was written. Collective.
 
     Only under ``--repartition auto``, and where the checkpoint is of a pipeline of this shape. One
@@ -182,7 +182,7 @@ class Repartitioner:
         assert self._share is not None
         self._share.begin()
 
-    def after_step(self, times: StepTimes, num_microbatches: int) -> Move | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Adds a training step; every interval, decides. Collective then.
 
         Args:
@@ -323,7 +323,7 @@ def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
     }
 
 
-def _medians(times: StepTimes) -> Lanes:
+def _medians(times: RankTimes) -> Lanes:
     sample = Sample(pp_rank=0)
     sample.add(times.actions)
     return {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}

@@ -26,9 +26,13 @@ _TAKE = """\
 	if (need_resched() && current->mm)
 		os_alarm_process(current->mm->context.id.pid);
 """
+# Room for the registers of any processor: with AMX tiles the host takes all 11,008 bytes of them
+# back or none. They lie on the kernel's stacks, which kernel.config makes larger for it.
+_REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
+    ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
 """File, a text that it has once, and what that becomes."""
 

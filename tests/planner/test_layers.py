@@ -1,52 +1,12 @@
-"""The table of GPUs, and what is estimated from it."""
+"""Layers estimated from data sheets."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import find_gpu, gpu_names, known_gpu
 from megatron.adaptive.planner.layers import make_estimator
-from megatron.adaptive.planner.model_file import preset
-
-GB = 1e9
-
-
-@pytest.mark.parametrize(
-    ("told", "name"),
-    [
-        ("A100", "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA H100 80GB HBM3", "h100-80"),
-        ("Tesla V100-SXM2-16GB", "v100-16"),
-        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
-        ("Titan-RTX", "titan-rtx"),
-        ("rtx 3090", "rtx-3090"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA A10G", "a10g"),
-    ],
-)
-def test_names_of_files_and_drivers_are_known(told: str, name: str) -> None:
-    assert find_gpu(told, "x").name == name
-
-
-def test_an_unknown_name_is_told_with_the_nearest() -> None:
-    assert known_gpu("a1000-xyz") is None
-    with pytest.raises(
-        ConfigError, match="cluster: GPU 'rtx-309' is neither.*the nearest is rtx-3090"
-    ):
-        find_gpu("rtx-309", "cluster")
-
-
-def test_every_row_is_sound() -> None:
-    names = [find_gpu(name, "x") for name in gpu_names()]
-    assert len(names) >= 30
-    for gpu in names:
-        assert 4 * GB <= gpu.memory_bytes <= 300 * GB
-        assert 100 * GB <= gpu.memory_bytes_per_s <= 10_000 * GB
-        assert gpu.flops["fp32"] < gpu.flops["fp16"]
-        assert gpu.flops.get("bf16", gpu.flops["fp16"]) == gpu.flops["fp16"]
-        assert gpu.source
+from megatron.adaptive.planner.model_file import arguments_model, preset
 
 
 def test_a_part_without_bfloat16_is_refused_for_it() -> None:
@@ -57,8 +17,6 @@ def test_a_part_without_bfloat16_is_refused_for_it() -> None:
 
 def test_estimates_are_near_what_others_measured() -> None:
     """Seconds of a layer of OPT-350M, 2,048 tokens, fp32, as published with Sailor (SOSP 2025)."""
-    from megatron.adaptive.planner.model_file import arguments_model
-
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
         "--max-position-embeddings 2048 --vocab-size 50304".split(),

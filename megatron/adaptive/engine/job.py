@@ -1,0 +1,96 @@
+"""A process within its job: device, host-side messages between all ranks, the job's end."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+
+__all__ = ["Job", "destroy_groups", "environment_of_rank", "process_groups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process among all of the job.
+
+    Attributes:
+        environment: what the launcher said, with rank and world size as they are.
+        accelerator: this process's device.
+        control_group: gloo group of all ranks for small host-side messages.
+        places: where every rank runs, by global rank; see ``liveness.here``.
+        timeout: limit of waits for other ranks.
+        owns_process_group: torch's default process group was made for this job and ends with it.
+        groups_before: process groups that were there before the job.
+        groups: those that end with :meth:`close`; all that came since while it is empty.
+    """
+
+    environment: Environment
+    accelerator: Accelerator
+    control_group: Any
+    places: list[dict[str, Any]]
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10)
+    owns_process_group: bool = True
+    groups_before: tuple[Any, ...] = ()
+    groups: list[Any] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.environment.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.environment.rank == 0
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Returns what every rank gave, by rank. Collective over all ranks."""
+        gathered: list[Any] = [None] * self.environment.world_size
+        dist.all_gather_object(gathered, mine, group=self.control_group)
+        return gathered
+
+    def from_first(self, mine: Any) -> Any:
+        """Returns what rank 0 gave. Collective over all ranks."""
+        box = [mine]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
+    def settle(self) -> None:
+        """Takes the process groups that are there as the job's: later ones are the user's."""
+        self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
+
+    def close(self) -> None:
+        """Ends the job, or its process groups where it was joined. Collective over all ranks."""
+        if self.owns_process_group:
+            dist.destroy_process_group()
+            return
+        if not self.groups:
+            self.settle()
+        dist.barrier()  # nobody waits in one of them any more
+        destroy_groups(self.groups)
+
+
+def environment_of_rank() -> Environment:
+    """Returns what the launcher said, with rank and world size of the process group."""
+    return dataclasses.replace(
+        Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+
+
+def process_groups() -> list[Any]:
+    """Returns this process's groups in the order they were made in, which all members share."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def destroy_groups(groups: Iterable[Any]) -> None:
+    """Destroys those of ``groups`` that are still there; each has threads. Collective."""
+    for group in list(groups):
+        if group in process_groups():
+            dist.destroy_process_group(group)

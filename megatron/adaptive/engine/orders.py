@@ -1,0 +1,189 @@
+"""Chooses the order of work of one rank: its policy, the state that it looks at, its cap.
+
+Every program on the engine takes these from here: megatron-core's GPT, plain modules, and a user's
+Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron.adaptive.config.schedule import KEEPING_ALL
+from megatron.adaptive.engine.record import Replay
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule import interleaved, unequal
+from megatron.adaptive.schedule.compare import Candidate
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.registry import is_rule, make_policies
+from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.widths import Widths
+
+__all__ = ["Orders", "weight_pieces"]
+
+
+def weight_pieces(pieces: int, *, splits: bool, is_rule: bool) -> int:
+    """Returns the parts of each weight gradient, 0 for whole backwards.
+
+    A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
+
+    Args:
+        pieces: parts under a rule.
+        splits: backwards leave weight gradients.
+        is_rule: the order is chosen at run time.
+    """
+    if not splits:
+        return 0
+    return pieces if is_rule else 1
+
+
+class Orders:
+    """Makes policies and states of one rank, one policy per number of microbatches.
+
+    Args:
+        schedule: name of a schedule or rule; ``auto`` is ``adaptive`` until something is measured.
+        placement: where stages live.
+        pp_rank: position of this rank in the pipeline.
+        cap: most activations a rank may hold, in whole-rank microbatches; chosen from the shape of
+            the pipeline where ``None``.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
+            pipeline where ``None``.
+        given: the schedule to follow where ``schedule`` is ``file``.
+        replay: recorded orders to take in training steps; the caller says which step begins.
+        widths: of the stages where they are unequal.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: str,
+        placement: Placement,
+        pp_rank: int,
+        cap: float | None = None,
+        weight_pieces: int = 0,
+        group_size: int | None = None,
+        given: Schedule | None = None,
+        replay: Replay | None = None,
+        widths: Widths | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.placement = placement
+        self.pp_rank = pp_rank
+        self.weight_pieces = weight_pieces
+        self.widths = widths
+        self._cap = cap
+        self._group_size = group_size
+        self._given = given
+        self.replay = replay
+        self._policies: dict[tuple[int, bool], Policy] = {}
+
+    def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
+        """Returns the rule or order of a step.
+
+        Raises:
+            ConfigError: the given or recorded order has another number of microbatches.
+            ScheduleError: the schedule refuses that number.
+        """
+        if self.replay is not None and not forward_only:
+            return self.replay.policy(num_microbatches)
+        key = (num_microbatches, forward_only)
+        if key not in self._policies:
+            self._policies[key] = self._make_policy(num_microbatches, forward_only)
+        return self._policies[key]
+
+    def state(self, num_microbatches: int, *, forward_only: bool) -> RankState:
+        """Returns a fresh state of a step."""
+        return RankState(
+            placement=self.placement,
+            rank=self.pp_rank,
+            num_microbatches=num_microbatches,
+            cap=None if forward_only else self._cap_for(num_microbatches),
+            forward_only=forward_only,
+            weight_pieces=self.weight_pieces,
+        )
+
+    def use(self, candidate: Candidate) -> None:
+        """Takes another schedule or rule from the next step on; all ranks must do so alike."""
+        self.schedule = candidate.name
+        self.weight_pieces = candidate.weight_pieces
+        self._cap = candidate.cap
+        self._policies.clear()
+
+    def renew(self) -> None:
+        """Makes further policies anew."""
+        self._policies.clear()
+
+    def candidate(self, num_microbatches: int) -> Candidate:
+        """Returns what runs in steps of so many microbatches, in the words of the simulator."""
+        name = self._name()
+        return Candidate(
+            name=name,
+            placement=self.placement,
+            weight_pieces=self.weight_pieces,
+            cap=self._cap_for(num_microbatches) if is_rule(name) else None,
+        )
+
+    def inputs_in_flight(self, num_microbatches: int) -> int:
+        """Returns the most inputs that a rank keeps at a time, for the size of its channels.
+
+        Args:
+            num_microbatches: microbatches of a step; of the whole job where stages are unequal.
+        """
+        keeps_all = self.schedule in KEEPING_ALL
+        if (widths := self.widths) is not None:
+            # Channels are alike on both sides: the most that any rank keeps.
+            own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
+            if keeps_all:
+                return max(own)
+            caps = [
+                unequal.default_cap(widths, stage, count) if self._cap is None else self._cap
+                for stage, count in enumerate(own)
+            ]
+            return max(min(count, math.ceil(cap)) for count, cap in zip(own, caps, strict=True))
+        everything = num_microbatches * self.placement.num_chunks
+        if keeps_all:
+            return everything
+        return min(
+            everything, math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks)
+        )
+
+    def _name(self) -> str:
+        return "adaptive" if self.schedule == "auto" else self.schedule
+
+    def _cap_for(self, num_microbatches: int) -> float:
+        if self._cap is not None:
+            return self._cap
+        if self.widths is not None:
+            return unequal.default_cap(self.widths, self.pp_rank, num_microbatches)
+        return default_cap(self.placement, num_microbatches)
+
+    def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
+        if self.schedule == "interleaved" and self._group_size and not forward_only:
+            schedule = interleaved.make(
+                self.placement, num_microbatches, group_size=self._group_size
+            )
+            return Follow(schedule.orders[self.pp_rank], schedule.name)
+        if self._given is not None and not forward_only:
+            return self._follow(self._given, num_microbatches)
+        name = "forward-only" if forward_only else self._name()
+        if self.widths is not None:
+            return unequal.make_policy(name, self.widths, self.pp_rank, num_microbatches)
+        policies = make_policies(
+            name,
+            self.placement,
+            num_microbatches,
+            cap=self._cap_for(num_microbatches),
+            weight_pieces=self.weight_pieces,
+        )
+        return policies[self.pp_rank]
+
+    def _follow(self, given: Schedule, num_microbatches: int) -> Policy:
+        if given.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"schedule {given.name} is one of {given.num_microbatches} microbatches and this "
+                f"step has {num_microbatches}; set --global-batch-size to match it"
+            )
+        return Follow(given.orders[self.pp_rank], given.name)
