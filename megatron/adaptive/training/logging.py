@@ -239,7 +239,7 @@ class TrainingLog:
 
     def tell(self, **values: float | str | list[float]) -> None:
         """Tell those who look on, not the user."""
-        self._progress.tell(values)
+        self._progress.report(values)
 
     def message(self, text: str) -> None:
         """Print a text at once, above the progress bar."""
