@@ -295,10 +295,11 @@ def write_logs(folder: Path, nbytes: int) -> int:
     now_s = time.time()
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now_s - 2))
     start = f"=== {stamp} node 0 starts\n"
-    line = (
-        f" [{stamp}] iteration {{:8d}}/   50000 | consumed samples: 8 | elapsed time per iteration "
-        "(ms): 812.5 | global batch size:    64 | lm loss: 5.0E+00 | tokens/s/rank: 250.0 |\n"
-    )
+    at = {"unix_ns": int((now_s - 2) * 1e9)}
+    lines: list[dict[str, object]] = [{"total_iterations": 50_000, "start_iteration": 0}]
+    numbers = range(1, 20_001)
+    lines += [{"iteration": number, "step_ms": 812.5, "tokens_per_s": 2e3} for number in numbers]
+    (folder / "progress.jsonl").write_text("".join(json.dumps(x | at) + "\n" for x in lines))
     sample = {
         "unix_s": now_s,
         "gpus": [
@@ -314,13 +315,10 @@ def write_logs(folder: Path, nbytes: int) -> int:
         "processes": [{"pid": 1, "cpu_percent": 99.0, "memory_bytes": 1 << 30}] * 8,
     }
     each = nbytes // NODES
-    filler = "".join(line.format(number) for number in range(1, 20_001))
     noise = "NCCL INFO: a line of a library that says much and means little, UserWarning or not\n"
     for rank in range(NODES):
         name = f"node{rank:02d}"
-        text = filler if rank == NODES - 1 else noise * 1000
-        body = text * max(1, each // 2 // len(text))
-        (folder / f"{name}.out").write_text(start + body)
+        (folder / f"{name}.out").write_text(start + noise * (each // 2 // len(noise)))
         (folder / f"{name}.err").write_text(start + noise * (each * 3 // 8 // len(noise)))
         row = json.dumps(sample) + "\n"
         (folder / f"{name}.gpu").write_text(row * max(1, each // 8 // len(row)))

@@ -1,4 +1,4 @@
-"""The planner against published searches and runs, in one run.
+"""Compares the planner with published searches and runs, in one run.
 
     python benchmarks/planner.py --data DIR [--quick] [--part NAME ...] [--json FILE]
 
@@ -6,7 +6,8 @@ Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against pu
 ``large``, a cluster of 1,024 GPUs; ``small``, problems against every plan of theirs; ``own``, plans
 of a small GPT run on this machine against their predictions, which wants a machine that does
 nothing else. ``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are
-missing are left out. Exits with status 1 where a goal is missed.
+missing are left out. Rows are printed as soon as a part is done; a part that fails is named at the
+end, and the rows of the others stay. Exits with status 1 where a part failed or a goal is missed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from benchmarks.planning.small import better, brute_force, random_problem, solve
 
 
 def small_rows(quick: bool) -> list[dict[str, Any]]:
-    """Random small problems: equal to brute force, and never worse on a better cluster."""
+    """Solves random small problems: equal to brute force, and never worse on a better cluster."""
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):
@@ -57,7 +59,7 @@ def _count(what: str, number: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as Markdown."""
     lines = ["| figure | value | goal | met | |", "|---|---|---|---|---|"]
     for row in rows:
         met = "yes" if row["met"] else "no"
@@ -67,8 +69,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _of_sets(data: Path | None, part: str) -> list[dict[str, Any]]:
-    """Rows of a part that needs published sets; none without them."""
+def part_rows(part: str, data: Path | None, quick: bool) -> list[dict[str, Any]]:
+    """Returns the rows of a part; none for published sets that are missing.
+
+    Args:
+        part: one of ``PARTS``.
+        data: folder of the published sets.
+        quick: whether to measure less.
+    """
+    if part in OF_THIS_MACHINE:
+        return OF_THIS_MACHINE[part](quick)
     if data is None:
         return []
     if part == "measured":
@@ -77,23 +87,29 @@ def _of_sets(data: Path | None, part: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all parts and print the tables."""
+    """Runs the parts, and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of the published sets")
     parser.add_argument("--quick", action="store_true", help="fewer small problems, nodes, plans")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="only these")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows, failed = [], {}
     for part in options.part:
-        if part in ("fasop", "measured"):
-            rows += _of_sets(options.data, part)
-        else:
-            rows += OF_THIS_MACHINE[part](options.quick)
-    print(table(rows))
+        try:
+            found = part_rows(part, options.data, options.quick)
+        except Exception as error:
+            # Such as runs that others on the machine disturbed: the other parts still count.
+            traceback.print_exc()
+            failed[part] = f"{type(error).__name__}: {error}"
+            continue
+        rows += found
+        print(table(found), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(row["met"] for row in rows) else 1
+    for part, text in failed.items():
+        print(f"part {part} failed: {text}", flush=True)
+    return 1 if failed or not all(row["met"] for row in rows) else 0
 
 
 if __name__ == "__main__":

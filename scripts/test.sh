@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, setting up what they need: all but those with virtual machines, a Slurm cluster or
-# sanitizers; with --all, given first, those too. Other arguments go to pytest, e.g.
-# scripts/test.sh -k schedule; -m replaces the choice of this script.
+# sanitizers; with --all those too. Other arguments go to pytest, e.g. scripts/test.sh -k schedule; -m
+# replaces the choice of this script.
 # With two processors or more, two processes share the test files (-n 0 for one); each file stays
 # whole, since its tests share ranks, nodes or a browser.
 set -euo pipefail
@@ -9,16 +9,20 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 setup=--test
 marks=(-m 'not (rdma_lab or slurm_lab or sanitizer)')
-if [[ ${1:-} == --all ]]; then
-  shift
-  setup=--all
-  marks=()
-fi
+words=()
+for word in "$@"; do
+  if [[ $word == --all ]]; then
+    setup=--all
+    marks=()
+  else
+    words+=("$word")
+  fi
+done
 python=$(bash prerequisite.sh "$setup" | tail -n 1)
 processors=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
 share=()
-if ((processors > 1)) && [[ " $* " != *" -n "* ]]; then share=(-n 2 --dist loadfile --no-loadscope-reorder); fi
+if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then share=(-n 2 --dist loadfile --no-loadscope-reorder); fi
 # Ranks of a test share the machine: more threads per rank only get in each other's way.
 export OMP_NUM_THREADS=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m pytest "${share[@]}" "${marks[@]}" "$@"
+exec "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}"

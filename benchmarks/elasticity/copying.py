@@ -49,8 +49,8 @@ class Rank(GptRank):
 
     def __init__(self) -> None:
         super().__init__([*MODEL])
-        from megatron.adaptive.checkpoint.snapshots import CopySettings, StateCopies
-        from megatron.adaptive.training.snapshots import RunState
+        from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
+        from megatron.adaptive.checkpoint.training import RunState
 
         self.told = ""
         self._keeper = _KeeperProcess()
@@ -59,7 +59,7 @@ class Rank(GptRank):
         other = (own + 1) % RANKS
         buddy = {"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]}
         self._keeper.ask({"run": "benchmark", "secret": SECRET, "buddy": buddy})
-        settings = CopySettings(
+        settings = SnapshotSettings(
             address=self._keeper.told["address"],
             run="benchmark",
             node=f"node{own}",
@@ -69,7 +69,7 @@ class Rank(GptRank):
             limit_bytes=None,
         )
         state = RunState(self._run, self._progress)
-        self._copies = StateCopies(state, self._job, settings, self._tell, self._say)
+        self._copies = Snapshots(state, self._job, settings, self._tell, self._say)
 
     def _tell(self, text: str) -> None:
         self.told = text
@@ -161,9 +161,9 @@ class _KeeperProcess:
 
 def keep() -> None:
     """Be a keeper until the standard input ends."""
-    from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
+    from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 
-    keeper = Keeper("127.0.0.1")
+    keeper = SnapshotKeeper("127.0.0.1")
     print(json.dumps({"address": keeper.address, "port": keeper.port}), flush=True)
     for line in sys.stdin:
         if told := json.loads(line):

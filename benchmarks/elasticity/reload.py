@@ -30,8 +30,8 @@ def main(argv: list[str]) -> None:
     loaded = 0
     for iteration in [int(word) for word in argv[0].split(",") if word]:
         settings = replace(config.checkpoint, ckpt_step=iteration)
-        one = replace(job, config=replace(config, checkpoint=settings))
-        progress = Checkpoints(one, run.chunks, run.optimizer, run.scheduler).load()
+        one = replace(config, checkpoint=settings)
+        progress = Checkpoints(job, one, run.chunks, run.optimizer, run.scheduler).load()
         assert progress is not None
         batch = config.batch.global_batch_size
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations

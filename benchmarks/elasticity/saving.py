@@ -71,7 +71,9 @@ class Rank(GptRank):
         from megatron.adaptive.checkpoint.training import Checkpoints
 
         run = self._run
-        self._checkpoints = Checkpoints(self._job, run.chunks, run.optimizer, run.scheduler)
+        self._checkpoints = Checkpoints(
+            self._job, self._job.config, run.chunks, run.optimizer, run.scheduler
+        )
         self._waited_s: list[float] = []
 
     def measure(self, rounds: int) -> dict[str, Any]:

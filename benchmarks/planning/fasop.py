@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.fasop_cost import CostFunction
+from benchmarks.planning.published.fasop import Fasop, FasopRun
 from megatron.adaptive.planner.communication import boundary_s, embedding_s, reduce_s
-from megatron.adaptive.planner.datasets.fasop import Fasop, FasopRun
+from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.layers import layer_table
-from megatron.adaptive.planner.options import SearchOptions
-from megatron.adaptive.planner.pareto import pareto
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_space import SearchOptions
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
 

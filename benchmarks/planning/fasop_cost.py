@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planning.fasop_pipeline import climb, pipeline
-from megatron.adaptive.planner.datasets.fasop import Fasop
-from megatron.adaptive.planner.options import SearchOptions
+from benchmarks.planning.published.fasop import Fasop
 from megatron.adaptive.planner.search import search
+from megatron.adaptive.planner.search_space import SearchOptions
 
 __all__ = ["Configuration", "CostFunction"]
 

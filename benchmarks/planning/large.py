@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.planner.cluster_file import read_cluster
+from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.planner.search import SearchOptions, search

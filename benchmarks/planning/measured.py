@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,43 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.adaptive.planner.validate import Comparison, compare, read_sets  # noqa: E402
+from benchmarks.planning.published.amp import SETS, read_amp  # noqa: E402
+from benchmarks.planning.published.sailor import read_sailor  # noqa: E402
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.planner.validate import Comparison, MeasuredRun, compare  # noqa: E402
+
+_SETS: dict[str, tuple[str, Callable[[Path], list[MeasuredRun]]]] = {
+    **{f"amp {name}": (f"measured_{name}.csv", partial(read_amp, name=name)) for name in SETS},
+    "sailor mit": ("measured_mit.json", read_sailor),
+}
+"""By name: the file by which a set is known, and its reader."""
+
+
+def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
+    """Reads every published set in a folder or in the folders right below it.
+
+    Args:
+        folder: of one set, or of several folders of sets.
+
+    Raises:
+        ConfigError: none is there, or a file of one is damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
+    found: dict[str, list[MeasuredRun]] = {}
+    below = sorted(one for one in folder.iterdir() if one.is_dir())
+    for place in (folder, *below):
+        for name, (file, read) in _SETS.items():
+            if (place / file).is_file():
+                found[name] = read(place)
+    if not found:
+        files = ", ".join(file for file, _ in _SETS.values())
+        raise ConfigError(f"{folder}: no data set: it has none of {files}, nor a folder below it")
+    return found
 
 
 def rows(data: Path) -> list[dict[str, Any]]:
-    """One row for each figure: what, measured, goal, and whether it is met.
+    """Returns one row for each figure: what, measured, goal, and whether it is met.
 
     Args:
         data: folder of the published sets; those that are missing have no rows.

@@ -31,7 +31,7 @@ from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_laye
 from megatron.adaptive.planner.cluster import (  # noqa: E402
     Cluster,
     LinkSpeed,
-    NodeGroup,
+    NodePool,
     NodeType,
 )
 from megatron.adaptive.planner.cost import predict  # noqa: E402
@@ -259,7 +259,7 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
         memory_bytes=4e9,
         intra=LinkSpeed(bytes_per_s=2e9),
     )
-    cluster = Cluster(groups=(NodeGroup(type=node, count=1),))
+    cluster = Cluster(groups=(NodePool(type=node, count=1),))
     held = stage_layers(model, shape.layers)
     plan = Plan(
         tp=shape.tp,

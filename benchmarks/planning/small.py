@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
@@ -53,7 +53,7 @@ def random_problem(seed: int) -> Problem:
     gpus = rng.choice((1, 2))
     names = "abc"[: rng.randint(1, 3)]
     groups = tuple(
-        NodeGroup(
+        NodePool(
             type=NodeType(
                 name=name,
                 gpu=name,

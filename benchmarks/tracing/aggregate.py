@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64

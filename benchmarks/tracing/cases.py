@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 RANKS = 4
 SCHEDULES = (("1f1b", 1), ("adaptive", 1), ("zb-h1", 1), ("interleaved", 2), ("adaptive", 2))

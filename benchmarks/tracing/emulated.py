@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tracing.cases import RANKS, Outcome, judge
+from benchmarks.tracing.synthetic import Fault
 from megatron.adaptive.trace.diagnose import diagnose
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.synthetic import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.planning import fasop
 from benchmarks.planning.fasop_cost import Configuration, CostFunction
+from benchmarks.planning.published.fasop import Fasop
 from megatron.adaptive.errors import DataError
-from megatron.adaptive.planner.datasets.fasop import Fasop
 
 DATA = Path(os.environ.get("PLANNER_DATA", "")) / "fasop"
 published = pytest.mark.skipif(

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planning import own_runs
 from benchmarks.planning.watch import Watch
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 
 
 def test_plans_are_a_dozen_that_differ_from_their_teachers() -> None:

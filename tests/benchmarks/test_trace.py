@@ -8,9 +8,9 @@ import pytest
 from benchmarks import trace
 from benchmarks.tracing import cases
 from benchmarks.tracing.cases import GROUPS, Outcome, draw_fault, draw_run, judge
+from benchmarks.tracing.synthetic import Fault
 from megatron.adaptive.trace.diagnose import Diagnosis, Finding
 from megatron.adaptive.trace.diagnose.finding import Period
-from megatron.adaptive.trace.synthetic import Fault
 
 
 def finding(cause: str, *ranks: int) -> Finding:

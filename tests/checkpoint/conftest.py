@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.checkpoint.keepers import keepers
 from tests.fixtures import corpus, make, tokenizer, worker, write_tokens
 
-__all__ = ["corpus", "make", "tokenizer", "worker", "write_tokens"]
+__all__ = ["corpus", "keepers", "make", "tokenizer", "worker", "write_tokens"]

@@ -17,7 +17,7 @@ from megatron.adaptive.cluster.node import check_trainer, trainer_flags
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset
 
 CLUSTER = """\
 format: 1
@@ -147,6 +147,8 @@ def test_the_front_is_written_and_drawn(
             "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
         ),
         ("--model gpt2 --global-batch-size 8 --partition 6-5", "holds 11 layers, gpt2 has 12"),
+        ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 holds no layer"),
+        ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
             "--partition has 2 stages and --pp is 3: they contradict",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cli.plan_calibrate import add_calibrate_arguments, calibrated
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from megatron.adaptive.cli.plan_inputs import add_calibrate_arguments, calibrated
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 TOKENS = 32
 
@@ -28,7 +28,7 @@ def _model() -> Model:
 def _cluster(*types: str) -> Cluster:
     link = LinkSpeed(bytes_per_s=1e9)
     groups = tuple(
-        NodeGroup(
+        NodePool(
             type=NodeType(name=name, gpu=f"gpu of {name}", gpus=2, memory_bytes=1e9, intra=link),
             count=1,
         )

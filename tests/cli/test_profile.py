@@ -38,10 +38,10 @@ def test_two_processes_measure_layers_and_links(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = profile_file.load(output)
+    content = profile_file.load(output)
     model = read_model(MODEL)
-    profile_file.check_model(told, model, "p")
-    rows = {(row["kind"], row["tp"]): row for row in told["layers"]}
+    profile_file.check_model(content, model, "p")
+    rows = {(row["kind"], row["tp"]): row for row in content["layers"]}
     kinds = ("embedding", "transformer", "head")
     assert set(rows) == {(kind, tp) for kind in kinds for tp in (1, 2)}
     for (kind, tp), row in rows.items():
@@ -50,11 +50,11 @@ def test_two_processes_measure_layers_and_links(tmp_path: Path) -> None:
         if kind == "transformer":
             assert row["backward_weight_s"] > 0
             assert row["parameters"] == model.kinds[kind].held_parameters(tp)
-    profile = profile_file.make_profile(told)
+    profile = profile_file.make_profile(content)
     assert profile.intra_links["here"].bytes_per_s > 0
     assert profile.all_reduce["here", 2].bytes_per_s > 0
     assert profile.optimizer_s_per_parameter["cpu"] > 0
-    assert told["nodes"]["here"]["processes"] == 2
+    assert content["nodes"]["here"]["processes"] == 2
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_merged_cut_points_can_be_read_again(tmp_path: Path) -> None:
         assert main([*flags, "--output", str(tmp_path / f"{gpu}.json")]) == 0
     files = [str(tmp_path / "v100.json"), str(tmp_path / "t4.json")]
     assert main(["--merge", *files, "--output", str(tmp_path / "all.json")]) == 0
-    told = json.loads((tmp_path / "all.json").read_text())
-    assert [row["gpu"] for row in told["layers"]] == ["v100", "t4"]
+    content = json.loads((tmp_path / "all.json").read_text())
+    assert [row["gpu"] for row in content["layers"]] == ["v100", "t4"]

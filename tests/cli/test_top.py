@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.top import main
 from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import ENDED, NowFile
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]

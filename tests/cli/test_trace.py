@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from openpyxl import load_workbook
 
-from megatron.adaptive.cli import trace_views
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from megatron.adaptive.cli import trace_output
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.event import trace_file_name
@@ -18,7 +19,6 @@ from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.lines import block_text
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "trace_pipeline_2_model_chunks_1"
@@ -105,7 +105,7 @@ def test_all_leaves_out_what_lacks_its_package(
     traces: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = {"png": "matplotlib", "html": "a_package_that_is_not_there"}
-    monkeypatch.setattr(trace_views, "FORMATS", packages)
+    monkeypatch.setattr(trace_output, "FORMATS", packages)
     assert main(["traces"]) == 0
     assert capsys.readouterr().err == (
         "warning: cannot write html: package 'a_package_that_is_not_there' is missing; run pip "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.validate import main
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 TOKENS = 128
 MODEL = f"""\

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import report as command
 from megatron.adaptive.cluster.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 180.0
@@ -80,17 +80,21 @@ def large(tmp_path: Path) -> Path:
     def stamp(age_s: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now_s - age_s))
 
-    def line(iteration: int, age_s: float) -> str:
-        return (
-            f" [{stamp(age_s)}] iteration {iteration:8d}/   20000 | elapsed time per iteration "
-            f"(ms): 50.0 | global batch size:    64 | lm loss: 5.0E+00 | tokens/s/rank: 250.0 |\n"
-        )
+    def step(iteration: int, age_s: float) -> dict[str, Any]:
+        at = {"iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9), "loss": 5.0}
+        return {**at, "step_ms": 50.0, "tokens_per_s": 5000.0, "global_batch_size": 64}
 
-    first = "".join(line(number + 1, 900) for number in range(6000))
-    second = "".join(line(number + 5001, 300) for number in range(2000))
+    def start(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
+        at = {"start_iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9)}
+        return {**at, "total_iterations": 20000, "world_size": 20, **more}
+
+    lines = [start(0, 950), *(step(number + 1, 900) for number in range(6000))]
+    lines += [start(5000, 350), *(step(number + 5001, 300) for number in range(2000))]
+    lines += [start(7000, 299, moved=True)]
+    (folder / "progress.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"iter')
     for rank, (name, count) in enumerate((("n1", 8), ("n2", 8), ("n3", 4))):
         starts = f"=== {stamp(1000)} node {rank} starts\n", f"=== {stamp(400)} node {rank} starts\n"
-        told = (first, second) if rank == 2 else ("error: no luck\n" * count, "UserWarning: ha\n")
+        told = ("", "") if rank == 2 else ("error: no luck\n" * count, "UserWarning: ha\n")
         (folder / f"{name}.out").write_text(starts[0] + told[0] + starts[1] + told[1] + "half a li")
         (folder / f"{name}.err").write_text("".join(starts))
         gpu = {"index": 0, "used_percent": 90, "memory_used_bytes": 1 << 30, "pids": [1]}

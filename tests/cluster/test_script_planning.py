@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def profile(memory: float = 1e6) -> dict[str, Any]:
 
 def module(**changes: Any) -> MeasuredModule:
     host = MeasuredHost(
-        host="h0", type="cpu", gpu="cpu", processes=2, cores=2, memory_bytes=1e9, shares_memory=True
+        host="h0", type="cpu", gpu="cpu", processes=2, memory_bytes=1e9, shares_memory=True
     )
     known = MeasuredModule(
         signature="s",
@@ -96,9 +97,13 @@ def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> 
 def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.json"
     assert MeasuredModule.read(path) is None
-    told = module(partition=(3, 3), weights=(1.0,) * 6)
-    told.write(path)
-    assert MeasuredModule.read(path) == told
+    written = module(partition=(3, 3), weights=(1.0,) * 6)
+    written.write(path)
+    assert MeasuredModule.read(path) == written
+    former = json.loads(path.read_text())
+    former["hosts"][0]["cores"] = 2  # as written before
+    path.write_text(json.dumps(former))
+    assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
     assert MeasuredModule.read(path) is None  # measured anew
     path.write_text("{")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-import socket
-import struct
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +12,14 @@ import psutil
 import pytest
 
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
-from megatron.adaptive.cluster.snapshot_placement import Held, buddies, newest
+from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, buddies, newest
 
 from .jobs import ElasticJob
 from .test_morphs import undisturbed
 
-SECRET = "known to the job"
-HEAD = {"extra_bytes": 64, "sent_bytes": 128, "tensor_bytes": 256, "needs": [], "has_common": True}
 
-
-def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> Held:
-    return Held(
+def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> HeldSnapshot:
+    return HeldSnapshot(
         node=node,
         socket=node,
         run="run",
@@ -86,76 +78,6 @@ def test_the_buddy_is_the_next_node_on_another_machine(
     assert list(buddies(nodes).values()) == expected
 
 
-@pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    found = Keeper("127.0.0.1")
-    found.prepare("run", SECRET, None)
-    yield found
-    found.close()
-
-
-class Sender:
-    """Sends copies as another node's keeper does, or not quite."""
-
-    def __init__(self, keeper: Keeper, **changes: object) -> None:
-        head = json.dumps(HEAD).encode()
-        told = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
-        self.socket = socket.create_connection(("127.0.0.1", keeper.port), 10)
-        self.socket.sendall(
-            json.dumps({**told, "head_bytes": len(head), **changes}).encode() + b"\n" + head
-        )
-
-    def send(
-        self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
-    ) -> bool:
-        """Send a step; whether it is said to be kept."""
-        body = bytes(range(extra)) + b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
-        try:
-            self.socket.sendall(struct.pack("<QQQ", step, slot, extra))
-            self.socket.sendall(body if whole else body[:-1])
-            if whole:
-                self.socket.sendall(struct.pack("<Q", zlib.crc32(body) + wrong))
-            else:
-                self.socket.shutdown(socket.SHUT_WR)
-            return self.socket.recv(8) == struct.pack("<Q", step)
-        except ConnectionError:  # it may be refused at any point
-            return False
-
-
-def steps_of(keeper: Keeper) -> list[list[int]]:
-    return [told["steps"] for told in keeper.inventory(10.0)]
-
-
-def test_a_step_counts_once_all_of_it_has_come(keeper: Keeper) -> None:
-    sender = Sender(keeper)
-    assert sender.send(1, 0)
-    assert sender.send(2, 1)
-    assert not sender.send(3, 0, whole=False)
-    assert steps_of(keeper) == [[2]]
-
-
-@pytest.mark.parametrize("fault", [{"wrong": 1}, {"extra": 65}])
-def test_damage_is_not_kept(keeper: Keeper, fault: dict[str, Any]) -> None:
-    sender = Sender(keeper)
-    assert sender.send(1, 0)
-    assert not sender.send(2, 1, **fault)
-    assert steps_of(keeper) == [[1]]
-
-
-def test_strangers_and_others_runs_are_refused(keeper: Keeper) -> None:
-    assert not Sender(keeper, secret="guessed").send(1, 0)
-    with socket.create_connection(("127.0.0.1", keeper.port), 10) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\n")
-        assert stranger.recv(1) == b""
-    assert steps_of(keeper) == []
-    keeper.prepare("", "", None)  # as before a job begins
-    assert not Sender(keeper, run="", secret="").send(1, 0)
-    keeper.prepare("run", SECRET, None)
-    assert Sender(keeper).send(1, 0)
-    keeper.prepare("the next run", SECRET, None)  # what was kept for the last one is forgotten
-    assert keeper.inventory(0.0) == []
-
-
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(280)
@@ -195,9 +117,9 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(tmp_path: Path) -> None
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
     assert incarnations[4]["resumed_iteration"] < fourth
     assert incarnations[4]["lost_steps"] == max(job.steps(4)) - incarnations[4]["resumed_iteration"]
-    told = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
-    assert told[1].endswith(" and 0.0 MiB sent")
-    assert not told[2].endswith(" and 0.0 MiB sent")
+    reported = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
+    assert reported[1].endswith(" and 0.0 MiB sent")
+    assert not reported[2].endswith(" and 0.0 MiB sent")
     assert "warning: no copy is left of what rank 1 held: going on from" in job.said()
     done_ = [line for line in job.lines() if "iteration" in line]
     last = max(line["iteration"] for line in done_)
@@ -220,8 +142,16 @@ def lose(job: ElasticJob, *names: str) -> None:
         agent = psutil.Process(job.agent(name))
         family += [agent, *agent.children(recursive=True)]
     for one in family:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
+            one.kill()
     end_s = time.monotonic() + 10
-    while any(one.is_running() and one.status() != "zombie" for one in family):
+    while any(map(_lives, family)):
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != "zombie"
+    except psutil.NoSuchProcess:
+        return False

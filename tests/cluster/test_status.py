@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +14,29 @@ from megatron.adaptive.cli import status as command
 from megatron.adaptive.cluster.status import read_status
 from megatron.adaptive.errors import SetupError
 
-SIZES = (
-    "using world size: 4, data-parallel-size: {dp}, tensor-model-parallel size: 1, "
-    "pipeline-model-parallel size: 2\n"
-)
-
 FOLLOW = ("--follow", "--json")
 
 
-def line(iteration: int, age_s: float, ms: float = 50.0) -> str:
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
-    return (
-        f" [{stamp}] iteration {iteration:8d}/     100 | consumed samples: 8 | elapsed time per "
-        f"iteration (ms): {ms:.1f} | number of nan iterations:   0 | tokens/s/rank: 250.0 |\n"
-    )
+SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+
+
+def write(folder: Path, *lines: dict[str, Any], age_s: float = 0.0) -> None:
+    """Append lines as the rank that writes does."""
+    with (folder / "progress.jsonl").open("a") as file:
+        for one in lines:
+            file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **one}) + "\n")
+
+
+def start(age_s: float, **more: object) -> dict[str, Any]:
+    began_ns = int((time.time() - age_s) * 1e9)
+    sizes = {**SIZES, "data_parallel_size": 2, **more}
+    return {"total_iterations": 100, "start_iteration": 0, **sizes, "unix_ns": began_ns}
+
+
+def step(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
+    done_ns = int((time.time() - age_s) * 1e9)
+    what = {"iteration": iteration, "step_ms": 50.0, "tokens_per_s": 1000.0, "loss": 5.0}
+    return {**what, **more, "unix_ns": done_ns}
 
 
 @pytest.fixture
@@ -36,8 +46,9 @@ def folder(tmp_path: Path) -> Path:
     job.mkdir()
     conf = {"PIPELINE_MP_SIZE": "2", "DP_SIZE": "2"}
     (job / "run.json").write_text(json.dumps({"conf": conf, "world_size": 4}))
-    (job / "n1.out").write_text("=== now node 0 starts\n" + SIZES.format(dp=2))
-    (job / "n2.out").write_text("=== now node 1 starts\n" + line(1, 2) + line(2, 1))
+    (job / "n1.out").write_text("=== now node 0 starts\n")
+    (job / "n2.out").write_text("=== now node 1 starts\n")
+    write(job, start(3), step(1, 2), step(2, 1))
     for name in ("n1", "n2"):
         (job / f"{name}.err").write_text("=== now node 0 starts\n")
     sample = {"unix_s": time.time(), "gpus": [], "processes": []}
@@ -56,19 +67,19 @@ def test_a_run_that_goes_well(folder: Path) -> None:
 
 
 def test_one_that_stands_still_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "n2.out").write_text(line(1, 300) + line(2, 200))
+    (folder / "progress.jsonl").unlink()
+    write(folder, start(301), step(1, 300), step(2, 200))
     assert read_status(folder.name, folder.parent).is_stalled
     assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 1
     assert "STALLED" in capsys.readouterr().out
-    with (folder / "n2.out").open("a") as file:
-        file.write("training ends: signal SIGTERM\n")
+    write(folder, {"ended": "signal SIGTERM"})
     assert not read_status(folder.name, folder.parent).is_stalled
 
 
 def test_what_differs_from_the_request_is_marked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "n1.out").write_text(SIZES.format(dp=1))
+    write(folder, start(0, data_parallel_size=1))
     assert read_status(folder.name, folder.parent).differences == (("DP_SIZE", "2", "1"),)
     command.main([folder.name, "--log-dir", str(folder.parent)])
     assert "DIFFERENT: DP_SIZE is 1, 2 was requested" in capsys.readouterr().out
@@ -88,13 +99,30 @@ def test_large_missing_and_truncated_files(folder: Path) -> None:
         with (folder / f"{name}.out").open("r+b" if name == "n2" else "wb") as file:
             file.truncate(1 << 30)  # holes: no space is used
             file.seek(0, 2)
-            file.write(b"\n" + line(7, 1).encode())
+            file.write(b"\nUserWarning: the last line\n")
+    with (folder / "progress.jsonl").open("r+b") as file:
+        file.truncate(1 << 30)
+        file.seek(0, 2)
+        file.write(b"\n")
+    write(folder, step(7, 1))
+    with (folder / "progress.jsonl").open("a") as file:
+        file.write('{"iteration": 8, "uni')
     (folder / "run.json").write_text('{"conf": ')
     (folder / "n1.err").unlink()
     status = read_status(folder.name, folder.parent)
     assert status.iteration == 7
     assert status.requested == {}
     assert len(status.nodes) == 3
+
+
+def test_a_start_that_trains_not_yet_has_no_iteration(folder: Path) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    write(folder, {"ended": "signal SIGUSR1"})
+    (folder / "run.json").write_text(json.dumps({**record, "started_unix_s": time.time() + 60}))
+    status = read_status(folder.name, folder.parent)
+    assert (status.iteration, status.is_over, status.is_stalled) == (None, False, False)
+    (folder / "run.json").write_text(json.dumps({**record, "started_unix_s": time.time() - 1}))
+    assert read_status(folder.name, folder.parent).iteration == 2
 
 
 def test_a_job_without_logs(tmp_path: Path) -> None:
@@ -122,8 +150,7 @@ def test_a_node_whose_samples_stopped_is_lost(
 
 def test_after_the_end_of_the_training_no_node_is_lost(folder: Path) -> None:
     write_samples(folder, "n1", 60)
-    with (folder / "n2.out").open("a") as file:
-        file.write("training ends: all iterations are done\n")
+    write(folder, {"ended": "all iterations are done"})
     status = read_status(folder.name, folder.parent)
     assert (status.lost, status.is_over) == ({}, True)
 
@@ -148,8 +175,7 @@ def test_following_ends_with_the_job(
     monkeypatch.setattr(command, "_PERIOD_S", 0.05)
 
     def end_it() -> None:
-        with (folder / "n2.out").open("a") as file:
-            file.write(line(3, 0) + "training ends: all iterations are done\n")
+        write(folder, step(3, 0), {"ended": "all iterations are done"})
 
     timer = threading.Timer(0.5, end_it)
     timer.start()
@@ -164,8 +190,7 @@ def test_following_ends_with_the_job(
 
 
 def test_sizes_that_grow_on_purpose_do_not_differ(folder: Path) -> None:
-    text = line(2, 1).replace("| number", "| global batch size:    16 | number")
-    (folder / "n2.out").write_text(text)
+    write(folder, step(3, 0, global_batch_size=16))
     record = json.loads((folder / "run.json").read_text())
     record["conf"]["GLOBAL_BATCH_SIZE"] = "64"
     (folder / "run.json").write_text(json.dumps(record))

@@ -11,10 +11,12 @@ import pytest
 from megatron.adaptive.config.arguments import flag_table, make_parser, parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.refused import FAMILIES, reason_for, refused_flags
 from megatron.adaptive.config.trainer import groups
 from megatron.adaptive.errors import ConfigError
 
 from .conftest import SMALL, Complaint, Parse
+from .megatron_lm_flags import ALL
 
 BARE = Installed(transformer_engine=False, apex=False)
 
@@ -82,34 +84,22 @@ def test_the_old_345m_example_is_read_with_its_old_name_for_recompute(tmp_path: 
     assert config.num_microbatches == 1
 
 
-PROMISED = """
-num-layers hidden-size num-attention-heads group-query-attention num-query-groups swiglu
-normalization position-embedding-type untie-embeddings-and-output-weights seq-length
-max-position-embeddings init-method-std tensor-model-parallel-size pipeline-model-parallel-size
-num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank model-chunks
-sequence-parallel use-distributed-optimizer overlap-grad-reduce context-parallel-size
-micro-batch-size global-batch-size rampup-batch-size bf16 fp16 initial-loss-scale loss-scale
-loss-scale-window hysteresis min-loss-scale lr min-lr lr-decay-style lr-decay-iters
-lr-decay-samples lr-warmup-iters lr-warmup-fraction weight-decay adam-beta1 adam-beta2 adam-eps
-clip-grad attention-dropout hidden-dropout recompute-activations recompute-granularity
-recompute-method recompute-num-layers data-path split train-data-path valid-data-path
-test-data-path data-args-path data-cache-path tokenizer-type vocab-file merge-file mock-data
-data-impl make-vocab-size-divisible-by num-workers eod-mask-loss reset-position-ids
-reset-attention-mask save load save-interval ckpt-format no-load-optim no-load-rng no-save-optim
-no-save-rng log-interval log-throughput log-params-norm tensorboard-dir tensorboard-queue-size
-tensorboard-log-interval log-timers-to-tensorboard log-batch-size-to-tensorboard
-log-validation-ppl-to-tensorboard eval-interval eval-iters exit-interval exit-duration-in-mins
-profile profile-step-start profile-step-end profile-ranks profile-execution profile-name
-distributed-backend distributed-timeout-minutes transformer-impl attention-backend use-flash-attn
-use-mcore-models no-async-tensor-model-parallel-allreduce no-masked-softmax-fusion seed
-train-iters train-samples pipeline-schedule partition activation-cap trace-dir trace-interval
-trace-iterations pipeline-timeout-s
-"""
+TAKEN = {name for kind in groups().values() for spec in fields_of(kind) for name in spec.names}
 
 
-def test_every_promised_flag_is_taken() -> None:
-    taken = {name for action in make_parser()._actions for name in action.option_strings}
-    assert {f"--{name}" for name in PROMISED.split()} <= taken
+def test_each_flag_of_megatron_lm_is_taken_or_refused_by_name() -> None:
+    """Never both: what is taken is not refused, also by a prefix."""
+    assert [f for f in ALL if (f in TAKEN) == (reason_for(f) is not None)] == []
+    assert [flag for flag in sorted(TAKEN) if reason_for(flag) is not None] == []
+    assert reason_for("--no-such-flag") is None
+
+
+def test_each_flag_is_refused_once_in_one_line_that_says_what_to_do() -> None:
+    flags = refused_flags()
+    assert len(set(flags)) == len(flags)
+    for family in FAMILIES:
+        assert family.reason == " ".join(family.reason.split())
+        assert ";" in family.reason or "use" in family.reason or "given with" in family.reason
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest(complaint: Complaint) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 WATCHDOG_S = 60.0
 

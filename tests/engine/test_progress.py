@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.engine import progress
-from megatron.adaptive.engine.progress import PROGRESS_NAME, ProgressFile, is_over, mark_over
+from megatron.adaptive.engine.progress import ProgressFile, is_over, mark_over
+from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.adaptive.planner.cluster_file import read_cluster
+from megatron.adaptive.planner.cluster import read_cluster
 
 CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "planner" / "cluster.yaml"
 

@@ -99,11 +99,11 @@ def submit(lab: Lab, conf: Path, *words: str) -> int:
     return int(match[1])
 
 
-def wait_for(what: Callable[[], object], why: Callable[[], str]) -> None:
+def wait_for(what: Callable[[], object], why: Callable[[], str], *, every_s: float = 0.3) -> None:
     end_s = time.monotonic() + WATCHDOG_S
     while not what():
         assert time.monotonic() < end_s, why()
-        time.sleep(0.3)
+        time.sleep(every_s)
 
 
 def said(conf: Path, job: int) -> str:
@@ -375,7 +375,8 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
                 len(last["nodes"]) == count and state["iteration"] > last["resumed_iteration"] + 1
             )
 
-        wait_for(trains, wrote)
+        # Each look is a program of its own, on the processors that the job trains on.
+        wait_for(trains, wrote, every_s=2.0)
         return dict(told()["epochs"][-1])
 
     wait_for_nodes(2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from benchmarks.channels import lab as lab_benchmark
 
 from ..cpp_tests import VERBS, CppTests
+from ..multiprocess.launch import run_forked
 from . import rdma_lab
 from .rdma_lab import Result, run
 
@@ -169,15 +169,15 @@ def test_two_nodes_choose_rdma_and_a_gpt_learns_over_any_transport_as_in_one_pro
     tmp_path: Path,
 ) -> None:
     program = [str(ROOT / "pretrain_gpt.py"), *GPT]
-    script = f"""
-        export MASTER_PORT=29501; $PYTHON -m megatron.adaptive transport --check --seconds 0.5
-        for transport in rdma tcp; do
-            echo "over $transport"
-            export MASTER_PORT=$((MASTER_PORT + 1))
-            $PYTHON {" ".join([*program, *TWO_STAGES])} --transport $transport
-        done
-    """
-    result = on_nodes(script, nodes=2, timeout_s=900.0)
+    runs = {"a check": ["-m", "megatron.adaptive", *"transport --check --seconds 0.5".split()]}
+    for transport in ("rdma", "tcp"):
+        runs[f"over {transport}"] = [*program, *TWO_STAGES, "--transport", transport]
+    given = [
+        {"title": title, "variables": {"MASTER_PORT": str(29501 + number)}, "words": words}
+        for number, (title, words) in enumerate(runs.items())
+    ]
+    script = f"$PYTHON tests/labs/one_import.py {shlex.quote(json.dumps(given))}"
+    result = on_nodes(f"cd {ROOT}; {script}", nodes=2, timeout_s=900.0)
     assert result.status == 0, result.text
     check, *jobs = re.split("over (?:rdma|tcp)\n", result.output[0])
     assert re.search(r"0-1 +\* rdma +[0-9.]+ us +[0-9.]+ GB/s  both have an active port", check)
@@ -185,15 +185,8 @@ def test_two_nodes_choose_rdma_and_a_gpt_learns_over_any_transport_as_in_one_pro
     for other in ("tcp", "gloo"):
         assert re.search(rf"0-1 +{other} +[0-9.]+ us", check), check
 
-    alone = subprocess.run(
-        [sys.executable, *program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    alone = run_forked(program, folder=tmp_path, limit_s=300.0)
+    assert alone.returncode == 0, alone.stderr
     expected = losses_of(alone.stdout)
     assert len(expected) == 4
     last = re.split("over (?:rdma|tcp)\n", result.output[1])[1:]

@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 from megatron.adaptive import accelerator
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import ActivationMeter, Executor
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.modules.batch import BatchShape
+from megatron.adaptive.modules.cutting import balanced, slice_tape
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recording import Forward, Forwards
+from megatron.adaptive.modules.segments import tensors_of
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 accelerator.install()
 
-from megatron.adaptive.accelerator import CpuClock  # noqa: E402
-from megatron.adaptive.engine.agreement import Alone  # noqa: E402
-from megatron.adaptive.engine.executor import ActivationMeter, Executor  # noqa: E402
 from megatron.adaptive.engine.orders import Orders  # noqa: E402
-from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape  # noqa: E402
-from megatron.adaptive.modules.cutting import balanced, slice_tape  # noqa: E402
-from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
-from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram  # noqa: E402
-from megatron.adaptive.modules.recording import Forward, Forwards  # noqa: E402
 from megatron.adaptive.modules.sizes import choose_orders, choose_placement  # noqa: E402
-from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cutpoint"
 WATCHDOG_S = 120.0

@@ -17,9 +17,9 @@ from megatron.adaptive.modules.cutting import (
     given_partition,
     keep_only,
 )
-from megatron.adaptive.modules.measure import check_replay, segment_seconds
 from megatron.adaptive.modules.program import MessageLayout
 from megatron.adaptive.modules.recording import Value
+from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import LossScale, clip_factor, squared_norm
 
 from .models import SHARED, knotty, make_batch
@@ -161,12 +161,13 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
 
 
 def test_segments_are_timed() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     case = Case(knotty(), make_batch(4), 2)
-    seconds = segment_seconds(case.forward, case.forwards.training, case.microbatch(0))
-    assert len(seconds) == 9
-    assert all(0 < one < 10 for one in seconds)
-    assert all(one.grad is None for one in (*model.parameters(), *case.model.parameters()))
+    found = measure_segments(
+        case.forward, case.forwards.training, case.microbatch(0), CPU, split=False, repeats=1
+    )
+    assert len(found) == 9
+    assert all(0 < one.seconds < 10 for one in found)
+    assert all(one.grad is None for one in case.model.parameters())
 
 
 class Sly(torch.nn.Module):

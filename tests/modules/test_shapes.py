@@ -116,7 +116,7 @@ def test_training_goes_on_in_any_other_shape(results: list[dict[str, Any]]) -> N
         ("keep", ["keep 0"]),
         ("file", [".metadata", "name another folder"]),
         ("kind", ["AdamW", "SGD"]),
-        ("short", ["step_00000005", "bytes and has 0"]),
+        ("short", ["step_00000005", "has 0 bytes and was written with"]),
         ("broken", ["step_00000005", "loading failed", "rank 0"]),
         ("model", ["the checkpoint lacks it", "blocks.8"]),
     ],

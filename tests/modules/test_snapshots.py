@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.cluster import restore_snapshots as restore
-from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
-from megatron.adaptive.cluster.snapshot_placement import Held, Source, newest
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.modules import CutPoint, Pipeline
+from tests.checkpoint.keepers import left_with, write_out
 
 TOTAL = 7
 
@@ -45,8 +44,8 @@ class Diary:
     def state_dict(self) -> dict[str, str]:
         return {"text": self.text}
 
-    def load_state_dict(self, told: dict[str, str]) -> None:
-        self.text = told["text"]
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.text = state["text"]
 
 
 class Training:
@@ -80,19 +79,9 @@ Make = Callable[..., Training]
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[Keeper]]:
-    """Those of two nodes: what the first is given, it sends to the second."""
-    found = [Keeper("127.0.0.1") for _ in range(2)]
-    buddy = Buddy(name="b", address="127.0.0.1", port=found[1].port)
-    found[0].prepare("run", "secret", buddy)
-    found[1].prepare("run", "secret", None)
-    yield found
-    for keeper in found:
-        keeper.close()
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, keepers: list[Keeper], tmp_path: Path) -> Iterator[Make]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], tmp_path: Path
+) -> Iterator[Make]:
     """Starts a training on node ``a``, as its agent would."""
     made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
@@ -100,11 +89,11 @@ def make(monkeypatch: pytest.MonkeyPatch, keepers: list[Keeper], tmp_path: Path)
     def begin(
         *, copies: bool = True, precision: str | None = None, optimizer: str = "AdamW"
     ) -> Training:
-        told = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-        told |= {"limit_bytes": None, "address": keepers[0].address}
+        settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
+        settings |= {"limit_bytes": None, "address": keepers[0].address}
         monkeypatch.delenv("MEGATRON_ADAPTIVE_COPIES", raising=False)
         if copies:
-            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", json.dumps(told))
+            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", json.dumps(settings))
         for one in made:
             one.pipeline.close()
         made.append(Training(precision, optimizer, tmp_path / ("of job" if copies else "none")))
@@ -115,32 +104,12 @@ def make(monkeypatch: pytest.MonkeyPatch, keepers: list[Keeper], tmp_path: Path)
         one.pipeline.close()
 
 
-def left_with(keeper: Keeper) -> Source:
-    """What can be restored from a node."""
-    held, needs = [], {}
-    for told in keeper.inventory(10.0):
-        if "needs" in told:
-            needs[told["run"], told["generation"]] = told.pop("needs")
-        held.append(Held(node="b", **{**told, "steps": tuple(told["steps"])}))
-    return newest(held, needs)
-
-
-def write_out(source: Source, folder: Path) -> None:
-    """Make a checkpoint of it, as the nodes do."""
-    common = {"checkpoints": str(folder), "is_pipeline": True, "step": source.step}
-    restore._folder(common).begin(source.step)
-    parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
-    told = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
-    assert restore.main([json.dumps(told)]) == 0
-    assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [(None, "AdamW"), ("fp16", "AdamW"), ("bf16", "SGD")]
 )
 def test_training_goes_on_bit_for_bit_from_copies(
     make: Make,
-    keepers: list[Keeper],
+    keepers: list[SnapshotKeeper],
     capsys: pytest.CaptureFixture[str],
     precision: str | None,
     optimizer: str,
@@ -157,7 +126,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     keepers[0].close()  # the node is lost with all that it kept
     source = left_with(keepers[1])
     assert source.step in (3, 4)  # the fourth was on its way
-    write_out(source, training.folder)
+    write_out(source, training.folder, is_pipeline=True)
     later = make(**kind)
     later.run(TOTAL)
     assert sorted(later.losses) == list(range(source.step, TOTAL))
@@ -170,13 +139,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
 
 
 def test_weights_that_change_while_they_are_copied_are_told_of(
-    make: Make, keepers: list[Keeper], capsys: pytest.CaptureFixture[str]
+    make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a copy held was neither the step before nor the one after."""
     training, gate = make(), threading.Event()
 
     def change(step: int) -> None:
-        copies: Any = training.pipeline._loop._copies  # type: ignore[union-attr]
+        copies: Any = training.pipeline._loop._snapshots  # type: ignore[union-attr]
         if step == 3:
             copies._pool.submit(gate.wait, 60.0)  # the next copy comes late
         elif step == 4:

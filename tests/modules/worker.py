@@ -236,8 +236,8 @@ def automatic() -> dict[str, Any]:
             "seconds": [one.seconds for one in (plan.best, *plan.others)],
             "others": [shape_of(one) for one in plan.others],
             "text": str(plan),
-            "links": [one.within for one in plan.profile.links],
-            "reduced": [one.ranks for one in plan.profile.reductions],
+            "links": [one["within"] for one in plan.profile.links],
+            "reduced": [one["ranks"] for one in plan.profile.reductions],
             "replica": pipeline.replica,
         }
         shared = error_of(lambda: pipeline.share(make_batch(pipeline.replicas + 1)))

@@ -30,18 +30,21 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 
-from megatron.adaptive.checkpoint import upload  # noqa: E402
+from megatron.adaptive.checkpoint import local_disk, torch_dist  # noqa: E402
 from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.checkpoint.local import finish_former, make_local_disk  # noqa: E402
-from megatron.adaptive.checkpoint.shards import ShardFile  # noqa: E402
 from megatron.adaptive.checkpoint.state import unwrapped  # noqa: E402
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.checkpoint.training import (  # noqa: E402
+    Checkpoints,
+    Progress,
+    finish_former,
+    make_local_disk,
+)
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
 from megatron.adaptive.gpt.initialize import (  # noqa: E402
-    Job,
+    TrainingJob,
     end_job,
     seed_everything,
     start_job,
@@ -87,9 +90,9 @@ class Jobs:
     """The job of this process, joined anew whenever the mesh changes."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self._job: TrainingJob | None = None
 
-    def join(self, config: TrainerConfig) -> Job:
+    def join(self, config: TrainerConfig) -> TrainingJob:
         """Return the job in the mesh of ``config``."""
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
@@ -140,13 +143,15 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        self.local = make_local_disk(job)
-        self.checkpoints = Checkpoints(job, self.chunks, self.optimizer, self.scheduler, self.local)
+        self.local = make_local_disk(job, self.config)
+        self.checkpoints = Checkpoints(
+            job, self.config, self.chunks, self.optimizer, self.scheduler, self.local
+        )
 
     def resume(self) -> Progress | None:
         """Load as the trainer does."""
         if self.local is not None:
-            finish_former(self.local, self.job)
+            finish_former(self.local, self.config)
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
@@ -363,13 +368,13 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
     run.step(2)
     run.checkpoints.save(progress(1))
     if dist.get_rank() == 1:
-        write = ShardFile.write
+        write = torch_dist._write_file
 
         def write_and_die(*args: Any) -> None:
             write(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        ShardFile.write = write_and_die
+        torch_dist._write_file = write_and_die
     run.checkpoints.save(progress(2))
 
 
@@ -423,9 +428,9 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))
-    upload._PIECE_BYTES = 1000
+    local_disk._PIECE_BYTES = 1000
     if dist.get_rank() == 1:
-        copying = upload._copying
+        copying = local_disk._copying
 
         def copy_and_die(files: Any) -> Iterator[int]:
             for number, count in enumerate(copying(files)):
@@ -433,7 +438,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield count
 
-        upload._copying = copy_and_die
+        local_disk._copying = copy_and_die
     run.step()
     run.checkpoints.save(progress(2))
 

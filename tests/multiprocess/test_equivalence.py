@@ -210,7 +210,6 @@ TRANSPORTED = tuple(
     for case in (
         Case("1f1b", pp=4),
         Case("adaptive", pp=2, chunks=2, dp=2),
-        Case("adaptive", tp=2, pp=2),
         Case("adaptive", tp=2, pp=2, extra="--transport-slots 2"),
         Case("gpipe", pp=2, extra=FEW),
         Case("zb-v", pp=2, chunks=2, extra=f"{FEW} --transport-crc"),
@@ -224,10 +223,8 @@ PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --partition 0-5-3-0 --activation-cap 1"),
     Case("adaptive", pp=2, chunks=3, extra=f"{V} --partition 2-1-0-3-1-1"),
     Case("adaptive", pp=4, chunks=2, extra=V),
-    Case("adaptive", pp=4, chunks=2, extra=V, model=MODERN),
     Case("adaptive", tp=2, pp=2, chunks=2, extra=V),
     Case("adaptive", tp=2, pp=2, chunks=2, extra=V, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra=V),
     Case("adaptive", pp=2, chunks=2, dp=2, extra=V, model=MODERN),
     Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --overlap-grad-reduce"),
     Case(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 
 def _model(layers: int) -> Model:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster_file import read_cluster
+from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.files import quantity
 
 YAML = """\

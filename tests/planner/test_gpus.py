@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.estimate import make_estimator
-from megatron.adaptive.planner.gpus import find_gpu, gpu_names, known_gpu
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.cluster import find_gpu, gpu_names, known_gpu
+from megatron.adaptive.planner.layers import make_estimator
+from megatron.adaptive.planner.model_file import preset
 
 GB = 1e9
 
@@ -57,7 +57,7 @@ def test_a_part_without_bfloat16_is_refused_for_it() -> None:
 
 def test_estimates_are_near_what_others_measured() -> None:
     """Seconds of a layer of OPT-350M, 2,048 tokens, fp32, as published with Sailor (SOSP 2025)."""
-    from megatron.adaptive.planner.presets import arguments_model
+    from megatron.adaptive.planner.model_file import arguments_model
 
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "

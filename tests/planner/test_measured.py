@@ -1,4 +1,4 @@
-"""A search on measured numbers tells the seconds that a prediction does."""
+"""A search on measured numbers gives the seconds that a prediction does."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.estimate import make_estimator
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.layers import make_estimator
+from megatron.adaptive.planner.model_file import preset
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions
 
@@ -19,7 +19,7 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
         name="n", gpu="a100-40", gpus=2, memory_bytes=40e9, intra=LinkSpeed(bytes_per_s=300e9)
     )
     cluster = Cluster(
-        groups=(NodeGroup(type=node, count=2),), network=LinkSpeed(bytes_per_s=10e9, shared=True)
+        groups=(NodePool(type=node, count=2),), network=LinkSpeed(bytes_per_s=10e9, shared=True)
     )
     model = preset("gpt2", "bf16")
     free = Profile(estimator=make_estimator(model))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.presets import arguments_model, preset, preset_names
+from megatron.adaptive.planner.model_file import arguments_model, preset, preset_names, read_model
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 1000"

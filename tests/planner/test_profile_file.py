@@ -10,9 +10,8 @@ import pytest
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cut_points import profile_of_cut_points
-from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.presets import preset
+from megatron.adaptive.planner.model_file import preset, read_model
+from megatron.adaptive.planner.profile_file import profile_of_cut_points
 
 CSV = """\
 cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
@@ -38,23 +37,23 @@ def measured(model: str = "gpt2", gpu: str = "a100", **more: Any) -> dict[str, A
         for kind in ("embedding", "transformer", "head")
     ]
     arguments = list(preset(model).arguments)
-    told = {"format": 1, "model": {"name": model, "arguments": arguments}, "layers": rows}
-    return {**told, **more}
+    content = {"format": 1, "model": {"name": model, "arguments": arguments}, "layers": rows}
+    return {**content, **more}
 
 
-def save(folder: Path, told: Any, name: str = "profile.json") -> Path:
+def save(folder: Path, content: Any, name: str = "profile.json") -> Path:
     path = folder / name
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     return path
 
 
 def test_a_profile_answers_by_the_table_s_names(tmp_path: Path) -> None:
-    told = profile_file.load(save(tmp_path, measured()))
-    profile = profile_file.make_profile(told)
+    content = profile_file.load(save(tmp_path, measured()))
+    profile = profile_file.make_profile(content)
     times = profile.times("transformer", "a100-40", 1, 1)
     assert (times.forward_s, times.backward_s, times.kept_bytes) == (0.01, 0.02, 5.0)
     assert times.source == "measured"
-    profile_file.check_model(told, preset("gpt2"), "p")
+    profile_file.check_model(content, preset("gpt2"), "p")
 
 
 def test_links_of_one_and_several_pairs_are_one_link(tmp_path: Path) -> None:
@@ -68,11 +67,11 @@ def test_links_of_one_and_several_pairs_are_one_link(tmp_path: Path) -> None:
 
 def test_node_types_are_known_by_their_gpu(tmp_path: Path) -> None:
     link = {"nodes": ["a100-40"] * 2, "within": True, "latency_s": 0, "sizes": [[1e6, 1e9]]}
-    told = measured(nodes={"a100-40": {"gpu": "a100-40"}}, links=[link])
-    changed, strange = profile_file.renamed(told, {"fast": "a100-40", "slow": "t4"})
+    content = measured(nodes={"a100-40": {"gpu": "a100-40"}}, links=[link])
+    changed, strange = profile_file.renamed(content, {"fast": "a100-40", "slow": "t4"})
     assert changed["links"][0]["nodes"] == ["fast", "fast"]
     assert strange == []
-    changed, strange = profile_file.renamed(told, {"a": "a100-40", "b": "a100-40"})
+    changed, strange = profile_file.renamed(content, {"a": "a100-40", "b": "a100-40"})
     assert changed["links"][0]["nodes"] == ["a100-40"] * 2
     assert strange == ["a100-40"]
 
@@ -118,17 +117,17 @@ def test_a_bad_profile_is_named(change: dict[str, Any], words: str, tmp_path: Pa
 
 
 def test_the_same_measurement_twice_is_refused() -> None:
-    told = measured()
-    told["layers"].append({**told["layers"][0], "gpu": "NVIDIA A100-SXM4-40GB"})
+    content = measured()
+    content["layers"].append({**content["layers"][0], "gpu": "NVIDIA A100-SXM4-40GB"})
     with pytest.raises(ConfigError, match=r"layers\[3\]: kind embedding on a100-40"):
-        profile_file.make_profile(told)
+        profile_file.make_profile(content)
 
 
 def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
     path = tmp_path / "net.csv"
     path.write_text(CSV)
-    told = profile_of_cut_points(path, "net")
-    saved = save(tmp_path, told)
+    content = profile_of_cut_points(path, "net")
+    saved = save(tmp_path, content)
     profile = profile_file.make_profile(profile_file.load(saved))
     model = read_model(str(saved))
     assert model.layers == ("cut-0", "cut-1")
@@ -144,7 +143,7 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
             ]
         )
     )
-    assert profile_of_cut_points(path.with_suffix(".json"), "net") == told
+    assert profile_of_cut_points(path.with_suffix(".json"), "net") == content
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
@@ -90,7 +90,7 @@ def job(
         for size in (1, 2, 4)
     }
     groups = tuple(
-        NodeGroup(
+        NodePool(
             type=NodeType(name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST),
             count=1,
         )

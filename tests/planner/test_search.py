@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planning.small import better, brute_force, random_problem, solve
-from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.options import SearchOptions
-from megatron.adaptive.planner.pareto import pareto
+from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.search import Searcher, search
+from megatron.adaptive.planner.search_space import Objective
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -26,7 +24,7 @@ def test_small_problems_equal_brute_force(seed: int) -> None:
     assert result.gap == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_better_cluster_never_has_a_worse_plan(seed: int) -> None:
     problem = random_problem(seed)
     before, after = solve(problem), solve(better(problem, seed))
@@ -41,10 +39,10 @@ def test_a_plan_takes_what_is_predicted_of_it(unequal: bool) -> None:
     found = solve(replace(problem, options=options)).found
     assert found
     for one in found:
-        told = predict(one.plan, problem.model, problem.cluster, problem.profile)
-        assert told.seconds == pytest.approx(one.seconds, rel=1e-9)
-        assert told.price_per_hour == pytest.approx(one.price_per_hour)
-        assert told.fits
+        seen = predict(one.plan, problem.model, problem.cluster, problem.profile)
+        assert seen.seconds == pytest.approx(one.seconds, rel=1e-9)
+        assert seen.price_per_hour == pytest.approx(one.price_per_hour)
+        assert seen.fits
 
 
 def test_unequal_stages_are_never_worse() -> None:
@@ -100,18 +98,3 @@ def test_a_given_partition_is_kept() -> None:
     found = solve(replace(problem, options=options)).found
     assert found
     assert found[0].plan.partition == (1, layers - 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        (SearchOptions(partition=(1, 1)), "has 2 layers"),
-        (SearchOptions(dp=(3,)), "no replica count divides"),
-        (SearchOptions(tp=(0,)), "at least 1"),
-        (SearchOptions(recompute=("some",)), "recompute"),
-    ],
-)
-def test_contradictions_are_refused(options: SearchOptions, rule: str) -> None:
-    problem = random_problem(2)
-    with pytest.raises(ConfigError, match=rule):
-        solve(replace(problem, options=options, global_batch=4))

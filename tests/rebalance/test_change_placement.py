@@ -21,7 +21,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run  # noqa: E402
-from megatron.adaptive.rebalance.change_placement import can_move, discard, pack, take_down, unpack  # noqa: E402
+from megatron.adaptive.rebalance.change_placement import can_move, change_placement  # noqa: E402
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
@@ -49,25 +49,25 @@ def test_the_state_lies_where_checkpoints_are_not_looked_for(run: Run, tmp_path:
         for parameter in run.chunks[0].parameters():
             parameter.fill_(0.25)
     run.optimizer.reload_model_params()
-    folder = pack(run, PROGRESS)
-    assert folder == save / ".moving"
-    assert not (folder / "left by a killed job").exists()
-    assert CheckpointFolder(save).latest() is None
-    take_down(run)
-    built = unpack(run.job, "loop", folder)
+
+    def release() -> None:
+        assert (save / ".moving" / "iter_0000004").is_dir()
+        assert not (save / ".moving" / "left by a killed job").exists()
+        assert CheckpointFolder(save).latest() is None
+
+    built = change_placement([run], "loop", PROGRESS, release)
     assert built.job.config.schedule.pipeline_placement == "loop"
     assert built.job.config.checkpoint == run.job.config.checkpoint
     # All of it, although the run's own checkpoints lack the optimizer and its loads begin anew.
     assert all(bool((weight == 0.25).all()) for weight in built.chunks[0].parameters())
     assert built.scheduler.num_steps == run.scheduler.num_steps
-    discard(built.job, folder, failed=False)
     assert list(save.iterdir()) == []
 
 
 def test_what_cannot_be_written_leaves_the_run_as_it_is(run: Run, tmp_path: Path) -> None:
     (tmp_path / "save").write_text("a file")
     with pytest.raises(CheckpointError, match="no folder for the stages on their way"):
-        pack(run, PROGRESS)
+        change_placement([run], "loop", PROGRESS, lambda: pytest.fail("released"))
     assert run.chunks[0].training
 
 

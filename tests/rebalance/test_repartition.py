@@ -1,4 +1,4 @@
-"""What ranks tell of their steps, and the loads that are made of it."""
+"""Measurements of the ranks' steps, and the loads that are made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.rebalance.repartition import Heard, Lanes, loads_of  # noqa: E402
+from megatron.adaptive.rebalance.repartition import Lanes, StepMeasurements, loads_of  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
@@ -24,19 +24,21 @@ def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
     return {(F, chunk): milliseconds * MS, (B, chunk): 2 * milliseconds * MS}
 
 
-def heard(rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object) -> Heard:
-    """What a rank tells."""
+def measured(
+    rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
+) -> StepMeasurements:
+    """One rank's measurements."""
     spans = (1.0,) * len(steps)
-    return Heard(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
+    return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 
 
-def test_layers_are_told_from_what_is_beside_them() -> None:
-    told = [
-        heard(0, lanes(5), shares=(0.8,)),
-        heard(1, lanes(6)),
-        heard(2, lanes(8), shares=(0.5,)),
+def test_layers_are_separated_from_what_is_beside_them() -> None:
+    samples = [
+        measured(0, lanes(5), shares=(0.8,)),
+        measured(1, lanes(6)),
+        measured(2, lanes(8), shares=(0.5,)),
     ]
-    found = loads_of(told, LOOP, (2, 2, 2), units=3)
+    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
     assert [sum(each) for each in found.layer_s] == pytest.approx([6e-3, 9e-3, 6e-3])
     assert [sum(each) for each in found.beside_s] == pytest.approx([3e-3, 0, 12e-3])
     assert found.slowness == pytest.approx((1.0, 1.5, 1.0))
@@ -44,37 +46,37 @@ def test_layers_are_told_from_what_is_beside_them() -> None:
 
 
 def test_the_slowest_replica_counts_and_medians_forget_a_slow_step() -> None:
-    told = [heard(rank, lanes(4), lanes(4), lanes(90)) for rank in range(3)]
-    told += [heard(rank, *(lanes(4 + 2 * (rank == 1)),) * 3) for rank in range(3)]
-    found = loads_of(told, LOOP, (2, 2, 2), units=3)
+    samples = [measured(rank, lanes(4), lanes(4), lanes(90)) for rank in range(3)]
+    samples += [measured(rank, *(lanes(4 + 2 * (rank == 1)),) * 3) for rank in range(3)]
+    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
     assert found.slowness == pytest.approx((1.0, 1.5, 1.0))
 
 
 def test_a_rank_without_layers_is_taken_for_a_usual_one() -> None:
-    told = [heard(0, lanes(4)), heard(1, lanes(6)), heard(2, lanes(2))]
-    found = loads_of(told, LOOP, (2, 2, 0), units=3)
+    samples = [measured(0, lanes(4)), measured(1, lanes(6)), measured(2, lanes(2))]
+    found = loads_of(samples, LOOP, (2, 2, 0), units=3)
     assert sum(found.layer_s[2]) == pytest.approx(6e-3)
     assert sum(found.beside_s[2]) == pytest.approx(6e-3)
 
 
-def test_chunks_of_a_rank_tell_together_what_its_layers_take() -> None:
+def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
-    told = [
-        heard(0, lanes(2) | lanes(10, 1), shares=(1.0, 0.4)),
-        heard(1, lanes(4) | lanes(4, 1), shares=(1.0, 1.0)),
+    samples = [
+        measured(0, lanes(2) | lanes(10, 1), shares=(1.0, 0.4)),
+        measured(1, lanes(4) | lanes(4, 1), shares=(1.0, 1.0)),
     ]
-    found = loads_of(told, placement, (1, 2, 2, 2), units=2)
+    found = loads_of(samples, placement, (1, 2, 2, 2), units=2)
     assert [sum(each) for each in found.layer_s] == pytest.approx([6e-3, 6e-3])
     assert sum(found.beside_s[3]) == pytest.approx(18e-3)
 
 
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
-    told = [
+    samples = [
         # Two layers keep 3 x 20 bytes: of 900 are 840 left, and a third one takes 20 + 30.
-        heard(0, lanes(2), free_bytes=1000, **memory),
-        heard(1, lanes(2), free_bytes=10, **memory),
-        heard(2, lanes(2)),
+        measured(0, lanes(2), free_bytes=1000, **memory),
+        measured(1, lanes(2), free_bytes=10, **memory),
+        measured(2, lanes(2)),
     ]
-    found = loads_of(told, LOOP, (2, 2, 2), units=3)
+    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
     assert found.most_layers == (2 + 840 // 50, 2, math.inf)

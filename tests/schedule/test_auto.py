@@ -7,8 +7,7 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.auto import Choice, candidates, choose
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
 def pick(
@@ -22,7 +21,7 @@ def pick(
 ) -> Choice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(
-        Profile(times=times, action_sigma=sigma),
+        StageProfile(times=times, action_sigma=sigma),
         present=Placement(num_ranks=4, num_chunks=chunks, kind=present),
         num_microbatches=16,
         most=dict.fromkeys(placements, most),
@@ -77,7 +76,7 @@ def on_two_ranks(
 ) -> Choice:
     """The choice for a V of two ranks and four stages with these times."""
     return choose(
-        Profile(
+        StageProfile(
             times=StageTimes(forward_s=times, backward_s=times, weight_s=times),
             rank_factors=factors,
         ),

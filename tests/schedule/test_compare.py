@@ -7,10 +7,9 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.compare import evaluate, make_candidate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
-EQUAL = Profile(times=StageTimes.equal(8, forward_s=0.5, backward_s=0.5, weight_s=0.5))
+EQUAL = StageProfile(times=StageTimes.equal(8, forward_s=0.5, backward_s=0.5, weight_s=0.5))
 
 
 def test_what_a_name_stands_for() -> None:
@@ -27,7 +26,7 @@ def test_what_a_name_stands_for() -> None:
 
 
 def test_one_and_two_chunks_get_the_same_work() -> None:
-    spread = Profile(times=EQUAL.times, action_sigma=0.3)
+    spread = StageProfile(times=EQUAL.times, action_sigma=0.3)
     work = []
     for name in ("1f1b", "interleaved", "zb-v"):
         outcome = evaluate(make_candidate(name, 4, 2, 16), 16, spread, [5])

@@ -1,4 +1,4 @@
-"""Profile files: what is read, and what is refused with the name of the value."""
+"""StageProfile files: what is read, and what is refused with the name of the value."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.profile import load_profile
-from megatron.adaptive.schedule.workload import Link
+from megatron.adaptive.schedule.workload import Link, load_profile
 
 GOOD: dict[str, Any] = {"version": 1, "forward_s": [0.1, 0.2], "backward_s": [0.3, 0.4]}
 

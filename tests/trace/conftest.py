@@ -1,13 +1,11 @@
 """Traces to look at: a small pipeline simulated event by event, written by the real recorder."""
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import Span, TraceHeader
 from megatron.adaptive.trace.recorder import Recorder
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
@@ -52,28 +50,6 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
     return TraceHeader.create(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def old_line(record: TraceHeader | IterationStart | Span) -> str:
-    """A record as version 1 wrote it."""
-    if isinstance(record, IterationStart):
-        numbers = {"begin_iteration": record.iteration, "num_microbatches": record.num_microbatches}
-        return json.dumps(numbers)
-    values = asdict(record)
-    if isinstance(record, TraceHeader):
-        del values["layout"], values["clock"]
-        return json.dumps({"format": "megatron-adaptive-trace", "version": 1, **values})
-    for newer in ("piece", "queue_depth", "peer", "of", "reason"):
-        del values[newer]
-    return json.dumps(values)
-
-
-def write_old(folder: Path, header: TraceHeader, *records: IterationStart | Span) -> Path:
-    """Write a file of version 1."""
-    folder.mkdir(exist_ok=True)
-    path = folder / trace_file_name(header.rank)
-    path.write_text("".join(old_line(record) + "\n" for record in (header, *records)))
-    return path
-
-
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
@@ -103,7 +79,7 @@ def write_spans(
 
 @pytest.fixture(name="simulate")
 def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
-    """The function that tells what :func:`write_run` writes, from time 0."""
+    """Gives the function with the actions that :func:`write_run` writes, from time 0."""
     return simulate
 
 
@@ -111,12 +87,6 @@ def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
 def make_header_fixture() -> Callable[..., TraceHeader]:
     """A function ``(rank, num_ranks=2, **changes)`` that returns a header."""
     return make_header
-
-
-@pytest.fixture(name="write_old")
-def write_old_fixture() -> Callable[..., Path]:
-    """A function ``(folder, header, *records)`` that writes a file of version 1."""
-    return write_old
 
 
 @pytest.fixture(name="write_spans")

@@ -38,18 +38,6 @@ def test_ranks_of_one_clock_keep_their_monotonic_times(
     assert run.notes() == []
 
 
-@pytest.mark.parametrize(("gap_ns", "clocks"), [(50_000, 1), (5_000_000_000, 2)])
-def test_version_1_knows_a_clock_by_host_and_boot(
-    tmp_path: Path, make_header: Header, write_old: Write, gap_ns: int, clocks: int
-) -> None:
-    header = make_header(0)
-    write_old(tmp_path, header, Span("F", 0, 0, 100, 200, 1))
-    later = replace(make_header(1), unix_ns=header.unix_ns + gap_ns, host=header.host)
-    later = replace(later, monotonic_ns=header.monotonic_ns)
-    write_old(tmp_path, later, Span("F", 0, 0, 200, 300, 1))
-    assert len(read_run(tmp_path).alignment.clocks) == clocks
-
-
 def test_ranks_of_two_hosts_are_moved_onto_unix_time(
     tmp_path: Path, make_header: Header, write_spans: Write
 ) -> None:

@@ -9,15 +9,14 @@ from matplotlib.image import imread
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.compare import evaluate, make_candidate
-from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.workload import StageTimes
-from megatron.adaptive.trace.comparison import write_comparison
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.views.palette import chunk_color
+from megatron.adaptive.trace.views.picture import write_comparison
 
 
 def steps(*names: str) -> list[tuple[str, SimResult]]:
-    profile = Profile(times=StageTimes.equal(4, forward_s=0.1, backward_s=0.1, weight_s=0.1))
+    profile = StageProfile(times=StageTimes.equal(4, forward_s=0.1, backward_s=0.1, weight_s=0.1))
     return [
         (name, evaluate(make_candidate(name, 2, 2, 4), 4, profile, [0], compiled=False).example)
         for name in names

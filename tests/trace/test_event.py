@@ -5,8 +5,8 @@ from megatron.adaptive.trace.event import (
     COLUMNS,
     KINDS,
     REASONS,
-    Layout,
     Span,
+    SpanFormat,
     TraceHeader,
     trace_file_name,
 )
@@ -33,7 +33,7 @@ def test_processes_of_one_machine_have_one_clock() -> None:
     ]
     assert headers[0].clock == headers[1].clock != ""
     assert headers[0].unix_ns > headers[0].monotonic_ns > 0
-    assert headers[0].layout == Layout(2, COLUMNS, KINDS, REASONS)
+    assert headers[0].span_format == SpanFormat(COLUMNS, KINDS, REASONS)
     assert headers[0].shape == (2, 2, 1)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import figures as figures_module
 from megatron.adaptive.trace.event import KINDS, Span, TraceHeader, trace_file_name
@@ -18,7 +19,6 @@ from megatron.adaptive.trace.figures import (
     run_figures,
 )
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.table import TraceTable
 
 #   time     0    10   20   30   40   50   60   70

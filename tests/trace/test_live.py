@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import live, live_files
 from megatron.adaptive.trace.event import TraceHeader, trace_file_name
@@ -25,7 +26,6 @@ from megatron.adaptive.trace.live_files import RankTail
 from megatron.adaptive.trace.live_state import ENDED, NowFile, read_now
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 Header = Callable[..., TraceHeader]
 

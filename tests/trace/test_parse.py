@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace import parse as parse_module
-from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, Layout
+from megatron.adaptive.trace import index as parse_module
+from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, SpanFormat
+from megatron.adaptive.trace.index import parse_spans
 from megatron.adaptive.trace.lines import block_text
-from megatron.adaptive.trace.parse import parse_spans
 from megatron.adaptive.trace.table import KIND, OTHER, REASON
 
 
@@ -37,8 +37,8 @@ def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.Monke
     rows[:, 5] -= rows[:, 4]
     big = np.abs(rows).max()
     assert big > 2**60
-    assert np.array_equal(parse_spans(text.encode(), Layout(), place), rows)
-    assert parse_spans(b"", Layout(), place).shape == (0, len(COLUMNS))
+    assert np.array_equal(parse_spans(text.encode(), SpanFormat(), place), rows)
+    assert parse_spans(b"", SpanFormat(), place).shape == (0, len(COLUMNS))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.Monke
     ],
 )
 def test_lines_of_another_hand_are_read_as_json(line: bytes, expected: list[int]) -> None:
-    found = parse_spans(lines(ROW) + line + lines(ROW), Layout(), place)
+    found = parse_spans(lines(ROW) + line + lines(ROW), SpanFormat(), place)
     assert found.tolist() == [ROW, expected, ROW]
 
 
@@ -70,13 +70,12 @@ def test_lines_of_another_hand_are_read_as_json(line: bytes, expected: list[int]
 )
 def test_damaged_lines_are_named(line: bytes, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
-        parse_spans(lines(ROW) + line + lines(ROW), Layout(), place)
+        parse_spans(lines(ROW) + line + lines(ROW), SpanFormat(), place)
     assert "\n" not in str(caught.value)
 
 
 def test_columns_kinds_and_reasons_go_by_their_names() -> None:
-    layout = Layout(
-        2,
+    layout = SpanFormat(
         ("start_ns", "kind", "mood", "duration_ns", "chunk", "microbatch", "reason", "of"),
         ("B", "teleport", "F"),
         ("", "luck", "hint"),
@@ -97,5 +96,5 @@ def test_columns_kinds_and_reasons_go_by_their_names() -> None:
 
 def test_numbers_out_of_their_range_name_nothing() -> None:
     wild = [99, *ROW[1:10], 99, -7]
-    found = parse_spans(lines(wild), Layout(), place)[0]
+    found = parse_spans(lines(wild), SpanFormat(), place)[0]
     assert (found[0], found[10], found[11]) == (OTHER, -1, 0)

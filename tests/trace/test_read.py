@@ -1,4 +1,4 @@
-"""Reading a run back: resumed, killed, incomplete and mixed folders, both versions."""
+"""Reading a run back: resumed, killed, incomplete and mixed folders, another version."""
 
 import shutil
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import index as index_module
-from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
 from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
@@ -202,50 +202,19 @@ def test_a_span_that_ends_before_it_starts_has_no_length(
     assert read_run(tmp_path).ranks[0].spans[1] == (Span("F", 0, 0, 1000, 1000, 1),)
 
 
-def test_version_1_is_read(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_old: Callable[..., Path]
-) -> None:
-    spans = [Span(a, 0, m, 50 * n + 9, 50 * n + 40, 3, 9, 64, 128) for n, (a, m) in enumerate(FOUR)]
-    write_old(tmp_path, make_header(0, 1), IterationStart(3, 2), *spans)
-    run = read_run(tmp_path)
-    assert (run.iterations, run.complete_iterations()) == ((3,), (3,))
-    found = run.ranks[0].spans[3]
-    assert [span for span in found if span.action != "wait"] == spans
-    waits = [span for span in found if span.action == "wait"]
-    assert [(span.end_ns, span.duration_ns, span.of) for span in waits] == [
-        (span.start_ns, 9, span.action) for span in spans
-    ]
-
-
-def test_version_1_that_a_newer_program_goes_on_with(
-    tmp_path: Path,
-    make_header: Callable[..., TraceHeader],
-    write_old: Callable[..., Path],
-    write_spans: Callable[..., Path],
-) -> None:
-    header = make_header(0, 1)
-    write_old(tmp_path, header, *(Span("F", 0, 0, 1, 2, i) for i in (1, 2)))
-    write_spans(tmp_path, header, [Span("F", 0, 0, 5, 9, i) for i in (2, 3)])
-    trace = read_run(tmp_path).ranks[0]
-    assert {i: spans[0].start_ns for i, spans in trace.spans.items()} == {1: 1, 2: 5, 3: 5}
-    assert trace.table().iteration.tolist() == [1, 2, 3]
-
-
-def test_a_damaged_line_of_version_1_is_named(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_old: Callable[..., Path]
-) -> None:
-    path = write_old(tmp_path, make_header(0, 1), Span("F", 0, 0, 1, 2, 1))
-    good = path.read_text()
-    for line, message in (
-        ("garbage\n", ":3 is not a line of JSON"),
-        (good.splitlines()[1].replace('"chunk": 0', '"chunk": 4') + "\n", ":3: span of chunk 4"),
-    ):
-        path.write_text(good + line)
-        with pytest.raises(TraceError, match=message):
-            read_run(tmp_path)
-    path.write_text("".join(reversed(good.splitlines(keepends=True))))
+def test_version_1_and_a_file_without_a_header_are_refused(write_run: Callable[..., Path]) -> None:
+    folder = write_run()
+    path = folder / trace_file_name(0)
+    text = path.read_text()
+    path.write_text(text.replace('"version": 2', '"version": 1', 1))
+    with pytest.raises(
+        TraceError, match=r"trace_rank_00000\.jsonl:1 has format version 1"
+    ) as caught:
+        read_run(folder)
+    assert "\n" not in str(caught.value)
+    path.write_text(text.split("\n", 1)[1])
     with pytest.raises(TraceError, match=":1 stands before the header"):
-        read_run(tmp_path)
+        read_run(folder)
 
 
 def test_replica_picks_one_pipeline(

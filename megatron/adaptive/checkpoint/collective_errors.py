@@ -1,47 +1,46 @@
-"""What all ranks that write or read a checkpoint do together: agree, and fail alike.
+"""Makes what fails on one rank of a save or load fail on all.
 
-What fails on one rank fails on all: after each part that only some ranks do, all ranks exchange
-what went wrong, over gloo, and raise the same :class:`CheckpointError`.
+After each part that only some ranks do, all ranks exchange what went wrong, over gloo, and raise
+the same error.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.adaptive.errors import AdaptiveError, CheckpointError
+from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
-__all__ = ["Exchange"]
+__all__ = ["RankGroup"]
 
 _Result = TypeVar("_Result")
 
+# How a full disk, a damaged file or a missing permission shows itself; torch raises the last one as
+# a BaseException. Anything else is a mistake of ours and keeps its traceback.
+_EXPECTED = (
+    AdaptiveError,
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointException,
+    CheckpointingException,
+)
 
-class Exchange:
-    """Lets all ranks of a group do parts of one work and fail alike.
+
+class RankGroup:
+    """Lets all ranks of a group do parts of one work and fail alike. Every method is collective.
 
     Args:
         rank: of this process.
         group: all ranks, on gloo, used by nothing else meanwhile.
-
-    Attributes:
-        expected: what a full disk, a damaged file or a missing permission looks like; torch raises
-            the last one as a BaseException. Anything else is a mistake of ours and keeps its
-            traceback.
     """
-
-    expected: ClassVar[tuple[type[BaseException], ...]] = (
-        AdaptiveError,
-        OSError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-        CheckpointException,
-    )
 
     def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
         self._rank = rank
@@ -53,24 +52,18 @@ class Exchange:
         return self._rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on any rank."""
-        found = torch.tensor([int(flag)])
-        if dist.get_world_size(self.group) > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return bool(found)
+        """Return whether it is set on any rank."""
+        return bool(self._reduced(int(flag), dist.ReduceOp.MAX))
 
     def sum(self, number: int) -> int:
         """Add up what all ranks give."""
-        found = torch.tensor([number])
-        if dist.get_world_size(self.group) > 1:
-            dist.all_reduce(found, group=self.group)
-        return int(found)
+        return self._reduced(number, dist.ReduceOp.SUM)
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
-        told: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, mine, group=self.group)
-        return told
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
 
     def first(self, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""
@@ -88,6 +81,7 @@ class Exchange:
 
         Raises:
             CheckpointError: it failed somewhere; the text names the ranks where that helps.
+            ConfigError: the same, where it failed with this error alone.
             RuntimeError: another rank met a mistake of ours, and raises it itself.
         """
         failure: BaseException | None = None
@@ -96,30 +90,37 @@ class Exchange:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
-        # As a rule nothing failed, and one number tells that for less than objects do.
+        # As a rule nothing failed, and one number says that for less than objects do.
         if not self.any(failure is not None):
             return result
-        own = (
-            None
-            if failure is None
-            else (self._is_expected(failure), _describe(failure, self._rank))
-        )
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own, group=self.group)
-        if failure is not None and not self._is_expected(failure):
+        own = None if failure is None else (_kind(failure), _texts(failure, self._rank))
+        failed = [one for one in self.gather(own) if one is not None]
+        if failure is not None and _kind(failure) is RuntimeError:
             raise failure
-        failed = [entry for entry in gathered if entry is not None]
-        if failed:
-            texts = {rank: text for _, texts in failed for rank, text in texts.items()}
-            kind = CheckpointError if all(expected for expected, _ in failed) else RuntimeError
-            raise kind(_merged(texts, name_ranks=name_ranks)) from failure
-        return result
+        texts = {rank: text for _, by_rank in failed for rank, text in by_rank.items()}
+        kinds = {kind for kind, _ in failed}
+        if len(kinds) > 1:
+            kinds = {RuntimeError} if RuntimeError in kinds else {CheckpointError}
+        merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
+        if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
+            raise failure  # a second error of the same words would only repeat the first
+        raise merged from failure
 
-    def _is_expected(self, error: BaseException) -> bool:
-        return isinstance(error, self.expected) and not isinstance(error, torch.OutOfMemoryError)
+    def _reduced(self, number: int, operation: Any) -> int:
+        found = torch.tensor([number])
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(found, operation, group=self.group)
+        return int(found)
 
 
-def _describe(error: BaseException, rank: int) -> dict[int, str]:
+def _kind(error: BaseException) -> type[Exception]:
+    """Return what all ranks raise for an error of one."""
+    if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
+        return RuntimeError
+    return ConfigError if isinstance(error, ConfigError) else CheckpointError
+
+
+def _texts(error: BaseException, rank: int) -> dict[int, str]:
     """Return what went wrong, on one line, by the rank it happened on."""
     if isinstance(error, CheckpointException):
         return {failed: _one_line(wrapped[0]) for failed, wrapped in error.failures.items()}

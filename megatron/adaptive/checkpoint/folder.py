@@ -1,46 +1,202 @@
-"""How checkpoints lie on disk, and how they appear there whole or not at all.
+"""Folders of checkpoints, one for each step, that appear whole or not at all.
 
 ::
 
-    <folder>/
-      latest_checkpointed_iteration.txt     the iteration to go on from
-      iter_0000100/                         a complete checkpoint
-        manifest.json                       ours: format, settings, progress, size of each file
+    <folder>/                                 of the trainer: CheckpointFolder
+      latest_checkpointed_iteration.txt       the iteration to go on from
+      iter_0000100/                           a complete checkpoint
+        manifest.json                         ours: format, settings, progress, size of each file
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
-      .iter_0000200.partial/                being written, or left behind by a crash
-      .iter_0000100.replaced/               the former iter_0000100 while a new one takes its place
+      .iter_0000200.partial/                  being written, or left behind by a crash
+      .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
+
+    <folder>/                                 of a Pipeline: PipelineFolder
+      step_00000012/
+        pipeline.json                         step, seed, loss scale, options of the optimizer by
+                                              parameter, ID of the save, size of each file
+        state.pt                              of the user's objects, such as a scheduler
+        .metadata __0_0.distcp                tensors by name, as torch.distributed.checkpoint has
 
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
-tracker; whatever happens in between, the tracker names a complete checkpoint. The names of the
-folders and of the tracker are Megatron-LM's.
+tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
+The names of the trainer's folders and of its tracker are Megatron-LM's.
 
 Nothing here knows of other ranks or of tensors; one process works on a folder at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.step_folders import StepFolders, sync, write_durably
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "CheckpointFolder", "Manifest"]
+__all__ = [
+    "FORMAT_VERSION",
+    "PIPELINE_FORMAT",
+    "CheckpointFolder",
+    "Manifest",
+    "PipelineFolder",
+    "StepFolders",
+    "make_pipeline_manifest",
+    "read_pipeline_manifest",
+    "write_durably",
+]
 
 FORMAT_VERSION = 1
+PIPELINE_FORMAT = 1
 _FORMAT = "megatron-adaptive-checkpoint"
-_MANIFEST = "manifest.json"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
+class StepFolders:
+    """A path with one folder for each step.
+
+    Args:
+        path: need not exist.
+        prefix: of the folders' names.
+        digits: of the numbers in them, at least.
+        manifest: the file that a complete folder has.
+        form: what every manifest begins with.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        prefix: str,
+        digits: int,
+        manifest: str,
+        form: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._prefix, self._digits, self._manifest = prefix, digits, manifest
+        self._form = form or {}
+        self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
+
+    def complete_path(self, step: int) -> Path:
+        """Return the folder of a step that is complete."""
+        return self.path / self._name(step)
+
+    def partial_path(self, step: int) -> Path:
+        """Return the folder that a step is written in before it is complete."""
+        return self.path / f".{self._name(step)}.partial"
+
+    def replaced_path(self, step: int) -> Path:
+        """Return the former folder of a step while another takes its place."""
+        return self.path / f".{self._name(step)}.replaced"
+
+    def steps(self) -> dict[int, Path]:
+        """Return the complete folders by step, ascending."""
+        found = (
+            (self._complete.fullmatch(one.parent.name), one.parent)
+            for one in self.path.glob(f"{self._prefix}*/{self._manifest}")
+        )
+        return dict(sorted((int(match[1]), one) for match, one in found if match))
+
+    def latest(self) -> int | None:
+        """Return the step to go on from, ``None`` where there is no complete one."""
+        return max(self.steps(), default=None)
+
+    def begin(self, step: int) -> Path:
+        """Clear away what crashed runs left and make an empty partial folder.
+
+        Raises:
+            OSError: the path cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for former in self.path.glob(f".{self._prefix}*.replaced"):
+            complete = self.path / former.name[1 : -len(".replaced")]
+            if complete.exists():
+                shutil.rmtree(former)
+            else:
+                former.rename(complete)
+        for stale in self.path.glob(f".{self._prefix}*.partial"):
+            shutil.rmtree(stale)
+        partial = self.partial_path(step)
+        partial.mkdir()
+        return partial
+
+    def commit(
+        self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
+    ) -> Path:
+        """Turn the partial checkpoint of a step into a complete one, the latest.
+
+        Args:
+            step: as given to :meth:`begin`.
+            manifest: its contents in JSON; ``files``, size by name, is that of the partial folder
+                unless it is given.
+            check: called when all is written, before anything takes its place; raises what it will.
+
+        Returns:
+            The folder of the complete checkpoint.
+
+        Raises:
+            OSError: writing failed; the partial checkpoint is still there.
+        """
+        partial, complete = self.partial_path(step), self.complete_path(step)
+        files = {one.name: one.stat().st_size for one in sorted(partial.iterdir())}
+        # Indented JSON is made by Python, line by line, while training waits for its turn.
+        body = {**self._form, "files": files, **manifest}
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
+        write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
+        for one in partial.iterdir():
+            _sync(one)
+        _sync(partial)
+        if check is not None:
+            check()
+        former = self.replaced_path(step)
+        if complete.exists():
+            complete.rename(former)
+        partial.rename(complete)
+        _sync(self.path)
+        self._track(step)
+        if former.exists():
+            shutil.rmtree(former)
+        return complete
+
+    def keep(self, number: int, but: Collection[int] = ()) -> None:
+        """Remove all but the last complete folders, as far as the file system lets us.
+
+        Args:
+            number: of those that stay.
+            but: steps that stay too.
+        """
+        for step in list(self.steps())[:-number]:
+            if step not in but:
+                self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Remove a complete folder, as far as the file system lets us."""
+        # Under a name that nobody loads from, before the first file goes.
+        doomed = self.partial_path(step)
+        with contextlib.suppress(OSError):
+            self.complete_path(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def abandon(self, step: int) -> None:
+        """Remove a partial folder, as far as the file system lets us."""
+        shutil.rmtree(self.partial_path(step), ignore_errors=True)
+
+    def _track(self, step: int) -> None:
+        """Note that a step is the latest, before the former folder of that step goes."""
+
+    def _name(self, step: int) -> str:
+        return f"{self._prefix}{step:0{self._digits}d}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds, in JSON beside megatron-core's files.
+    """Describes a checkpoint of the trainer, in JSON beside megatron-core's files.
 
     Attributes:
         progress: the counters of the run.
@@ -50,8 +206,8 @@ class Manifest:
         has_optimizer: whether optimizer state is in it.
         has_rng: whether random states are in it.
         files: size of each other file in bytes.
-        save_id: of this saving, by which parts of it elsewhere are known; empty where there are
-            none.
+        save_id: of this save, by which its parts on other disks are recognized; empty where there
+            are none.
     """
 
     progress: Mapping[str, int]
@@ -63,43 +219,29 @@ class Manifest:
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     save_id: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what :meth:`CheckpointFolder.commit` takes: everything but ``files``."""
+        return {name: value for name, value in vars(self).items() if name != "files"}
+
 
 _NEEDED = tuple(one.name for one in dataclasses.fields(Manifest) if one.name != "save_id")
 
 
 class CheckpointFolder(StepFolders):
-    """A folder of checkpoints.
+    """A folder of the trainer's checkpoints.
 
     Args:
         path: the folder; it need not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path, prefix="iter_", digits=7, manifest=_MANIFEST)
-
-    def commit(
-        self, iteration: int, manifest: Manifest, check: Callable[[], None] | None = None
-    ) -> Path:
-        """Turn the partial checkpoint of ``iteration`` into a complete one, the latest.
-
-        Args:
-            iteration: the iteration given to :meth:`begin`.
-            manifest: what it holds; ``files`` is filled in.
-            check: called when all is written, before anything takes its place; raises what it will.
-
-        Returns:
-            The folder of the complete checkpoint.
-
-        Raises:
-            OSError: writing failed; the partial checkpoint is still there.
-        """
-        partial = self.partial_path(iteration)
-        files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
-        body = {"format": _FORMAT, "version": FORMAT_VERSION, **vars(manifest), "files": files}
-        # Indented JSON is made by Python, line by line, while training waits for its turn.
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-        write_durably(partial / _MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n")
-        return self.publish(iteration, check, lambda: self._write_tracker(iteration))
+        super().__init__(
+            path,
+            prefix="iter_",
+            digits=7,
+            manifest="manifest.json",
+            form={"format": _FORMAT, "version": FORMAT_VERSION},
+        )
 
     def latest(self) -> int | None:
         """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
@@ -115,7 +257,7 @@ class CheckpointFolder(StepFolders):
             raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
         tracker = self.path / _TRACKER
         if not tracker.exists():
-            return max(self.steps(), default=None)
+            return super().latest()
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if not text.isdecimal():
             raise CheckpointError(
@@ -130,40 +272,39 @@ class CheckpointFolder(StepFolders):
         Raises:
             CheckpointError: it is missing, incomplete, of a newer format or not of this program.
         """
-        path = self.complete_path(iteration)
+        path, others = self.complete_path(iteration), self._others(iteration)
         if not path.exists() and self.replaced_path(iteration).exists():
             path = self.replaced_path(iteration)
         if not path.is_dir():
             raise CheckpointError(
                 f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
-                f"there: {self._others(iteration)}"
+                f"there: {others}"
             )
-        body = self._read_manifest(path, iteration)
+        body = self._read_manifest(path, others)
         names = [field.name for field in dataclasses.fields(Manifest) if field.name in body]
         missing = [name for name in _NEEDED if name not in body]
         if missing:
             raise CheckpointError(
-                f"{path / _MANIFEST} has no {missing[0]!r}: it is damaged; "
-                f"{self._others(iteration)}"
+                f"{path / self._manifest} has no {missing[0]!r}: it is damaged; {others}"
             )
         manifest = Manifest(**{name: body[name] for name in names})
-        self._check_files(path, manifest, iteration)
+        if _CORE_METADATA not in manifest.files:
+            raise CheckpointError(
+                f"{path} is incomplete (its list of files has no {_CORE_METADATA}): {others}"
+            )
+        _require_files(path, manifest.files, others)
         return path, manifest
 
-    def _read_manifest(self, path: Path, iteration: int) -> dict[str, Any]:
-        others = self._others(iteration)
+    def _read_manifest(self, path: Path, others: str) -> dict[str, Any]:
+        file = path / self._manifest
         try:
-            body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+            body = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(self._why_no_manifest(path, others)) from None
         except (ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{path / _MANIFEST} cannot be read ({error}): {others}"
-            ) from None
+            raise CheckpointError(f"{file} cannot be read ({error}): {others}") from None
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{path / _MANIFEST} is not of a checkpoint of this program: {others}"
-            )
+            raise CheckpointError(f"{file} is not of a checkpoint of this program: {others}")
         version = body.get("version")
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise CheckpointError(
@@ -172,45 +313,137 @@ class CheckpointFolder(StepFolders):
             )
         return body
 
-    @staticmethod
-    def _why_no_manifest(path: Path, others: str) -> str:
+    def _why_no_manifest(self, path: Path, others: str) -> str:
         if any(path.glob("mp_rank_*")):
             return (
                 f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
                 "convert it with Megatron-LM, or start without --load"
             )
         if (path / _CORE_METADATA).exists():
-            return f"{path} was not written by this program (it has no {_MANIFEST}): {others}"
-        return f"{path} is incomplete (it has no {_MANIFEST}): {others}"
-
-    def _check_files(self, path: Path, manifest: Manifest, iteration: int) -> None:
-        if _CORE_METADATA not in manifest.files:
-            raise CheckpointError(
-                f"{path} is incomplete (its list of files has no {_CORE_METADATA}): "
-                f"{self._others(iteration)}"
-            )
-        for name, size in manifest.files.items():
-            file = path / name
-            if not file.exists():
-                raise CheckpointError(
-                    f"{path} is incomplete ({name} is missing): {self._others(iteration)}"
-                )
-            found = file.stat().st_size
-            if found != size:
-                raise CheckpointError(
-                    f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
-                    f"{self._others(iteration)}"
-                )
+            return f"{path} was not written by this program (it has no {self._manifest}): {others}"
+        return f"{path} is incomplete (it has no {self._manifest}): {others}"
 
     def _others(self, iteration: int) -> str:
-        """What to do when the checkpoint of ``iteration`` cannot be used."""
+        """Return the remedy where the checkpoint of ``iteration`` cannot be used."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
         return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
 
-    def _write_tracker(self, iteration: int) -> None:
+    def _track(self, step: int) -> None:
         temporary = self.path / f".{_TRACKER}.partial"
-        write_durably(temporary, f"{iteration}")
+        write_durably(temporary, f"{step}")
         temporary.replace(self.path / _TRACKER)
-        sync(self.path)
+        _sync(self.path)
+
+
+class PipelineFolder(StepFolders):
+    """A folder of a pipeline's checkpoints.
+
+    Args:
+        path: the folder; it need not exist.
+    """
+
+    MANIFEST = "pipeline.json"
+
+    def __init__(self, path: str | Path) -> None:
+        form = {"format": PIPELINE_FORMAT}
+        super().__init__(path, prefix="step_", digits=8, manifest=self.MANIFEST, form=form)
+
+    def find(self, step: int | None) -> Path:
+        """Return a complete checkpoint, the newest where ``step`` is ``None``.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(
+                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
+                "Pipeline.save was given"
+            )
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.path}: no checkpoint of step {step}: there are steps "
+                f"{', '.join(map(str, sorted(steps)))}"
+            )
+        return steps[max(steps) if step is None else step]
+
+
+def make_pipeline_manifest(
+    head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what a pipeline's manifest holds besides its format and files.
+
+    Args:
+        head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks; ``save_id``
+            where parts of it may be on other disks.
+        parts: of ranks that together have all parameters: ``kind`` of the optimizer, ``None``
+            without one; ``groups``, options and names of parameters; ``plain``, the optimizer's
+            values by name that are no tensors.
+    """
+    names = ("step", "seed", "loss_scale", "extra")
+    return {
+        **{name: head[name] for name in names},
+        "save_id": head.get("save_id", ""),
+        "optimizer": next((one["kind"] for one in parts if one["kind"]), None),
+        "options": {name: o for one in parts for o, group in one["groups"] for name in group},
+        "states": {name: o for one in parts for name, o in one["plain"].items()},
+    }
+
+
+def read_pipeline_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a pipeline's checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, is of another format, or a file beside it has
+            another size than when it was written.
+    """
+    file = path / PipelineFolder.MANIFEST
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    given = body.get("format") if isinstance(body, dict) else None
+    if given != PIPELINE_FORMAT:
+        raise CheckpointError(
+            f"{path}: its format is {given}, this version reads {PIPELINE_FORMAT}: load it with"
+            " the version that wrote it"
+        )
+    _require_files(path, body["files"], "load another checkpoint")
+    return dict(body)
+
+
+def _require_files(path: Path, files: Mapping[str, int], remedy: str) -> None:
+    """Check that the files of a checkpoint have the sizes that they were written with."""
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is incomplete ({name} is missing): {remedy}")
+        found = file.stat().st_size
+        if found != size:
+            raise CheckpointError(
+                f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
+                f"{remedy}"
+            )
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that survives a power failure.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,15 +1,22 @@
-"""Checkpoints on the nodes' own disks, on their way to shared storage.
+"""Writes checkpoints to the nodes' own disks and copies them to shared storage behind training.
 
 ::
 
     training ─ copy in memory ─> <local>/iter_0000100/ of each node ─ Upload ─> <save>/iter_0000100/
                training waits    behind training                      behind that, one at a time
 
-    <local> is DIR/<name of --save>-<hash>/<node>, for several jobs and nodes may share a disk
-    <local>/iter_0000100/local.json     what is said of the whole checkpoint, with all of its files
+    node a   <local>/iter_0000100/  common.pt .metadata __0_0.distcp __1_0.distcp ──┐
+    node b   <local>/iter_0000100/  common.pt .metadata __2_0.distcp __3_0.distcp ──┤
+                                                                                    v
+    <save>/.iter_0000100.partial/ ──> <save>/iter_0000100/     once all of it is there
 
-What counts is the checkpoint in shared storage: it alone is ever loaded. A node's own disk is where
-its files are read from then, and where a copy goes on from that ranks which ended did not finish.
+    <local> is DIR/<name of --save>-<hash>/<node>, for several jobs and nodes may share a disk
+    <local>/iter_0000100/local.json     the manifest of the whole checkpoint, with all of its files
+
+What counts is the checkpoint in shared storage, complete by the program's own rule: it alone is
+ever loaded. A node's own disk is where its files are read from then, and where an upload goes on
+from that ranks which ended did not finish. Every rank copies a share of its node's files, for a
+second at a time; then all ranks exchange how far they are, and what went wrong.
 """
 
 from __future__ import annotations
@@ -23,41 +30,68 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.collective_errors import Exchange
-from megatron.adaptive.checkpoint.step_folders import StepFolders, write_durably
-from megatron.adaptive.checkpoint.upload import Parcel, Shared, Upload, share_out
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.folder import StepFolders
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.progress import require_current
+from megatron.adaptive.engine.progress import is_over, require_current
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = ["LocalDisk", "LocalSettings"]
+__all__ = ["LocalDisk", "LocalSettings", "TakenState", "share_out"]
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # where the user names no number: the last one, and the one before while that is written
 _LOOK_S = 10.0
-_END_S = 5.0  # for a copy that is given up
+_END_S = 5.0  # for an upload that is given up
+_ROUND_S = 1.0
+_PIECE_BYTES = 8 << 20
+_GENTLE = 7  # the last level of those that are served while others read and write too
+
+
+class TakenState(Protocol):
+    """Writes the state of all ranks at a step."""
+
+    def write(self, folder: Path, ranks: RankGroup) -> None:
+        """Write this rank's part into a folder. Collective.
+
+        Raises:
+            CheckpointError: it could not be written on some rank.
+        """
+
+    def write_once(self, folder: Path) -> None:
+        """Write what a checkpoint has once; on rank 0, after :meth:`write`."""
+
+    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
+        """Return what the program's own manifest holds besides files; rank 0's counts. Collective.
+
+        Args:
+            save_id: of this save, empty where all of it goes to one folder.
+            ranks: all of them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings:
-    """What is wanted of the nodes' own disks.
+    """Configures the nodes' own disks.
 
     Attributes:
         base: the folder on each of them.
-        option: what the user calls it.
-        patience: what the user gives more time with.
-        keep: complete checkpoints that stay, ``None`` for as few as it takes.
-        timeout_s: limit of waits for copies and other ranks.
-        progress_dir: where the run tells how far it is.
+        option: name that the user gave it by.
+        patience: name of the setting that allows uploads more time.
+        keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
+            here as few as it takes.
+        timeout_s: limit of waits for uploads and other ranks.
+        progress_dir: folder of the run's progress file.
     """
 
     base: Path
@@ -68,133 +102,120 @@ class LocalSettings:
     progress_dir: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class UploadManifest:
+    """Describes a checkpoint on its way to shared storage.
+
+    Attributes:
+        step: that it is of.
+        save_id: of this save, by which its parts on other disks are recognized.
+        manifest: the program's own, as JSON can hold it.
+        files: size of each file in bytes, without manifests.
+    """
+
+    step: int
+    save_id: str
+    manifest: Mapping[str, Any]
+    files: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is on disk."""
+        body = dataclasses.asdict(self)
+        return {"told": body.pop("manifest"), **body}
+
+    @classmethod
+    def read(cls, path: Path) -> UploadManifest:
+        """Read a file.
+
+        Raises:
+            OSError, ValueError, TypeError, KeyError: it is none.
+        """
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return cls(manifest=body.pop("told"), **body)
+
+
 class LocalDisk:
-    """This node's part of the checkpoints. Every method but :meth:`completed` is collective.
+    """Holds this node's part of the checkpoints. Every method but :meth:`completed` is collective.
 
     Args:
         job: this process within the job.
-        shared: where they are to be.
+        shared: where they are to be; nobody else writes there meanwhile.
         settings: of the nodes' own disks.
 
     Attributes:
-        resumed: the step that the run went on from; what this disk has of later ones is of steps
-            that were done again since, and goes with the first checkpoint.
+        shared: as given.
+        resumed: the step that the run went on from; this disk's later ones are of steps that were
+            done again since, and go with the first checkpoint.
     """
 
-    def __init__(self, job: Job, shared: Shared, settings: LocalSettings) -> None:
+    def __init__(self, job: Job, shared: StepFolders, settings: LocalSettings) -> None:
         self._job = job
         self._settings = settings
-        self._shared = shared
+        self.shared = shared
         base = settings.base.absolute()
-        save = shared.folder.path.resolve()
+        save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
-        told = job.gather((_place(base, node, job), str(save)))
-        name = f"{save.name}-{hashlib.sha256(told[0][1].encode()).hexdigest()[:8]}"
+        places = job.gather((_place(base, node, job), str(save)))
+        name = f"{save.name}-{hashlib.sha256(places[0][1].encode()).hexdigest()[:8]}"
         self._folder = StepFolders(base / name / node, prefix="iter_", digits=7, manifest=_MANIFEST)
-        places = [place for place, _ in told]
-        self._is_leader = places.index(places[job.rank]) == job.rank
+        nodes = [place for place, _ in places]
+        self._is_leader = nodes.index(nodes[job.rank]) == job.rank
         self._is_first = job.rank == 0
         self._timeout_s = settings.timeout_s
         timeout = datetime.timedelta(seconds=self._timeout_s)
-        self._ranks = Exchange(job.rank, dist.new_group(backend="gloo", timeout=timeout))
-        self._control = Exchange(job.rank, job.control_group)
-        self._newest: tuple[Parcel, list[list[str]]] | None = None
+        self._ranks = RankGroup(job.rank, dist.new_group(backend="gloo", timeout=timeout))
+        self._control = RankGroup(job.rank, job.control_group)
+        self._newest: tuple[UploadManifest, list[list[str]]] | None = None
         self._upload: Upload | None = None
-        self._untold: list[Upload] = []
+        self._unreported: list[Upload] = []
         self.resumed: int | None = None
 
-    def put(
-        self,
-        parcel: Parcel,
-        write: Callable[[Path], None],
-        write_once: Callable[[Path], None],
-        ranks: Exchange,
-        otherwise: Callable[[], Path],
-    ) -> Path | None:
-        """Write a checkpoint to the nodes' own disks, or to shared storage where that cannot be.
+    def save(self, step: int, state: TakenState, save_id: str, ranks: RankGroup) -> bool:
+        """Write a checkpoint to the nodes' own disks, and let it be copied behind that.
 
         Args:
-            parcel: what is known of it; files are still unknown. That of rank 0 counts.
-            write: writes this rank's part into a folder. Collective.
-            write_once: writes what the checkpoint has once; on rank 0, after that.
+            step: that it is of.
+            state: what it holds.
+            save_id: a new one; that of rank 0 counts.
             ranks: all of them, on a group that is used by nothing else meanwhile.
-            otherwise: writes it to shared storage and says where it is. Collective.
 
         Returns:
-            Where it is in shared storage, ``None`` while it is on the nodes' own disks alone.
+            Whether it is there. Where that could not be, nothing is being copied any more: it can
+            go to shared storage itself.
 
         Raises:
-            CheckpointError: it could not be written to either.
+            CheckpointError: an upload before does not end.
         """
         try:
-            self._save(parcel, write, write_once, ranks)
-            return None
+            newest, shares = self._newest = self._write(step, state, save_id, ranks)
         except CheckpointError as error:
             self._warn(
                 "%s: %s; the checkpoint of iteration %d goes to %s at once",
                 self._settings.option,
                 error,
-                parcel.step,
-                self._shared.folder.path,
+                step,
+                self.shared.path,
             )
-            self._give_way(ranks)
-            return otherwise()
-
-    def _save(
-        self,
-        parcel: Parcel,
-        write: Callable[[Path], None],
-        write_once: Callable[[Path], None],
-        ranks: Exchange,
-    ) -> None:
-        """Write a checkpoint to the nodes' own disks, and let it be copied behind that."""
-        step = parcel.step
-        partial = self._folder.partial_path(step)
-        try:
-            ranks.together(lambda: self._begin(step))
-            write(partial)
-            common, parcel = ranks.on_first(lambda: (_common(partial, write_once), parcel))
-            ranks.together(lambda: self._write_common(partial, common))
-            held = ranks.gather(ranks.together(lambda: _sizes(partial)))
-            files = {name: size for own in held for name, size in own.items()}
-            parcel = dataclasses.replace(parcel, files=files)
-            ranks.together(lambda: self._publish(parcel))
-        except CheckpointError:
-            if self._is_leader:
-                self._folder.abandon(step)
-            raise
-        shares = share_out(held, files)
-        assert shares is not None
-        self._newest = parcel, shares
-        if not ranks.any(self._upload is not None and self._upload.is_alive()):
-            self._start(parcel, shares)
+            self._newest = None
+            self._end_upload(ranks)
+            return False
+        if not self._is_uploading(ranks):
+            self._start(newest, shares)
         else:
             self._warn(
                 "the checkpoint of iteration %d stays on the nodes' own disks: %s is still being"
                 " copied to %s; the next one is copied",
                 step,
                 self._upload,
-                self._shared.folder.path,
+                self.shared.path,
             )
+        return True
 
-    def _give_way(self, ranks: Exchange) -> None:
-        """Wait until nothing is copied, for a checkpoint that goes to shared storage itself.
-
-        Raises:
-            CheckpointError: the copy does not end.
-        """
-        self._newest = None
-        try:
-            self._wait(ranks, time.monotonic() + self._timeout_s)
-        except CheckpointError:
-            if ranks.any(self._upload is not None and self._upload.is_alive()):
-                raise
-
-    def drain(self, *, tell: bool = True) -> Path | None:
+    def drain(self, *, report: bool = True) -> Path | None:
         """Wait until the newest checkpoint is in shared storage.
 
         Args:
-            tell: whether :meth:`completed` shall tell of it.
+            report: whether :meth:`completed` shall report it.
 
         Returns:
             Its folder there, ``None`` where none was written to the nodes' own disks.
@@ -206,27 +227,27 @@ class LocalDisk:
         self._wait(self._control, until_s)
         if self._newest is None:
             return None
-        parcel, shares = self._newest
+        newest, shares = self._newest
         upload = self._upload
-        if upload is None or upload.path is None or upload.iteration != parcel.step:
-            upload = self._start(parcel, shares, is_awaited=True)
+        if upload is None or upload.path is None or upload.step != newest.step:
+            upload = self._start(newest, shares, is_awaited=True)
             self._wait(self._control, until_s)
             if upload.failure is not None:
                 raise upload.failure
-        if not tell and upload in self._untold:
-            self._untold.remove(upload)
+        if not report and upload in self._unreported:
+            self._unreported.remove(upload)
         return upload.path
 
     def completed(self) -> tuple[int, Path] | None:
-        """Step and folder of a checkpoint that came to shared storage; each once."""
-        for upload in self._untold:
+        """Return step and folder of a checkpoint that came to shared storage; each once."""
+        for upload in self._unreported:
             if upload.path is not None:
-                self._untold.remove(upload)
-                return upload.iteration, upload.path
+                self._unreported.remove(upload)
+                return upload.step, upload.path
         return None
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
-        """Finish the copy of a checkpoint that ranks before these had written, if all is there.
+        """Finish the upload of a checkpoint that ranks before these had written, if all is there.
 
         Args:
             latest: called on rank 0; the newest step in shared storage, 0 where there is none,
@@ -239,8 +260,8 @@ class LocalDisk:
         found = {key for own in held for key in own}
         for step, save_id in sorted(found, reverse=True):
             parts = [own.get((step, save_id), ({}, None)) for own in held]
-            parcel = next(told for _, told in parts if told is not None)
-            shares = share_out([files for files, _ in parts], parcel.files)
+            manifest = next(one for _, one in parts if one is not None)
+            shares = share_out([files for files, _ in parts], manifest.files)
             if shares is None:
                 self._warn(
                     "the checkpoint of iteration %d is on the disks of some nodes, and part of it"
@@ -248,15 +269,13 @@ class LocalDisk:
                     step,
                 )
                 continue
-            self._tell(
-                f"  going on with the copy of iteration {step} to {self._shared.folder.path}"
-            )
-            upload = self._start(parcel, shares)
-            self._untold.remove(upload)
+            self._say(f"  going on with the copy of iteration {step} to {self.shared.path}")
+            upload = self._start(manifest, shares)
+            self._unreported.remove(upload)
             try:
                 self._wait(self._control, time.monotonic() + self._timeout_s)
             except CheckpointError as error:
-                if self._control.any(upload.is_alive()):
+                if self._is_uploading(self._control):
                     raise
                 self._warn("%s; going on from that of iteration %d", error, newest)
                 return
@@ -267,18 +286,18 @@ class LocalDisk:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int]
     ) -> Iterator[Path]:
-        """Give a folder to read a checkpoint from: with what this node has of it, from there.
+        """Give a folder to read a checkpoint from, with this node's files from its own disk.
 
         Args:
             path: of the checkpoint in shared storage.
             step: that it is of.
-            save_id: of its saving, empty where nothing of it is elsewhere.
+            save_id: of its save, empty where nothing of it is elsewhere.
             files: size of each of its files in bytes.
         """
         view = self._folder.path / f".reading-{self._job.rank}"
         here: set[str] = set()
         try:
-            known = self._parcels().get(step)
+            known = self._manifests().get(step)
             if save_id and known is not None and known.save_id == save_id:
                 own = _sizes(self._folder.complete_path(step))
                 here = {name for name, size in files.items() if own.get(name) == size}
@@ -290,11 +309,11 @@ class LocalDisk:
                     (view / name).symlink_to(source.absolute() / name)
         except OSError:
             here = set()  # a disk that cannot be written: shared storage has all of it
-        told = self._control.gather(sum(files[name] for name in here))
+        near = self._control.gather(sum(files[name] for name in here))
         whole = sum(files.values())
-        if any(told):
-            least, most = min(told) / whole, max(told) / whole
-            self._tell(
+        if any(near):
+            least, most = min(near) / whole, max(near) / whole
+            self._say(
                 f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
             )
         try:
@@ -303,52 +322,93 @@ class LocalDisk:
             shutil.rmtree(view, ignore_errors=True)
 
     def close(self) -> None:
-        """End what was made, after :meth:`drain`."""
+        """Destroy the process group of uploads, after :meth:`drain`."""
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
 
-    def _begin(self, iteration: int) -> None:
+    def _write(
+        self, step: int, state: TakenState, save_id: str, ranks: RankGroup
+    ) -> tuple[UploadManifest, list[list[str]]]:
+        """Write a checkpoint to the nodes' own disks; returns who copies what of it."""
+        partial = self._folder.partial_path(step)
+        try:
+            ranks.together(lambda: self._begin(step))
+            state.write(partial, ranks)
+            given = state.manifest(save_id, ranks)
+            common, save_id, given = ranks.on_first(
+                lambda: (_written_once(partial, state), save_id, given)
+            )
+            ranks.together(lambda: self._write_common(partial, common))
+            held = ranks.gather(ranks.together(lambda: _sizes(partial)))
+            files = {name: size for own in held for name, size in own.items()}
+            manifest = UploadManifest(step=step, save_id=save_id, manifest=given, files=files)
+            ranks.together(lambda: self._publish(manifest))
+        except CheckpointError:
+            if self._is_leader:
+                self._folder.abandon(step)
+            raise
+        shares = share_out(held, files)
+        assert shares is not None
+        return manifest, shares
+
+    def _begin(self, step: int) -> None:
         if not self._is_leader:
             return
         require_current(self._settings.progress_dir)
-        for step in self._folder.steps():
-            if step > iteration or (self.resumed is not None and step > self.resumed):
-                self._folder.remove(step)
+        for one in self._folder.steps():
+            if one > step or (self.resumed is not None and one > self.resumed):
+                self._folder.remove(one)
         self.resumed = None
-        self._folder.begin(iteration)
+        self._folder.begin(step)
 
     def _write_common(self, partial: Path, common: Mapping[str, bytes]) -> None:
         if self._is_leader:
             for name, content in common.items():
                 (partial / name).write_bytes(content)
 
-    def _publish(self, parcel: Parcel) -> None:
+    def _publish(self, manifest: UploadManifest) -> None:
         if not self._is_leader:
             return
         progress_dir, upload = self._settings.progress_dir, self._upload
-        text = json.dumps(dataclasses.asdict(parcel))
-        write_durably(self._folder.partial_path(parcel.step) / _MANIFEST, text)
-        self._folder.publish(parcel.step, lambda: require_current(progress_dir))
-        busy = {upload.iteration} if upload is not None and upload.is_alive() else set()
+        self._folder.commit(
+            manifest.step, manifest.to_dict(), lambda: require_current(progress_dir)
+        )
+        busy = {upload.step} if upload is not None and upload.is_alive() else set()
         self._folder.keep(self._settings.keep or _KEPT, busy)
 
     def _start(
-        self, parcel: Parcel, shares: list[list[str]], *, is_awaited: bool = False
+        self, manifest: UploadManifest, shares: list[list[str]], *, is_awaited: bool = False
     ) -> Upload:
         upload = self._upload = Upload(
-            self._folder.complete_path(parcel.step),
-            self._shared,
+            self._folder.complete_path(manifest.step),
+            self.shared,
             shares[self._job.rank],
-            parcel,
+            manifest,
             self._ranks,
+            keep=self._settings.keep,
             progress_dir=self._settings.progress_dir,
             is_awaited=is_awaited,
         )
-        self._untold = [one for one in self._untold if one.failure is None] + [upload]
+        self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
         return upload
 
-    def _wait(self, ranks: Exchange, until_s: float) -> None:
-        """Wait for the copy under way; a failure of it is told by itself.
+    def _is_uploading(self, ranks: RankGroup) -> bool:
+        return ranks.any(self._upload is not None and self._upload.is_alive())
+
+    def _end_upload(self, ranks: RankGroup) -> None:
+        """Wait until nothing is copied.
+
+        Raises:
+            CheckpointError: the upload does not end.
+        """
+        try:
+            self._wait(ranks, time.monotonic() + self._timeout_s)
+        except CheckpointError:
+            if self._is_uploading(ranks):
+                raise
+
+    def _wait(self, ranks: RankGroup, until_s: float) -> None:
+        """Wait for the upload under way, which reports its failures itself.
 
         Raises:
             CheckpointError: the deadline passed on some rank.
@@ -359,37 +419,39 @@ class LocalDisk:
         while upload.is_alive() and (left_s := until_s - time.monotonic()) > 0:
             upload.join(min(left_s, _LOOK_S))
             if upload.is_alive():
-                self._tell(f"  waiting for the copy of {upload} to {self._shared.folder.path}")
+                self._say(f"  waiting for the copy of {upload} to {self.shared.path}")
         if ranks.any(upload.is_alive()):
             upload.is_awaited = True
             upload.give_up()
             upload.join(_END_S)
             raise CheckpointError(
-                f"the copy of {upload} to {self._shared.folder.path} did not end within"
+                f"the copy of {upload} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
                 f" the same nodes goes on with it; {self._settings.patience} gives it more time"
             )
 
-    def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Parcel | None]]:
-        """What this node's disk has of newer ones; one rank of each node tells what they are."""
+    def _held(
+        self, latest: int
+    ) -> dict[tuple[int, str], tuple[dict[str, int], UploadManifest | None]]:
+        """Return this disk's files of newer ones; one rank of each node adds the manifests."""
         return {
             (step, one.save_id): (
                 _sizes(self._folder.complete_path(step)),
                 one if self._is_leader else None,
             )
-            for step, one in self._parcels().items()
+            for step, one in self._manifests().items()
             if step > latest
         }
 
-    def _parcels(self) -> dict[int, Parcel]:
-        """Those on this node's disk, as far as they can be read."""
+    def _manifests(self) -> dict[int, UploadManifest]:
+        """Return those on this node's disk, as far as they can be read."""
         found = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             for step, path in self._folder.steps().items():
-                found[step] = Parcel(**json.loads((path / _MANIFEST).read_text()))
+                found[step] = UploadManifest.read(path / _MANIFEST)
         return found
 
-    def _tell(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if self._is_first:
             print(text, flush=True)
 
@@ -398,8 +460,146 @@ class LocalDisk:
             _LOG.warning("WARNING: " + text, *values)
 
 
+class Upload(threading.Thread):
+    """Copies one checkpoint. Collective over all ranks, each of which makes one at the same time.
+
+    Args:
+        source: this node's folder of the checkpoint; what this rank copies is there.
+        shared: the folders in shared storage.
+        names: of the files that this rank copies.
+        manifest: of the whole checkpoint, with all of its files.
+        ranks: all of them, on a group that is used by nothing else meanwhile.
+        keep: complete checkpoints that stay in shared storage, ``None`` for all.
+        progress_dir: folder of the run's progress file.
+        is_awaited: somebody waits for it from the start, and reports a failure.
+
+    Attributes:
+        step: of the checkpoint.
+        path: of the complete checkpoint in shared storage, once it is there.
+        failure: why it is not.
+        is_awaited: somebody waits for it, and reports a failure; may change meanwhile.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        shared: StepFolders,
+        names: Sequence[str],
+        manifest: UploadManifest,
+        ranks: RankGroup,
+        *,
+        keep: int | None,
+        progress_dir: str | None,
+        is_awaited: bool,
+    ) -> None:
+        self.step = manifest.step
+        super().__init__(name=f"copy of checkpoint {self.step}", daemon=True)
+        self._source, self._shared, self._names = source, shared, names
+        self._manifest, self._ranks, self._keep = manifest, ranks, keep
+        self._progress_dir = progress_dir
+        self._done_bytes, self._whole_bytes = 0, sum(manifest.files.values())
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+        self.is_awaited = is_awaited
+        self._is_given_up = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.path = self._copy()
+        except BaseException as error:
+            self.failure = error
+            if self._ranks.is_first and not self.is_awaited:
+                text = str(error)
+                if not isinstance(error, CheckpointError):
+                    text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
+                _LOG.warning("WARNING: %s; training goes on", text)
+
+    def give_up(self) -> None:
+        """Let it end with a failure soon, unless storage holds a rank up for good."""
+        self._is_given_up = True
+
+    def __str__(self) -> str:
+        share = self._done_bytes / max(1, self._whole_bytes)
+        return f"iteration {self.step}, {share:.0%} of {self._whole_bytes / 2**20:.4g} MiB"
+
+    def _copy(self) -> Path:
+        _be_gentle()
+        try:
+            self._ranks.first(self._begin)
+            self._copy_files()
+            self._ranks.first(self._complete)
+            return self._shared.complete_path(self.step)
+        except BaseException as error:
+            # Of a job that went on without us, what is there now is not ours.
+            if self._ranks.is_first and not is_over(self._progress_dir):
+                self._shared.abandon(self.step)
+            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+                self._ranks.sum(0)
+                raise CheckpointError(
+                    f"the checkpoint of iteration {self.step} was not copied to"
+                    f" {self._shared.path}: {error}; it is on the nodes' own disks, and those"
+                    " before it are as they were"
+                ) from error
+            raise
+
+    def _begin(self) -> None:
+        require_current(self._progress_dir)
+        self._shared.begin(self.step)
+
+    def _copy_files(self) -> None:
+        partial = self._shared.partial_path(self.step)
+        pieces = _copying([(self._source / name, partial / name) for name in self._names])
+        while self._done_bytes < self._whole_bytes:
+            copied = self._ranks.sum(self._ranks.together(lambda: self._some(pieces)))
+            if not copied:
+                raise CheckpointError("files on the nodes' own disks are shorter than they were")
+            self._done_bytes += copied
+        self._ranks.together(lambda: _rest(pieces))
+
+    def _some(self, pieces: Iterator[int]) -> int:
+        if self._is_given_up:
+            raise CheckpointError("it took too long")
+        return _some(pieces)
+
+    def _complete(self) -> None:
+        partial = self._shared.partial_path(self.step)
+
+        def check() -> None:
+            require_current(self._progress_dir)
+            for name, size in self._manifest.files.items():
+                found = (partial / name).stat().st_size
+                if found != size:
+                    raise CheckpointError(f"{partial / name} has {found} bytes instead of {size}")
+
+        self._shared.commit(self.step, self._manifest.manifest, check)
+        if self._keep is not None:
+            self._shared.keep(self._keep)
+
+
+def share_out(
+    held: Sequence[Mapping[str, int]], files: Mapping[str, int]
+) -> list[list[str]] | None:
+    """Divide the files to copy among the ranks.
+
+    Args:
+        held: by rank, sizes in bytes of the files on its node's disk.
+        files: the same of all files of the checkpoint.
+
+    Returns:
+        Names by rank, about equally many for those of a node; ``None`` where a file is nowhere.
+    """
+    shares: list[list[str]] = [[] for _ in held]
+    for number, (name, size) in enumerate(sorted(files.items())):
+        having = [rank for rank, own in enumerate(held) if own.get(name) == size]
+        if not having:
+            return None
+        shares[having[number % len(having)]].append(name)
+    return shares
+
+
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """What ranks have in common that share a folder, also where machines have one name."""
+    """Return what ranks that share a folder have in common, also where machines have one name."""
     own: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
         base.mkdir(parents=True, exist_ok=True)
@@ -408,17 +608,55 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
     return job.places[job.rank]["machine"], node, own
 
 
-def _common(partial: Path, write: Any) -> dict[str, bytes]:
-    """Let files be written on rank 0; returns what all nodes shall have of them."""
+def _written_once(partial: Path, state: TakenState) -> dict[str, bytes]:
+    """Write on rank 0 what a checkpoint has once; returns it, for all nodes shall have it."""
     before = set(os.listdir(partial))
-    write(partial)
+    state.write_once(partial)
     return {
         name: (partial / name).read_bytes() for name in os.listdir(partial) if name not in before
     }
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Files of a checkpoint that are here, without the manifest; none of one that is gone."""
+    """Return sizes of a checkpoint's files here, without the manifest; none of one that is gone."""
     with contextlib.suppress(FileNotFoundError):
         return {one.name: one.stat().st_size for one in folder.iterdir() if one.name != _MANIFEST}
     return {}
+
+
+def _copying(files: Sequence[tuple[Path, Path]]) -> Iterator[int]:
+    """Copy files and make them durable; gives the number of bytes after each piece."""
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    for source, target in files:
+        try:
+            with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
+                while count := old.readinto(buffer):
+                    left = buffer[:count]
+                    while left:
+                        left = left[new.write(left) :]
+                    yield count
+                os.fsync(new.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or str(target)) from None
+
+
+def _some(pieces: Iterator[int]) -> int:
+    """Copy for a moment; returns the number of bytes."""
+    until_s, copied = time.monotonic() + _ROUND_S, 0
+    for count in pieces:
+        copied += count
+        if time.monotonic() >= until_s:
+            break
+    return copied
+
+
+def _rest(pieces: Iterator[int]) -> None:
+    """Let the last file become durable."""
+    if next(pieces, None) is not None:
+        raise CheckpointError("a file grew while it was copied")
+
+
+def _be_gentle() -> None:
+    """Let this thread's reading and writing come after that of others, where the system can."""
+    with contextlib.suppress(AttributeError, OSError, psutil.Error):
+        psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, _GENTLE)

@@ -1,256 +1,328 @@
-"""Writes the ranks' parts of a checkpoint, again and again, at the price of their bytes.
+"""Saves checkpoints of a program that trains, at once or while training goes on.
 
-The first time torch's planner says who writes what, and the rest of its work (the plan of each
-rank, the whole one, the metadata, the form of the files) is kept. While no rank's state changes its
-shape, a checkpoint then is one copy of the tensors into memory that stays, one write of each rank
-and a few numbers between them. That matters behind training, where each line of Python holds up the
-thread that trains.
+::
+
+    save          state ──────────────────> folder                     training waits
+    save_behind   state ─> copy in memory ─> folder, in a thread       training waits for the copy
+    (local)       state ─> copy in memory ─> nodes' own disks ─> folder, see ``local_disk``
+
+A program says what its state is by a function that gives a :class:`TakenState`; everything else
+(whole or not there, keep the last, one at a time, what follows from a failure) is the same for all.
 """
 
 from __future__ import annotations
 
-import copy as copy_module
-import functools
-import io
-from collections.abc import Iterator, Sequence
+import datetime
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.adaptive.checkpoint.exchange import Exchange
-from megatron.adaptive.checkpoint.host_copy import HostCopy
-from megatron.adaptive.checkpoint.shards import (
-    Place,
-    ShardFile,
-    ShardWriter,
-    metadata_bytes,
-    write_metadata,
-)
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, TakenState
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.progress import is_over, require_current
+from megatron.adaptive.errors import CheckpointError, ConfigError
 
-__all__ = ["InProcessSaver", "Shards"]
+__all__ = ["AsyncCheckpointWriter", "CheckpointSaver", "HostCopy", "SaveRequest"]
 
-Shards = dict[str, list[Any]]
+_LOG = logging.getLogger(__name__)
+_ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What a rank writes.
+class SaveRequest:
+    """Describes a checkpoint that is to be written.
 
     Attributes:
-        shards: megatron-core's, by name, with the data to be written.
-        tensors: the same by name and place.
-        objects: by name, what is pickled.
+        folder: of checkpoints.
+        step: that it is of.
+        take: takes the state of now apart; copied, it may change before it is written. Collective.
+        keep: complete checkpoints that stay, all where ``None``.
+        progress_dir: folder of the run's progress file; a job that went on without these ranks
+            marks it, and nothing is written then.
+        remedy: what to do where the folder cannot be written.
+
+    Raises:
+        ConfigError: ``keep`` is no number.
     """
 
-    shards: Shards
-    tensors: dict[Place, torch.Tensor]
-    objects: dict[str, list[Any]]
+    folder: StepFolders
+    step: int
+    take: Callable[[bool], TakenState]
+    keep: int | None = None
+    progress_dir: str | None = None
+    remedy: str
 
-    @classmethod
-    def of(cls, shards: Shards) -> _Parts:
-        """Sort shards."""
-        tensors: dict[Place, torch.Tensor] = {}
-        objects: dict[str, list[Any]] = {}
-        for name, own in shards.items():
-            for shard in own:
-                if isinstance(shard, ShardedObject):
-                    objects.setdefault(name, []).append(shard.data)
-                else:
-                    tensors[name, tuple(shard.global_offset)] = shard.data
-        return cls(shards=shards, tensors=tensors, objects=objects)
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ConfigError(f"keep {self.keep!r}: give a whole number from 1 on, or None for all")
 
 
-class InProcessSaver:
-    """Writes megatron-core's ``torch_dist`` without other processes.
-
-    Attributes:
-        backend: name of the format.
-        version: of it.
-        can_handle_sharded_objects: objects that differ between ranks are written among the tensors.
-    """
-
-    backend = "torch_dist"
-    version = 1
-    can_handle_sharded_objects = True
-
-    def __init__(self) -> None:
-        self._form: tuple[ShardFile, dict[Place, Any]] | None = None
-        self._metadata: Metadata | None = None
-        self._content = b""
-        self._lengths: list[int] = []
-        self._host: _HostShards | None = None
-
-    def taken(self, shards: Shards, *, copy: bool) -> Shards:
-        """Return shards that stay as they are while what was given is taken apart again.
-
-        Args:
-            shards: of this rank alone.
-            copy: whether what they hold is copied into the host's memory, for it may change. The
-                memory stays for the next time: what was copied before is overwritten.
-        """
-        if not copy:
-            return {name: [copy_module.copy(one) for one in own] for name, own in shards.items()}
-        if self._host is None or not self._host.fits(shards):
-            self._host = None  # so that its memory is free
-            self._host = _HostShards(shards)
-        return self._host.take(shards)
-
-    def write(self, shards: Shards, folder: Path, ranks: Exchange) -> None:
-        """Write shards; collective.
-
-        Args:
-            shards: this rank's, of its own alone.
-            folder: of the checkpoint; it exists on all ranks.
-            ranks: all of them.
-
-        Raises:
-            CheckpointError: it could not be written on some rank.
-        """
-        parts = _Parts.of(shards)
-        if ranks.any(not self._knows(parts)):
-            self._form = self._metadata = None
-            ranks.together(lambda: self._plan(parts, folder, ranks.group))
-            return
-        assert self._form is not None
-        file, _ = self._form
-        objects = [_pickled(parts.objects[name]) for name in file.objects]
-        tensors = [parts.tensors[place] for place in file.places]
-        ranks.together(lambda: file.write(folder, tensors, objects))
-        self._tell_lengths(file, objects, ranks)
-
-    def write_metadata(self, folder: Path) -> None:
-        """Write what all ranks' files hold; on rank 0, after :meth:`write`."""
-        write_metadata(folder, self._content)
-
-    def _knows(self, parts: _Parts) -> bool:
-        """Whether this rank wrote the same kinds of tensors before."""
-        if self._form is None:
-            return False
-        file, kinds = self._form
-        return _kinds(parts) == kinds and parts.objects.keys() == set(file.objects)
-
-    def _plan(self, parts: _Parts, folder: Path, group: dist.ProcessGroup) -> None:
-        """Write as torch's planner says, and keep what it said."""
-        kinds = _kinds(parts)
-        writer = ShardWriter(folder)
-        torch_checkpoint.save(
-            dict(mcore_to_pyt_state_dict(dict(parts.shards), False)),
-            storage_writer=writer,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=group,
-        )
-        assert writer.file is not None
-        if sorted(writer.file.places) == sorted(kinds):
-            self._form = writer.file, kinds
-        self._lengths = writer.lengths
-        self._metadata = writer.metadata
-        if self._metadata is not None:
-            self._content = metadata_bytes(self._metadata, {})
-
-    def _tell_lengths(
-        self, file: ShardFile, objects: Sequence[memoryview], ranks: Exchange
-    ) -> None:
-        """Let rank 0 know where objects lie, where that is elsewhere than the last time."""
-        lengths = [one.nbytes for one in objects]
-        if not ranks.any(lengths != self._lengths):
-            return
-        self._lengths = lengths
-        own = {one.index: one.storage_data for one in file.results_of_objects(objects)}
-        gathered: list[Any] = [None] * dist.get_world_size(ranks.group)
-        dist.all_gather_object(gathered, own, group=ranks.group)
-        if self._metadata is not None:
-            for one in gathered:
-                self._content = metadata_bytes(self._metadata, one)
-
-
-class _HostShards:
-    """Shards whose tensors are in memory of the host.
+class CheckpointSaver:
+    """Writes checkpoints, one at a time. Collective over all ranks, but for :meth:`completed`.
 
     Args:
-        shards: of what is to be copied.
+        job: this process within the job.
+        timeout: limit of waits for other ranks behind training.
+        local: the nodes' own disks, where checkpoints for their folder go first, ``None`` for none.
+
+    Attributes:
+        local: as given; :meth:`close` ends it.
     """
 
-    def __init__(self, shards: Shards) -> None:
-        self._layout = _layout(shards)
-        self._shards = {
-            name: [copy_module.copy(one) for one in own] for name, own in shards.items()
-        }
-        for one in self._each(self._shards):
-            one.data = None  # what is copied may be there for a moment only
-        self._copy = HostCopy(self._tensors(shards))
+    def __init__(
+        self, job: Job, timeout: datetime.timedelta, local: LocalDisk | None = None
+    ) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._ranks = RankGroup(job.rank, job.control_group)
+        self._background: RankGroup | None = None
+        self._writer = AsyncCheckpointWriter()
+        self.local = local
 
-    def fits(self, shards: Shards) -> bool:
-        """Whether shards are like those that it was made for."""
-        return _layout(shards) == self._layout
+    def save(self, request: SaveRequest) -> Path:
+        """Write a checkpoint; the ones before it stay.
 
-    def take(self, shards: Shards) -> Shards:
-        """Copy what shards hold now; returns the same object each time."""
-        copies = iter(self._copy.take(self._tensors(shards)))
-        for one, own in zip(self._each(shards), self._each(self._shards), strict=True):
-            if not isinstance(one, ShardedObject):
-                own.data = next(copies)
-            elif one.data is not None:
-                own.data = copy_module.deepcopy(one.data)
-        return self._shards
+        Blocks until it is complete and durable. If one could not be written behind training before,
+        this is reported; the new one takes its place.
 
-    @classmethod
-    def _tensors(cls, shards: Shards) -> list[torch.Tensor]:
-        return [one.data for one in cls._each(shards) if not isinstance(one, ShardedObject)]
+        Returns:
+            Its folder.
 
-    @staticmethod
-    def _each(shards: Shards) -> Iterator[Any]:
-        return (one for own in shards.values() for one in own)
+        Raises:
+            CheckpointError: it could not be written on some rank; nothing of it is left.
+        """
+        self._is_former_lacking(request.step)
+        path = self._write(request, request.take(False), self._ranks)
+        if path is None:
+            assert self.local is not None
+            path = self.local.drain(report=False)
+            assert path is not None
+        return path
+
+    def save_behind(self, request: SaveRequest) -> Path | None:
+        """Copy the state into the host's memory and write it while training goes on.
+
+        Waits for the checkpoint before, if that is not complete yet. If that could not be written,
+        this one is written at once: a disk that was full for a while costs no steps.
+
+        Returns:
+            Its folder where it was written there at once.
+
+        Raises:
+            CheckpointError: neither the checkpoint before it nor this one could be written.
+        """
+        if self._is_former_lacking(request.step):
+            return self._write(request, request.take(False), self._ranks)
+        if self._background is None:
+            # Its own: training's may be in use at the same moment.
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._background = RankGroup(self._job.rank, group)
+        state, ranks = request.take(True), self._background
+        self._writer.begin(lambda: self._write(request, state, ranks), request.step)
+        return None
+
+    def completed(self) -> tuple[int, Path] | None:
+        """Return step and folder of a checkpoint that was completed behind training; each once."""
+        found = self._writer.completed()
+        if found is None and self.local is not None:
+            found = self.local.completed()
+        return found
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written behind training, if there is one.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+        """
+        self._writer.finish()
+
+    def drain(self) -> None:
+        """Wait until the last checkpoint is where it is to be, in shared storage.
+
+        Raises:
+            CheckpointError: it could not be written, or not be copied there.
+        """
+        self.finish()
+        if self.local is not None:
+            self.local.drain()
+
+    def close(self) -> None:
+        """Drain, and destroy the process groups that were made. Idempotent."""
+        try:
+            self.drain()
+        except CheckpointError as error:
+            self._warn(f"{error}")
+        ranks, self._background = self._background, None
+        if ranks is not None and dist.is_initialized():
+            dist.destroy_process_group(ranks.group)
+        local, self.local = self.local, None
+        if local is not None:
+            local.close()
+
+    def _is_former_lacking(self, step: int) -> bool:
+        """Return whether the checkpoint before that of ``step`` failed; the same on all ranks."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._warn(
+                f"{error}; training waits until that of iteration {step} is there in its place"
+            )
+            return True
+        return False
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.is_first:
+            _LOG.warning("WARNING: %s", text)
+
+    def _write(self, request: SaveRequest, state: TakenState, ranks: RankGroup) -> Path | None:
+        """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
+        local, folder, step = self.local, request.folder, request.step
+        if (
+            local is not None
+            and local.shared.path.resolve() == folder.path.resolve()
+            and local.save(step, state, secrets.token_hex(8), ranks)
+        ):
+            return None
+        partial = folder.partial_path(step)
+
+        def check() -> None:
+            require_current(request.progress_dir)
+
+        def begin() -> None:
+            check()
+            folder.begin(step)
+
+        def complete() -> None:
+            state.write_once(partial)
+            folder.commit(step, manifest, check)
+            if request.keep is not None:
+                folder.keep(request.keep)
+
+        try:
+            ranks.first(begin)
+            state.write(partial, ranks)
+            manifest = state.manifest("", ranks)
+            ranks.first(complete)
+            return folder.complete_path(step)
+        except BaseException as error:
+            # Of a job that went on without us, what is there now is not ours.
+            if ranks.is_first and not is_over(request.progress_dir):
+                folder.abandon(step)
+            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+                dist.barrier(group=ranks.group)
+                raise CheckpointError(
+                    f"the checkpoint of iteration {step} was not written to {folder.path}: {error};"
+                    f" those before it are as they were. {request.remedy}"
+                ) from error
+            raise
 
 
-def _layout(shards: Shards) -> list[tuple[Any, ...]]:
-    """What copies of shards depend on."""
+class AsyncCheckpointWriter:
+    """Writes a checkpoint in a thread of its own, one at a time; what it writes is a copy."""
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+        self._unreported: deque[tuple[int, Path]] = deque()
+
+    def begin(self, write: Callable[[], Path | None], step: int) -> None:
+        """Write a checkpoint; after :meth:`finish`.
+
+        Args:
+            write: returns its folder, ``None`` where it is not yet where it is to be.
+            step: that it is of.
+        """
+        self._collect()
+        self._pending = _Pending(write, step)
+
+    def completed(self) -> tuple[int, Path] | None:
+        """Return step and folder of a checkpoint that was completed; each once, in their order."""
+        self._collect()
+        return self._unreported.popleft() if self._unreported else None
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.join()
+        if pending.failure is not None:
+            self._pending = None
+            raise pending.failure
+
+    def _collect(self) -> None:
+        pending = self._pending
+        if pending is not None and not pending.is_alive() and pending.path is not None:
+            self._pending = None
+            self._unreported.append((pending.step, pending.path))
+
+
+class _Pending(threading.Thread):
+    """Writes one checkpoint."""
+
+    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
+        super().__init__(name=f"checkpoint {step}", daemon=True)
+        self._write = write
+        self.step = step
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self.failure = error
+
+
+class HostCopy:
+    """Copies tensors into the host's memory, which stays for the next time."""
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
+        self._copies: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy what tensors hold now. Blocks until done.
+
+        Returns:
+            The same copies each time, while types and shapes stay: what was copied before is
+            overwritten.
+        """
+        layout = [(one.dtype, one.shape) for one in tensors]
+        is_cuda = any(one.is_cuda for one in tensors)
+        if layout != self._layout:
+            self._copies = []  # so that their memory is free
+            self._layout, self._copies = layout, _room_for(tensors, is_pinned=is_cuda)
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, list(tensors), non_blocking=True)
+        if is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return self._copies
+
+
+def _room_for(tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
+    """Return tensors like those given, in one piece of memory."""
+    starts, end = [], 0
+    for one in tensors:
+        starts.append(end)
+        end += -(-one.nbytes // _ALIGN) * _ALIGN
+    # Pinned, else copies go through a buffer of the driver's.
+    memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
     return [
-        (name, one.global_offset, None, None)
-        if isinstance(one, ShardedObject)
-        else (name, one.global_offset, one.data.dtype, one.data.shape)
-        for name, own in shards.items()
-        for one in own
+        memory[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        for start, one in zip(starts, tensors, strict=True)
     ]
-
-
-def _kinds(parts: _Parts) -> dict[Place, tuple[Any, ...]]:
-    """What the form of a file and the metadata depend on."""
-    return {
-        (name, tuple(one.global_offset)): (
-            one.dtype,
-            one.local_shape,
-            one.global_shape,
-            one.axis_fragmentations,
-            getattr(one, "flattened_range", None),
-        )
-        for name, own in parts.shards.items()
-        for one in own
-        if not isinstance(one, ShardedObject)
-    }
-
-
-def _pickled(data: list[Any]) -> memoryview:
-    """Pickle objects as megatron-core does."""
-    return _nothing() if data == [None] else _pickle(data)
-
-
-@functools.cache
-def _nothing() -> memoryview:
-    """Most layers have an object beside their tensors, and nothing in it."""
-    return _pickle([None])
-
-
-def _pickle(data: list[Any]) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(data, buffer)
-    return buffer.getbuffer()

@@ -1,17 +1,17 @@
-"""Copies a rank's state into memory that outlives it, while training goes on.
+"""Takes snapshots of a rank's state in memory that outlives it, while training goes on.
 
 ::
 
-    step 7 ── settle: copy of 6 kept everywhere? ── take 7 ── forward, backward ── update ── settle
-                                                       └── copying 7 ─────────────┘
-                                                           keeper sends 7 ...................┘
+    step 7 ── settle: snapshot of 6 kept everywhere? ── take 7 ── forward, backward ── update ── ...
+                                                           └── copying 7 ─────────────┘
+                                                               keeper sends 7 ...............┘
 
 The state changes in the optimizer's update alone, so that what was taken at the end of a step is
-copied behind the next forward and backward. A step counts once the copy of the step before is whole
-on every node: at whatever moment ranks are lost, all others have the same step, at most one back.
-The keeper of the node's agent (``cluster.snapshot_keeper``) holds and sends the copies.
+copied behind the next forward and backward. A step counts once the snapshot of the step before is
+whole on every node: at whatever moment ranks are lost, all others have the same step, at most one
+back. The keeper of the node's agent (``checkpoint.snapshot_keeper``) holds and sends the snapshots.
 
-What the state is made of, the program that trains says: see :class:`CopiedState`.
+The program that trains says what its state is made of: see :class:`SnapshotState`.
 """
 
 from __future__ import annotations
@@ -20,45 +20,61 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.snapshot_file import SLOTS, CopyFile
-from megatron.adaptive.checkpoint.snapshot_plan import (
-    Part,
-    RankParts,
-    make_plan,
-    why_not,
-    within_slot,
+from megatron.adaptive.checkpoint.snapshot_keeper import (
+    ALIGN,
+    SLOTS,
+    SnapshotFile,
+    slot_bytes,
 )
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
 
-__all__ = ["CopiedState", "CopySettings", "NoCopies", "Piece", "StateCopies"]
+__all__ = [
+    "Need",
+    "NoSnapshots",
+    "Part",
+    "Piece",
+    "RankParts",
+    "SnapshotPlan",
+    "SnapshotSettings",
+    "SnapshotState",
+    "Snapshots",
+    "make_plan",
+    "why_not",
+]
 
+_SHARE = 0.8  # of the memory that is left
+_GIB = 1024**3
 _KEPT_S = 60.0
 _ROOM_BYTES = 1 << 16  # for what may grow in the part besides tensors
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED, _CHANGED = 2, 1
 
+Part = tuple[str, tuple[int, ...]]
+"""Name in a checkpoint, and place in the whole tensor."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class CopySettings:
-    """What the node's agent tells its ranks.
+class SnapshotSettings:
+    """Configures snapshots, as the node's agent gives it to its ranks.
 
     Attributes:
         address: of the keeper, an abstract local socket.
         run: name of these ranks' start.
         node: that they run on.
-        domain: what is lost at once, see ``copy_plan``.
-        buddy: the node that keeps copies for this one.
-        every: iterations from one copy to the next.
-        limit_bytes: that copies may take on a node.
+        domain: that is lost at once, see :class:`RankParts`.
+        buddy: the node that keeps snapshots for this one.
+        every: iterations from one snapshot to the next.
+        limit_bytes: that snapshots may take on a node.
     """
 
     address: str
@@ -70,8 +86,8 @@ class CopySettings:
     limit_bytes: int | None
 
     @classmethod
-    def read(cls, text: str) -> CopySettings:
-        """Read what stands in the environment."""
+    def read(cls, text: str) -> SnapshotSettings:
+        """Read the environment variable."""
         return cls(**json.loads(text))
 
 
@@ -91,46 +107,28 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Size of the tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
-class CopiedState(Protocol):
+class SnapshotState(Protocol):
     """The state of a rank, as its program takes it apart."""
 
     def pieces(self) -> Mapping[Part, Piece] | None:
-        """The tensors of now, or ``None`` if all are where they were. Collective over all ranks."""
+        """Return the tensors of now, ``None`` if all are where they were. Collective."""
 
     def extra(self) -> bytes:
-        """What belongs to the tensors of now besides, a line of JSON first; after ``pieces``."""
+        """Return what belongs to the tensors of now, a line of JSON first; after ``pieces``."""
 
     def head(self) -> Mapping[str, Any]:
-        """What is so at every step and whoever restores it must know.
+        """Return what is so at every step and whoever restores it must know.
 
         At least ``has_common``, whether what all ranks have in common is in ``extra``, and
         ``common``, the name of a file for what follows the line there.
         """
 
     def is_changed(self) -> bool:
-        """Whether it has other pieces than when they were taken last."""
-
-
-class _Job(Protocol):
-    """This process among the others."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def places(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def control_group(self) -> Any: ...
-
-    @property
-    def accelerator(self) -> Any: ...
-
-    def gather(self, mine: Any) -> list[Any]: ...
+        """Return whether it has other pieces than when they were taken last."""
 
 
 @dataclass(kw_only=True)
@@ -141,11 +139,11 @@ class _Target:
     slots: list[torch.Tensor]
 
 
-class NoCopies:
-    """Copies nothing."""
+class NoSnapshots:
+    """Takes no snapshots."""
 
     def settle(self, iteration: int) -> None:
-        """Wait until the copy before is kept everywhere; call it before a step counts.
+        """Wait until the snapshot before is kept everywhere; call it before a step counts.
 
         Args:
             iteration: that was just done.
@@ -165,30 +163,30 @@ class NoCopies:
         """Let copying come to its end. Idempotent."""
 
 
-class StateCopies(NoCopies):
-    """Copies a state at the end of its steps. Collective over all ranks.
+class Snapshots(NoSnapshots):
+    """Takes snapshots of a state at the end of its steps. Collective over all ranks.
 
     Args:
         state: of this rank; another one needs another object.
         job: this process among the others.
         settings: how.
-        tell: takes what is kept, or why nothing is, for those who look on.
+        report: takes what is kept, or why nothing is, for the progress file.
         say: takes the same for the user's log.
     """
 
     def __init__(
         self,
-        state: CopiedState,
-        job: _Job,
-        settings: CopySettings,
-        tell: Callable[[str], None],
+        state: SnapshotState,
+        job: Job,
+        settings: SnapshotSettings,
+        report: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
         self._state = state
         self._job = job
         self._settings = settings
-        self._tell, self._say = tell, say
-        self._file: CopyFile | None = None
+        self._report, self._say = report, say
+        self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
         self._targets: list[_Target] = []
         self._parts: list[Part] = []
@@ -213,8 +211,7 @@ class StateCopies(NoCopies):
         self._copying = None
         self._has_changed = int(flag) == _CHANGED
         if int(flag) == _FAILED:
-            told = next(filter(None, self._job.gather(failure)))
-            self._turn_off(told)
+            self._turn_off(next(filter(None, self._job.gather(failure))))
 
     def take(self, iteration: int) -> None:
         if self._is_off or iteration % self._settings.every:
@@ -259,7 +256,7 @@ class StateCopies(NoCopies):
         self._release()
 
     def _release(self) -> None:
-        """Give up the file; its copies stay with the keeper until there are others."""
+        """Give up the file; its snapshots stay with the keeper until there are others."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -290,9 +287,9 @@ class StateCopies(NoCopies):
             parts={part: piece.bytes for part, piece in pieces.items()},
         )
         gathered = job.gather((mine, time.time_ns()))
-        told = [one for one, _ in gathered]
-        plan = make_plan(told)
-        why = why_not(plan, told, settings.limit_bytes)
+        ranks = [one for one, _ in gathered]
+        plan = make_plan(ranks)
+        why = why_not(plan, ranks, settings.limit_bytes)
         if why is not None:
             self._turn_off(why)
             return
@@ -300,7 +297,7 @@ class StateCopies(NoCopies):
         entries, at = [], 0
         for part in self._parts:
             entries.append(_entry(part, pieces[part], at, plan.need_of[part]))
-            at += within_slot(pieces[part].bytes)
+            at += _within_slot(pieces[part].bytes)
         head = {
             "rank": job.rank,
             "extra_bytes": extra_bytes,
@@ -319,21 +316,21 @@ class StateCopies(NoCopies):
 
     def _open(self, head: bytes, generation: int) -> None:
         """Make the file and hand it to the keeper."""
-        self._file = CopyFile.create(head, whole=True)
+        self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
         self._socket.connect(f"\0{self._settings.address}")
-        told = {
+        message = {
             "what": "store",
             "run": self._settings.run,
             "rank": self._job.rank,
             "generation": generation,
         }
-        socket.send_fds(self._socket, [json.dumps(told).encode()], [self._file.descriptor])
+        socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
         """Lay tensors over the slots of the file."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         if self._file is None:
             return
         memory = self._file.memory
@@ -358,7 +355,7 @@ class StateCopies(NoCopies):
             self._targets.append(_Target(source=tensor, slots=slots))
 
     def _versions(self) -> list[int]:
-        """Numbers that change with the tensors."""
+        """Return numbers that change with the tensors."""
         return [target.source._version for target in self._targets]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
@@ -389,7 +386,7 @@ class StateCopies(NoCopies):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Wait for the keeper to have a step kept; says what went wrong."""
+        """Wait for the keeper to have a step kept; returns what went wrong."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -406,12 +403,12 @@ class StateCopies(NoCopies):
     def _announce(self, sent: int, copied: int) -> None:
         every = "step" if self._settings.every == 1 else f"{self._settings.every} steps"
         kept = f"every {every} {copied / _MIB:.1f} MiB are copied and {sent / _MIB:.1f} MiB sent"
-        self._tell(kept)
+        self._report(kept)
         self._say(f"  copies of the state are kept in memory: {kept}")
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True
-        self._tell(f"off: {why}")
+        self._report(f"off: {why}")
         self._say(
             f"warning: no copies of the state are kept in memory: {why}; after a loss without"
             " notice training goes on from the last checkpoint"
@@ -419,7 +416,7 @@ class StateCopies(NoCopies):
 
 
 def _entry(part: Part, piece: Piece, at: int, need: int) -> dict[str, Any]:
-    """What whoever restores a tensor must know."""
+    """Return what whoever restores a tensor must know."""
     name, offset = part
     return {
         "name": name,
@@ -430,3 +427,145 @@ def _entry(part: Part, piece: Piece, at: int, need: int) -> dict[str, Any]:
         "at": at,
         "need": need,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """Describes one rank to the others.
+
+    Attributes:
+        node: that it runs on.
+        domain: that is lost at once; a node, or the machine of several.
+        buddy: the node that keeps snapshots for this one, ``None`` where there is no other.
+        machine: whose memory its node uses.
+        available_bytes: that the machine has left.
+        extra_bytes: the most that it copies besides tensors.
+        parts: size of each part of the state that it holds, in bytes.
+    """
+
+    node: str
+    domain: str
+    buddy: str | None
+    machine: str
+    available_bytes: int
+    extra_bytes: int
+    parts: dict[Part, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Parts that the same ranks copy.
+
+    Attributes:
+        ranks: any of which is enough.
+        is_sent: whether the one rank's copy is also with its buddy.
+    """
+
+    ranks: tuple[int, ...]
+    is_sent: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotPlan:
+    """Says which rank copies which part, and what is sent to another node.
+
+    A part that ranks of several nodes hold, as data-parallel replicas and tied embeddings do, is
+    copied by one rank of each of these nodes and goes nowhere. A part of one node alone is copied
+    there by one rank and sent to the node's buddy. All ranks draw the same plan.
+
+    Attributes:
+        needs: that must be met for the whole state.
+        need_of: for each part the index of its need.
+        sent_bytes, tensor_bytes: of each rank: what it sends, and copies in all.
+    """
+
+    needs: list[Need]
+    need_of: dict[Part, int]
+    sent_bytes: list[int] = field(default_factory=list)
+    tensor_bytes: list[int] = field(default_factory=list)
+
+    def copied_by(self, rank: int, own: RankParts) -> list[Part]:
+        """Return the parts that a rank copies, those first that it sends."""
+        mine = [part for part in own.parts if rank in self.needs[self.need_of[part]].ranks]
+        return sorted(mine, key=lambda part: (not self.needs[self.need_of[part]].is_sent, part))
+
+
+def _within_slot(size: int) -> int:
+    """Return what a tensor takes in a slot, with the gap after it."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
+    """Share out the copying.
+
+    Args:
+        ranks: of each rank.
+    """
+    holders: dict[Part, list[int]] = {}
+    sizes: dict[Part, int] = {}
+    for rank, one in enumerate(ranks):
+        for part, size in one.parts.items():
+            holders.setdefault(part, []).append(rank)
+            sizes[part] = size
+    load = [0] * len(ranks)
+    needs: dict[Need, int] = {}
+    need_of: dict[Part, int] = {}
+    for part in sorted(holders, key=lambda part: (-sizes[part], part)):
+        chosen: dict[str, int] = {}
+        for rank in holders[part]:
+            best = chosen.setdefault(ranks[rank].domain, rank)
+            if load[rank] < load[best]:
+                chosen[ranks[rank].domain] = rank
+        copying = tuple(sorted(chosen.values()))
+        for rank in copying:
+            load[rank] += _within_slot(sizes[part])
+        is_sent = len(copying) == 1 and ranks[copying[0]].buddy is not None
+        need = Need(ranks=copying, is_sent=is_sent)
+        need_of[part] = needs.setdefault(need, len(needs))
+    plan = SnapshotPlan(needs=list(needs), need_of=need_of)
+    for rank, one in enumerate(ranks):
+        copied = plan.copied_by(rank, one)
+        sent = [part for part in copied if plan.needs[need_of[part]].is_sent]
+        plan.sent_bytes.append(sum(_within_slot(one.parts[part]) for part in sent))
+        plan.tensor_bytes.append(sum(_within_slot(one.parts[part]) for part in copied))
+    return plan
+
+
+def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
+    """Name the node that lacks the memory for its part of a plan, ``None`` where all have it.
+
+    Args:
+        plan: of all ranks.
+        ranks: of each rank.
+        limit_bytes: that snapshots may take on a node, ``None`` for what is there.
+    """
+    by_node: dict[str, int] = {}
+    by_machine: dict[str, int] = {}
+    machines = {one.node: one.machine for one in ranks}
+    for node, taken in _takes(plan, ranks):
+        by_node[node] = by_node.get(node, 0) + taken
+        machine = machines.get(node, node)
+        by_machine[machine] = by_machine.get(machine, 0) + taken
+    for node, taken in by_node.items():
+        if limit_bytes is not None and taken > limit_bytes:
+            return (
+                f"they take {taken / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
+                f" take {limit_bytes / _GIB:.3g} GiB: raise it"
+            )
+    for one in ranks:
+        taken = by_machine[one.machine]
+        if taken > _SHARE * one.available_bytes:
+            return (
+                f"they take {taken / _GIB:.3g} GiB on the machine of node {one.node}, which has"
+                f" {one.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
+                " more nodes, or less memory for other things"
+            )
+    return None
+
+
+def _takes(plan: SnapshotPlan, ranks: Sequence[RankParts]) -> Iterator[tuple[str, int]]:
+    """Yield nodes and what each rank takes on them."""
+    for rank, one in enumerate(ranks):
+        yield one.node, SLOTS * slot_bytes(one.extra_bytes, plan.tensor_bytes[rank])
+        if plan.sent_bytes[rank] and one.buddy is not None:
+            yield one.buddy, SLOTS * slot_bytes(one.extra_bytes, plan.sent_bytes[rank])

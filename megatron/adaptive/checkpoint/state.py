@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,11 @@ from megatron.adaptive.errors import CheckpointError
 __all__ = [
     "METADATA",
     "RNG",
+    "StandingState",
     "addresses",
     "count_groups",
     "has_parameters",
-    "is_nothing",
     "is_sharded",
-    "lives_in_place",
     "load_model",
     "load_optimizer",
     "load_rng",
@@ -86,12 +86,12 @@ def unwrapped(chunk: torch.nn.Module) -> Any:
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Rows of the embedding; every stage knows it, also one without the embedding."""
+    """Return the rows of the embedding; every stage knows it, also one without the embedding."""
     return int(unwrapped(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Sizes of the mesh's axes and chunks of each pipeline rank."""
+    """Return sizes of the mesh's axes and chunks of each pipeline rank."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -173,7 +173,7 @@ def sharded_optimizer(
         optimizer: megatron-core's optimizer.
         model_state: what :func:`sharded_model` returned.
         metadata: as given to :func:`sharded_model`.
-        loading: the result tells what to load, its values do not matter.
+        loading: the result says what to load, its values do not matter.
     """
     leaf = _leaf(optimizer)
     distributed = isinstance(leaf, DistributedOptimizer)
@@ -188,24 +188,58 @@ def sharded_optimizer(
     return state
 
 
-def lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
-    """Whether all tensors are memory of the weights and of the optimizer's state themselves.
+def _lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
+    """Return whether all tensors are memory of the weights and the optimizer's state themselves.
 
     Such tensors hold the state of every later step as well; others were made for one.
     """
     places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-    return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
+    return all(one.untyped_storage().data_ptr() in places for one in tensors if one.numel())
 
 
-def is_nothing(data: Any) -> bool:
-    """Whether what a layer saves beside its tensors is empty, as it is without 8-bit types."""
+@dataclass(frozen=True, kw_only=True)
+class StandingState:
+    """Caches a state that was taken apart, while tensor addresses are unchanged.
+
+    Attributes:
+        shards: megatron-core's, by name, without copies.
+        common: what all ranks have in common, as it was.
+        random: shards with the random states, which are elsewhere each time.
+        addresses: of the weights and of the optimizer's state.
+    """
+
+    shards: dict[str, list[Any]]
+    common: dict[str, Any]
+    random: list[ShardedObject]
+    addresses: list[int]
+
+    @classmethod
+    def of(
+        cls, shards: dict[str, list[Any]], common: dict[str, Any], chunks: Any, optimizer: Any
+    ) -> StandingState | None:
+        """Return it, ``None`` where parts of the state were made for the moment."""
+        every = [one for own in shards.values() for one in own]
+        tensors = [one.data for one in every if not isinstance(one, ShardedObject)]
+        objects = [one for one in every if isinstance(one, ShardedObject)]
+        random = [one for one in objects if one.key == RNG]
+        if not all(_is_nothing(one.data) for one in objects if one.key != RNG):
+            return None
+        if not _lives_in_place(tensors, chunks, optimizer):
+            return None
+        return cls(
+            shards=shards, common=common, random=random, addresses=addresses(chunks, optimizer)
+        )
+
+
+def _is_nothing(data: Any) -> bool:
+    """Return whether a layer's object beside its tensors is empty, as it is without 8-bit types."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Where the weights and the optimizer's state are in memory."""
+    """Return the addresses of the weights and of the optimizer's state."""
     return [one.data_ptr() for one in _own_tensors(chunks, optimizer)]
 
 
@@ -222,12 +256,12 @@ def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether ranks that are replicas of each other share the optimizer's state."""
+    """Return whether ranks that are replicas of each other share the optimizer's state."""
     return isinstance(_leaf(optimizer), DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Bring what :func:`sharded_optimizer` told besides tensors to now, in place.
+    """Bring what :func:`sharded_optimizer` returned besides tensors to now, in place.
 
     Args:
         common: the part of it that all ranks have in common, of the same optimizer.
@@ -247,7 +281,7 @@ def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Whether the optimizer updates anything on this rank; not on that of an empty stage."""
+    """Return whether the optimizer updates anything on this rank, unlike one with no layers."""
     return any(group["params"] for group in _leaf(optimizer).optimizer.param_groups)
 
 
@@ -283,12 +317,12 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def count_groups(optimizer: Any) -> int:
-    """Number of groups of parameters, equal on all ranks."""
+    """Return the number of groups of parameters, equal on all ranks."""
     return len(_leaf(optimizer).optimizer.param_groups)
 
 
 def saved_groups(state: Mapping[str, Any]) -> int:
-    """Number of groups of parameters in the common part of a checkpoint's optimizer state."""
+    """Return the number of groups in the common part of a checkpoint's optimizer state."""
     return len(state.get("optimizer", state)["param_groups"])
 
 
@@ -436,7 +470,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
 
 
 def _mesh_place(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the mesh's axes and this rank's position on each."""
+    """Return sizes of the mesh's axes and this rank's position on each."""
     if config.parallel.unequal_sizes is not None:
         # No such axes: ranks one after the other.
         return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)

@@ -1,18 +1,18 @@
 """Saves and loads a training run, whole or not at all, by all ranks together.
 
 A checkpoint is megatron-core's ``torch_dist``, which loads into every mesh and partition, with a
-manifest of ours beside it (``checkpoint_folder.py``). It is written in the process that trains:
-megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
-costs seconds and copies the sockets and mappings of the channels into the children.
+manifest of ours beside it (``checkpoint.folder``). One that does not fit a run is refused: what
+differs is named, with both values and the remedy.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
+import json
 import logging
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -29,27 +32,85 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.checkpoint import state as state
-from megatron.adaptive.checkpoint.async_writer import Behind
-from megatron.adaptive.checkpoint.cached_state import Standing
-from megatron.adaptive.checkpoint.exchange import Exchange, by_name, common_bytes
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.local import LocalDisk
-from megatron.adaptive.checkpoint.match import require_same_model, require_same_optimizer
-from megatron.adaptive.checkpoint.saver import InProcessSaver, Shards
-from megatron.adaptive.checkpoint.writer import CheckpointWriter
-from megatron.adaptive.errors import CheckpointError
-from megatron.adaptive.gpt.initialize import TrainingJob
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, HostCopy, SaveRequest
+from megatron.adaptive.checkpoint.snapshots import (
+    NoSnapshots,
+    Part,
+    Piece,
+    Snapshots,
+    SnapshotSettings,
+)
+from megatron.adaptive.checkpoint.torch_dist import (
+    Shards,
+    TorchDistWriter,
+    by_name,
+    common_bytes,
+)
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.model import ModelConfig
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.gpt.step import gather_parameters
 
-__all__ = ["Checkpoints", "Progress"]
+__all__ = [
+    "Checkpoints",
+    "Progress",
+    "RunState",
+    "finish_former",
+    "make_local_disk",
+    "make_snapshots",
+    "require_same_model",
+    "require_same_optimizer",
+]
 
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
+_REMEDY = "Free space there or name another folder with --save"
+# What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
+_SCRATCH = "_extra_state"
+
+# Settings that give the weights their shape, or say which weights there are.
+_SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "query_groups",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "normalization",
+    "qk_layernorm",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+)
+# Settings that say what is computed with them; a fine-tuning may change these.
+_MEANINGS = (
+    "squared_relu",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+_FLAGS = {"query_groups": "--num-query-groups"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come.
+    """Counts how far a run has come.
 
     Attributes:
         iteration: iterations done.
@@ -68,7 +129,8 @@ class Checkpoints:
     """Saves and loads one run. Every method but :meth:`completed` is collective over all ranks.
 
     Args:
-        job: this process within the job; ``job.config.checkpoint`` says what is saved and loaded.
+        job: this process within the job.
+        config: the run's settings; ``config.checkpoint`` says what is saved and loaded.
         chunks: this rank's model chunks, wrapped for data parallelism.
         optimizer: megatron-core's optimizer over their parameters.
         scheduler: megatron-core's schedule of learning rate and weight decay.
@@ -77,91 +139,44 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: TrainingJob,
+        job: Job,
+        config: TrainerConfig,
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
         scheduler: Any,
         local: LocalDisk | None = None,
     ) -> None:
-        self._job = job
         self._local = local
-        self._config = job.config
-        self._config_told = job.config.to_dict()
-        self._settings = job.config.checkpoint
+        self._config = config
+        self._config_dict = config.to_dict()
+        self._settings = config.checkpoint
         self._chunks = chunks
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._all = Exchange(job.rank, job.control_group)
-        self._background: Exchange | None = None
-        self._saver = InProcessSaver()
-        self._writer = CheckpointWriter(job, self._saver, local)
+        self._all = RankGroup(job.rank, job.control_group)
+        timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        self._saver = CheckpointSaver(job, timeout, local)
+        self._writer = TorchDistWriter()
+        self._host = HostCopy()
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
-        self._standing: Standing | None = None
-        self._behind = Behind()
+        self._standing: state.StandingState | None = None
 
     def save(self, progress: Progress) -> Path:
-        """Write a checkpoint; the ones before it stay.
-
-        Blocks until it is complete and durable. One that could not be written behind training
-        before is told of; this one takes its place.
+        """Write a checkpoint at once and return its folder; see :meth:`CheckpointSaver.save`.
 
         Args:
             progress: how far the run has come; the iteration names the checkpoint.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            CheckpointError: it could not be written on some rank; nothing of it is left.
         """
-        self._is_former_lacking(progress.iteration)
-        path = self._take(progress, self._all, copy=False)()
-        if path is None:
-            assert self._local is not None
-            path = self._local.drain(tell=False)
-            assert path is not None
-        return path
+        return self._saver.save(self._request(progress))
 
     def save_behind(self, progress: Progress) -> Path | None:
-        """Copy the state into the host's memory and write it while training goes on.
-
-        Waits for the checkpoint before, if that is not complete yet. If that could not be written,
-        this one is written at once: a disk that was full for a while costs no steps.
-
-        Args:
-            progress: how far the run has come.
-
-        Returns:
-            Its folder where it was written at once.
-
-        Raises:
-            CheckpointError: neither the checkpoint before it nor this one could be written.
-        """
-        if self._is_former_lacking(progress.iteration):
-            return self._take(progress, self._all, copy=False)()
-        if self._background is None:
-            timeout = datetime.timedelta(minutes=self._config.parallel.distributed_timeout_minutes)
-            # Its own: training's may be in use at the same moment.
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            self._background = Exchange(self._job.rank, group)
-        write = self._take(progress, self._background, copy=True)
-        self._behind.begin(write, progress.iteration)
-        return None
-
-    def _is_former_lacking(self, iteration: int) -> bool:
-        """Whether the checkpoint before that of ``iteration`` failed; the same on all ranks."""
-        why = self._behind.lacking(iteration)
-        if why and self._job.is_first:
-            _LOG.warning("WARNING: %s", why)
-        return bool(why)
+        """Write a checkpoint while training goes on; see :meth:`CheckpointSaver.save_behind`."""
+        return self._saver.save_behind(self._request(progress))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Iteration and folder of a checkpoint that was completed behind training; each once."""
-        found = self._behind.completed()
-        if found is None and self._local is not None:
-            found = self._local.completed()
-        return found
+        """Return iteration and folder of one that was completed behind training; each once."""
+        return self._saver.completed()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -169,7 +184,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; nothing of it is left.
         """
-        self._behind.finish()
+        self._saver.finish()
 
     def close(self) -> None:
         """Wait until the last checkpoint is where it is to be, in shared storage.
@@ -177,11 +192,9 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written, or not be copied there.
         """
-        self.finish()
-        if self._local is not None:
-            self._local.drain()
+        self._saver.drain()
 
-    def pieces(self, progress: Progress) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    def pieces(self, progress: Progress) -> tuple[Shards, dict[str, Any], bool]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
 
         Args:
@@ -189,22 +202,23 @@ class Checkpoints:
 
         Returns:
             megatron-core's sharded tensors and objects by their names in a checkpoint, also those
-            that another rank would write; and what is the same on all ranks.
+            that another rank would write; what is the same on all ranks; and whether tensors are
+            elsewhere than at the call before.
         """
-        sharded, common = save_preprocess(
-            self._state_to_save(progress), validate_access_integrity=False
-        )
-        return by_name(sharded), common
+        if (again := self._again(progress)) is not None:
+            return (*again, False)
+        return (*self._apart(progress, is_whole=True), True)
 
-    def refresh(self, common: dict[str, Any], progress: Progress) -> None:
-        """Bring the second part of :meth:`pieces` to now, in place; not of sharded optimizers."""
-        common |= {
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
-        }
-        if "optimizer" in common:
-            state.refresh_optimizer(common["optimizer"], self._optimizer)
+    def manifest(self, progress: Progress) -> Manifest:
+        """Return the manifest of a checkpoint of now."""
+        return Manifest(
+            progress=dataclasses.asdict(progress),
+            config=self._config_dict,
+            shape=state.mesh_shape(self._config),
+            padded_vocab_size=state.padded_vocab_size(self._chunks),
+            has_optimizer=not self._settings.no_save_optim,
+            has_rng=not self._settings.no_save_rng,
+        )
 
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
@@ -241,69 +255,93 @@ class Checkpoints:
             self._local.resumed = progress.iteration
         return progress
 
-    def _take(
-        self, progress: Progress, ranks: Exchange, *, copy: bool
-    ) -> Callable[[], Path | None]:
-        """Take the state as it is now.
+    def _request(self, progress: Progress) -> SaveRequest:
+        if self._settings.save is None:
+            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
+        return SaveRequest(
+            folder=CheckpointFolder(self._settings.save),
+            step=progress.iteration,
+            take=lambda copied: self._take(progress, is_copied=copied),
+            keep=self._settings.keep_checkpoints,
+            progress_dir=self._config.progress_dir,
+            remedy=_REMEDY,
+        )
+
+    def _take(self, progress: Progress, *, is_copied: bool) -> _TakenRun:
+        """Take the state as it is now."""
+        shards, common = self._again(progress) or self._apart(progress)
+        # They stay as they are while the state is taken apart again.
+        shards = {name: [copy.copy(one) for one in own] for name, own in shards.items()}
+        if is_copied:
+            every = [one for own in shards.values() for one in own]
+            held = [one for one in every if not isinstance(one, ShardedObject)]
+            for one, tensor in zip(held, self._host.take([one.data for one in held]), strict=True):
+                one.data = tensor
+            for one in every:
+                if isinstance(one, ShardedObject):
+                    one.data = copy.deepcopy(one.data)
+        return _TakenRun(
+            shards=shards,
+            common=common_bytes(common),
+            about=self.manifest(progress),
+            writer=self._writer,
+        )
+
+    def _apart(
+        self, progress: Progress, *, is_whole: bool = False
+    ) -> tuple[Shards, dict[str, Any]]:
+        """Take the state apart; returns this rank's part, and what all have in common.
 
         Args:
             progress: how far the run has come.
-            ranks: with whom it will be written.
-            copy: whether it is copied, so that it may change before it is written.
-
-        Returns:
-            What writes it, collective over ``ranks``; gives its folder, ``None`` while it is on
-            the nodes' own disks alone.
+            is_whole: also what another rank would write.
         """
-        if self._settings.save is None:
-            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
-        folder = CheckpointFolder(self._settings.save)
-        shards, common = self._again(progress) or self._apart(progress)
-        shards = self._saver.taken(shards, copy=copy)
-        content, manifest = common_bytes(common), self.manifest(progress)
-        return lambda: self._writer.put(folder, manifest, content, shards, ranks)
-
-    def _apart(self, progress: Progress) -> tuple[Shards, dict[str, Any]]:
-        """Take the state apart; returns what this rank writes, and what all have in common."""
         sharded, common = save_preprocess(
             self._state_to_save(progress),
             # All of a run's checkpoints are cut alike.
-            validate_access_integrity=not self._is_checked,
+            validate_access_integrity=not (is_whole or self._is_checked),
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
         self._is_checked = True
-        if self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
             if self._sharing is None:
                 self._sharing = FullyParallelSaveStrategyWrapper(
-                    self._saver, _replica_group(), do_cache_distribution=True
+                    self._writer, _replica_group(), do_cache_distribution=True
                 )
             self._sharing.apply_saving_parallelization(sharded)
-        shards = by_name(sharded, own=True)
+        shards = by_name(sharded, own=not is_whole)
         if self._settings.no_save_optim or not state.is_sharded(self._optimizer):
-            self._standing = Standing.of(shards, common, self._chunks, self._optimizer)
+            self._standing = state.StandingState.of(shards, common, self._chunks, self._optimizer)
         return shards, common
 
     def _again(self, progress: Progress) -> tuple[Shards, dict[str, Any]] | None:
-        """The same at less cost, where the state is where it was when it was last taken apart."""
+        """Return the same at less cost, where the state is where it was when last taken apart."""
         standing = self._standing
         if standing is None:
             return None
         if standing.addresses != state.addresses(self._chunks, self._optimizer):
             self._standing = None
             return None
-        self.refresh(standing.common, progress)
+        standing.common.update(self._counters(progress))
+        if "optimizer" in standing.common:
+            state.refresh_optimizer(standing.common["optimizer"], self._optimizer)
         for shard in standing.random:
             shard.data = state.sharded_rng(self._config).data
         return standing.shards, standing.common
+
+    def _counters(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+        }
 
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = {
             _CONTENT: content,
-            "iteration": progress.iteration,
-            "progress": dataclasses.asdict(progress),
-            _SCHEDULER: self._scheduler.state_dict(),
+            **self._counters(progress),
             **weights,
         }
         if not self._settings.no_save_optim:
@@ -313,18 +351,6 @@ class Checkpoints:
         if not self._settings.no_save_rng:
             whole[state.RNG] = state.sharded_rng(self._config)
         return state.without_local_copies(whole)
-
-    def manifest(self, progress: Progress) -> Manifest:
-        """What a checkpoint of now says of itself."""
-        return Manifest(
-            progress=dataclasses.asdict(progress),
-            config=self._config_told,
-            shape=state.mesh_shape(self._config),
-            padded_vocab_size=state.padded_vocab_size(self._chunks),
-            has_optimizer=not self._settings.no_save_optim,
-            has_rng=not self._settings.no_save_rng,
-            save_id="" if self._local is None else secrets.token_hex(8),
-        )
 
     def _find(self) -> tuple[Path, Manifest] | None:
         """Return the checkpoint to load; on rank 0 only."""
@@ -431,3 +457,266 @@ class Checkpoints:
 
 def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TakenRun:
+    """Writes a run's state of one rank; see ``TakenState``."""
+
+    shards: Shards
+    common: memoryview
+    about: Manifest
+    writer: TorchDistWriter
+
+    def write(self, folder: Path, ranks: RankGroup) -> None:
+        self.writer.write(self.shards, folder, ranks)
+
+    def write_once(self, folder: Path) -> None:
+        (folder / COMMON_STATE_FNAME).write_bytes(self.common)
+        self.writer.write_metadata(folder)
+
+    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
+        return dataclasses.replace(self.about, save_id=save_id).to_dict()
+
+
+def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
+    """Return this node's part of the job's checkpoints, if they go there. Collective."""
+    settings = config.checkpoint
+    if settings.save_local is None:
+        return None
+    return LocalDisk(
+        job,
+        CheckpointFolder(str(settings.save)),
+        LocalSettings(
+            base=Path(settings.save_local),
+            option=f"--save-local {settings.save_local}",
+            patience="--distributed-timeout-minutes",
+            keep=settings.keep_checkpoints,
+            timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
+            progress_dir=config.progress_dir,
+        ),
+    )
+
+
+def finish_former(local: LocalDisk, config: TrainerConfig) -> None:
+    """Finish the upload of a newer checkpoint that ranks before these had written. Collective.
+
+    Only where the run goes on from the newest of its own; see :meth:`LocalDisk.finish_former`.
+    """
+    settings = config.checkpoint
+    if settings.load is None or settings.ckpt_step is not None:
+        return
+    load = CheckpointFolder(settings.load)
+    is_own = load.path.resolve() == local.shared.path.resolve()
+    local.finish_former(lambda: load.latest() or 0 if is_own else None)
+
+
+def make_snapshots(
+    run: Run,
+    progress: Callable[[], Progress],
+    report: Callable[[str], None],
+    say: Callable[[str], None],
+) -> NoSnapshots:
+    """Return what takes snapshots of the run's state, if the node's agent keeps them.
+
+    Args:
+        run: the built run; another one needs another object.
+        progress: returns how far the run has come.
+        report: takes what is kept, or why nothing is, for the progress file.
+        say: takes the same for the user's log.
+    """
+    settings = run.job.environment.copies
+    if settings is None:
+        return NoSnapshots()
+    state = RunState(run, progress)
+    return Snapshots(state, run.job, SnapshotSettings.read(settings), report, say)
+
+
+class RunState:
+    """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
+
+    Args:
+        run: the built run.
+        progress: returns how far it has come.
+    """
+
+    def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
+        self._run, self._progress = run, progress
+        # Whatever the run's own checkpoints leave out.
+        config = run.job.config
+        settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
+        config = dataclasses.replace(config, checkpoint=settings)
+        self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
+        self._common: dict[str, Any] = {}
+
+    def pieces(self) -> Mapping[Part, Piece] | None:
+        """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
+        gather_parameters(self._run)
+        shards, self._common, is_new = self._checkpoints.pieces(self._progress())
+        if not is_new:
+            return None
+        return {
+            part: Piece(
+                tensor=shard.data,
+                size=[1] * shard.prepend_axis_num + list(shard.local_shape),
+                whole=list(shard.global_shape),
+            )
+            for part, shard in _parts(shards).items()
+        }
+
+    def extra(self) -> bytes:
+        """Return the progress and what all ranks have in common; see ``SnapshotState``."""
+        line = {"progress": dataclasses.asdict(self._progress())}
+        return json.dumps(line).encode() + b"\n" + common_bytes(self._common)
+
+    def head(self) -> Mapping[str, Any]:
+        """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
+        return {
+            "common": COMMON_STATE_FNAME,
+            "has_common": state.has_parameters(self._run.optimizer),
+            "manifest": self._checkpoints.manifest(self._progress()).to_dict(),
+            "format": dataclasses.asdict(CheckpointingConfig("torch_dist", 1)),
+        }
+
+    def is_changed(self) -> bool:
+        """Return false: its pieces stay those of the first snapshot."""
+        return False
+
+
+def _parts(sharded: dict[str, list[Any]]) -> dict[Part, Any]:
+    """Return the shards by name and place."""
+    found: dict[Part, Any] = {}
+    for name, shards in sharded.items():
+        for shard in shards:
+            if isinstance(shard, ShardedObject):
+                if shard.key.endswith(_SCRATCH):
+                    continue
+                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
+            found.setdefault((name, tuple(shard.global_offset)), shard)
+    return found
+
+
+def require_same_model(
+    manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, what: str
+) -> None:
+    """Check that a checkpoint is of the model that the run's settings describe.
+
+    Args:
+        manifest: of the checkpoint.
+        config: the run's settings.
+        padded_vocab_size: rows of the run's embedding.
+        what: names the checkpoint in the error.
+
+    Raises:
+        CheckpointError: it is of another model; the text lists the settings that differ.
+    """
+    saved = _saved_config(manifest, what)
+    names = _SHAPES if config.checkpoint.finetune else _SHAPES + _MEANINGS
+    different = _differences(saved.model, config.model, names)
+    if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
+        different.append(
+            f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "
+            f"{padded_vocab_size} here, more than padding explains"
+        )
+    if different:
+        raise CheckpointError(
+            f"{what} is of another model: {'; '.join(different)}. Give the settings it was "
+            "trained with, or name another folder with --load"
+        )
+
+
+def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str) -> None:
+    """Check that the optimizer state in a checkpoint fits the run's optimizer.
+
+    Raises:
+        CheckpointError: there is none, or it is of another kind.
+    """
+    remedy = "load the weights alone with --no-load-optim or --finetune"
+    if not manifest.has_optimizer:
+        raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
+    saved = _saved_config(manifest, what)
+    for flag, before, now in (
+        ("--optimizer", saved.optimizer.optimizer, config.optimizer.optimizer),
+        ("type of parameters", saved.precision.dtype_name, config.precision.dtype_name),
+        (
+            "--use-distributed-optimizer",
+            _given(saved.parallel.use_distributed_optimizer),
+            _given(config.parallel.use_distributed_optimizer),
+        ),
+        ("--sgd-momentum", _momentum(saved), _momentum(config)),
+        (
+            "--decoupled-lr",
+            _given(saved.optimizer.decoupled_lr is not None),
+            _given(config.optimizer.decoupled_lr is not None),
+        ),
+    ):
+        if before != now:
+            raise CheckpointError(
+                f"{what} holds the state of another optimizer: {flag} is {before} in the "
+                f"checkpoint and {now} here. Give the same, or {remedy}"
+            )
+
+
+def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
+    try:
+        return TrainerConfig.from_dict(manifest.config)
+    except ConfigError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+
+
+def _momentum(config: TrainerConfig) -> str:
+    settings = config.optimizer
+    return _given(settings.optimizer == "sgd" and settings.sgd_momentum != 0)
+
+
+def _given(value: bool) -> str:
+    return "given" if value else "not given"
+
+
+def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> list[str]:
+    specs = {spec.dest: spec for spec in fields_of(ModelConfig)}
+    lines = []
+    for name in names:
+        if _is_without_effect(name, own) or _is_implied(name, saved, own):
+            continue
+        before, now = getattr(saved, name), getattr(own, name)
+        if before == now:
+            continue
+        spec = specs.get(name)
+        flag = _FLAGS[name] if spec is None else spec.name
+        if spec is not None and spec.is_switch:
+            before, now = _given(before != spec.default), _given(now != spec.default)
+        lines.append(f"{flag} is {before} in the checkpoint and {now} here")
+    return lines
+
+
+def _is_without_effect(name: str, model: ModelConfig) -> bool:
+    """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
+    if name == "max_position_embeddings":
+        return model.position_embedding_type != "learned_absolute"
+    if name == "rope_scaling_factor":
+        return not model.use_rope_scaling
+    return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
+
+
+def _is_implied(name: str, saved: ModelConfig, own: ModelConfig) -> bool:
+    """Return whether another setting of the list names the difference already."""
+    return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
+
+
+def _same_vocabulary(
+    saved: TrainerConfig, saved_rows: int, own: TrainerConfig, own_rows: int
+) -> bool:
+    """Return whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+
+    Rows that only pad may come and go with the tensor parallel size; others may not.
+    """
+
+    def smallest(config: TrainerConfig, rows: int) -> int:
+        multiple = (
+            config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+        )
+        return rows - multiple + 1
+
+    largest = min(saved_rows, own_rows)
+    return max(smallest(saved, saved_rows), smallest(own, own_rows)) <= largest

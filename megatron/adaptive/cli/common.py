@@ -1,27 +1,13 @@
-"""What every command line program shares: how expected errors end a program."""
+"""Ends every command line program in one way when it meets an expected error."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from megatron.adaptive.errors import AdaptiveError, ConfigError
+from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The parser of a subcommand, whose complaints are one line with the subcommand's name."""
-
-    def error(self, message: str) -> NoReturn:
-        """See ``argparse``.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(f"{self.prog.split()[-1]}: {message}; see --help")
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:

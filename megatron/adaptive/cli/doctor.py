@@ -7,9 +7,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cluster.doctor import Check, answer_peers, check_node, check_way
 from megatron.adaptive.cluster.host import interface_of, resolve
+from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

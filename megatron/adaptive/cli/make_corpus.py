@@ -9,11 +9,11 @@ from pathlib import Path
 
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.preprocess_data import (
-    OneLineParser,
     available_cores,
     progress_display,
     tidy_on_sigterm,
 )
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 
 __all__ = ["main"]
@@ -42,9 +42,9 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> OneLineParser:
+def _parser() -> CommandParser:
     defaults = CorpusSpec(output_dir=Path())
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="make_corpus.py",
         allow_abbrev=False,
         description="Make a training corpus from the Python standard library's source files.",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import socket
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
 from megatron.adaptive.cluster.host import (
@@ -40,27 +39,12 @@ from megatron.adaptive.cluster.node import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-    def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; for an unknown option name the nearest."""
-        options, unknown = self.parse_known_args(list(argv))
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(known)}"
-            self.error(f"{unknown[0]} is not an option: {hint}")
-        return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     return roles[role](argv[1:])
 
 
-def _parser(role: str, description: str) -> _Parser:
-    parser = _Parser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
+def _parser(role: str, description: str) -> CommandParser:
+    parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=int, help="its port (29500; MASTER_PORT)")
@@ -115,17 +99,19 @@ def _master(argv: Sequence[str]) -> int:
         f"master at {address}:{port}; on the other nodes: "
         f"bash run_worker.sh --master-addr {address}"
     )
+    store = open_store(port)
     found = _Found(logs / _FOUND_NAME, address, port)
     try:
         rank, told, reached = gather_nodes(
             conf,
             _hello(options, conf),
-            port=port,
+            store,
             say=_say,
-            make_told=lambda places: _told(conf, places, logs, port),
+            make_answer=lambda places: _answer(conf, places, logs, port),
         )
     finally:
         found.close()
+    del store  # torchrun takes its port
     if not given and reached is not None:
         address = reached
     place = _place(told, rank, address)
@@ -133,8 +119,10 @@ def _master(argv: Sequence[str]) -> int:
     return _run(conf, place, logs / told["job"], own)
 
 
-def _told(conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int) -> dict[str, Any]:
-    """Return what all workers are told; checks the trainer's rules now that sizes are known."""
+def _answer(
+    conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int
+) -> dict[str, Any]:
+    """Return what all workers get; checks the trainer's rules now that sizes are known."""
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
@@ -168,16 +156,16 @@ def _worker(argv: Sequence[str]) -> int:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
-    folder = Path(joined.told["folder"])
-    conf = make_conf(joined.told["conf"], folder if folder.is_dir() else ROOT)
+    folder = Path(joined["folder"])
+    conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)
-    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined.own_addr)
-    place = _place(joined.told, joined.node_rank, joined.master_addr)
-    return _run(conf, place, conf.path("LOG_DIR") / joined.told["job"], interface)
+    interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
+    place = _place(joined, joined["node_rank"], joined["master_addr"])
+    return _run(conf, place, conf.path("LOG_DIR") / joined["job"], interface)
 
 
 def _slurm(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="node slurm", allow_abbrev=False)
+    parser = CommandParser(prog="node slurm", allow_abbrev=False)
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)

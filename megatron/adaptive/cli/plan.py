@@ -1,4 +1,4 @@
-"""``plan``: the best ways to train a model on a cluster.
+"""Runs ``plan``: finds the best ways to train a model on a cluster.
 
 ::
 
@@ -15,16 +15,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.files import quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.plan_file import plan_document, write_conf, write_plan
-from megatron.adaptive.planner.presets import PRESETS
+from megatron.adaptive.planner.model_file import PRESETS
+from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -32,13 +31,13 @@ from megatron.adaptive.planner.propose import (
     Request,
     propose,
 )
-from megatron.adaptive.planner.report import explain, table
 from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_space import Objective
 from megatron.adaptive.schedule.registry import policy_names
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, print the best plans, and write what was asked for.
+    """Plans, prints the best plans, and writes what was asked for.
 
     Raises:
         ConfigError: an input is wrong, or nothing fits.
@@ -154,7 +153,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
 
 
 def _objective(options: argparse.Namespace, model: Model) -> Objective:
-    """Turn limits of a run into limits of a step."""
+    """Turns limits of a run into limits of a step."""
     if options.tokens < 0 or not math.isfinite(options.tokens):
         raise ConfigError(f"--tokens {options.tokens:g}: give a number above 0")
     for name in ("max_price", "budget"):
@@ -190,7 +189,7 @@ def _counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def _guessed(profile: Profile, measured: Profile | None, cluster: Cluster) -> list[str]:
-    """GPUs of which nothing was measured."""
+    """Returns the GPUs of which nothing was measured."""
     known = set() if measured is None else {gpu for _, gpu, _, _ in measured.layers}
     return list(dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known))
 
@@ -228,7 +227,7 @@ def _print(
 def _front(
     options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile, request: Request
 ) -> int:
-    """Find the front over parts of the cluster; write plans and charts, print the table."""
+    """Finds the front over parts of the cluster, writes plans and charts, prints the table."""
     from megatron.adaptive.planner.front import find_front, write_front
 
     rows = find_front(model, cluster, profile, request)

@@ -1,29 +1,44 @@
-"""What ``plan`` and ``validate`` are given alike: model, cluster, and what was measured of both."""
+"""Reads the inputs that ``plan`` and ``validate`` share: model, cluster, measured durations.
+
+``--calibrate`` fits a profile to the traces of runs. Owns the options and what the runs do not say
+themselves; fitting is ``planner.calibrate``'s.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from megatron.adaptive.cli.plan_calibrate import add_calibrate_arguments, calibrated
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.cluster_file import read_cluster
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate
+from megatron.adaptive.planner.cluster import Cluster, known_gpu, read_cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import complete_profile
+from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
+from megatron.adaptive.trace.read import RunTrace, read_run
 
-__all__ = ["Inputs", "add_input_arguments", "read_inputs"]
+__all__ = [
+    "Inputs",
+    "add_input_arguments",
+    "calibrated",
+    "read_inputs",
+    "traced_run",
+    "types_of_hosts",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a prediction rests on.
+    """Inputs of a prediction.
 
     Attributes:
         model: its layers.
@@ -39,7 +54,7 @@ class Inputs:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options that name them, those of calibration included."""
+    """Adds the options of the inputs, those of calibration included."""
     add = parser.add_argument
     add(
         "--model", required=required, help="name (gpt2-xl, llama2-70b, t5-3b, ...), arguments, file"
@@ -52,30 +67,32 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> Inputs:
-    """Read them; says on stderr which measured links are of no use.
+    """Reads the inputs; says on stderr which measured links are of no use.
 
     Raises:
         ConfigError: a file is missing or wrong, or they do not belong together.
         TraceError: a trace of ``--calibrate`` is damaged.
     """
-    told = None
+    document = None
     if options.profile:
         parts = [(str(path), profile_file.load(path)) for path in options.profile]
-        told = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
-    memories = {} if told is None else profile_file.measured_memory(told)
+        document = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
+    memories = {} if document is None else profile_file.measured_memory(document)
     cluster = read_cluster(options.cluster, memories)
-    model = _model(options, cluster, told)
+    model = _model(options, cluster, document)
     measured = None
-    if told is not None:
-        profile_file.check_model(told, model, " ".join(map(str, options.profile)))
-        told, strange = profile_file.renamed(told, {one.name: one.gpu for one in cluster.types})
+    if document is not None:
+        profile_file.check_model(document, model, " ".join(map(str, options.profile)))
+        document, strange = profile_file.renamed(
+            document, {one.name: one.gpu for one in cluster.types}
+        )
         if strange:
             print(
                 f"links measured between nodes of type {', '.join(strange)} are not used: the"
                 " cluster has no such type",
                 file=sys.stderr,
             )
-        measured = profile_file.make_profile(told)
+        measured = profile_file.make_profile(document)
     measured = calibrated(options, model, cluster, measured)
     return Inputs(
         model=model,
@@ -85,15 +102,166 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     )
 
 
-def _model(options: argparse.Namespace, cluster: Cluster, told: Any) -> Model:
-    """Read the model, in the precision of the profile, or the best that all GPUs have."""
+def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
+    """Reads the model, in the precision of the profile, or the best that all GPUs have."""
     fused = {"fused": True, "unfused": False, None: None}[options.attention]
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
         default = "fp16"
-    if told is not None:
-        arguments = told["model"].get("arguments", ())
+    if document is not None:
+        arguments = document["model"].get("arguments", ())
         half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
-        default = told["model"].get("precision", half)
+        default = document["model"].get("precision", half)
     return read_model(options.model, options.precision, default=default, fused=fused)
+
+
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of calibration."""
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--calibrate",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="TRACE_DIR",
+        help="fit layers and links to the traces of a run of this model; may be repeated",
+    )
+    group.add_argument(
+        "--calibrate-host",
+        action="append",
+        default=[],
+        metavar="HOST=TYPE",
+        help="node type of a host of these runs; needed where the cluster has several",
+    )
+
+
+def calibrated(
+    options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile | None
+) -> Profile | None:
+    """Replaces parts of a profile by what was fitted to traces.
+
+    Args:
+        options: with those of :func:`add_calibrate_arguments`.
+        model: that the runs trained.
+        cluster: whose node types the runs' hosts are of.
+        profile: measured otherwise; None for none.
+
+    Returns:
+        The profile given where no run is.
+
+    Raises:
+        ConfigError: a run does not say what is needed, or trained another model.
+        TraceError: a trace is damaged.
+    """
+    if not options.calibrate:
+        return profile
+    hosts = types_of_hosts(options, cluster)
+    runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
+    found = calibrate(model, runs)
+    base = profile or Profile(model=model.name)
+    return replace(
+        base,
+        layers={**base.layers, **found.layers},
+        links={**base.links, **found.links},
+        intra_links={**base.intra_links, **found.intra_links},
+        all_reduce={**base.all_reduce, **found.all_reduce},
+        optimizer_s_per_parameter={
+            **base.optimizer_s_per_parameter,
+            **found.optimizer_s_per_parameter,
+        },
+        step_s={**base.step_s, **found.step_s},
+    )
+
+
+def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:
+    """Returns the node type by host, as ``--calibrate-host`` says it.
+
+    Raises:
+        ConfigError: it is not HOST=TYPE, or the cluster has no such type.
+    """
+    given: Sequence[str] = options.calibrate_host
+    names = [node.name for node in cluster.types]
+    hosts = {}
+    for text in given:
+        host, sign, name = text.partition("=")
+        if not (host and sign and name in names):
+            raise ConfigError(
+                f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
+                f" {', '.join(names)}"
+            )
+        hosts[host] = name
+    return hosts
+
+
+def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
+    """Reads a run and adds what its traces do not hold.
+
+    Args:
+        folder: of its traces, with the trainer's progress beside them.
+        model: that it trained.
+        cluster: whose node types its hosts are of.
+        hosts: node type by host; a cluster of one type needs none.
+
+    Raises:
+        ConfigError: the type of a host is not given, or it was another model.
+        TraceError: a trace is damaged.
+    """
+    trace = read_run(folder)
+    types = {node.name: node for node in cluster.types}
+    nodes = {}
+    for host in sorted({rank.header.host for rank in trace.ranks.values()}):
+        if host not in hosts and len(types) > 1:
+            raise ConfigError(
+                f"{folder}: the cluster has several node types: say of which host"
+                f" {host} is, with --calibrate-host {host}=TYPE"
+            )
+        nodes[host] = hosts.get(host, next(iter(types)))
+    return TracedRun(
+        trace=trace,
+        micro_batch=_micro_batch(folder, trace, model),
+        nodes=nodes,
+        gpus={host: types[name].gpu for host, name in nodes.items()},
+    )
+
+
+def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
+    """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
+    tokens = [
+        line["tokens_per_s"] * line["step_ms"] / 1e3
+        for line in _lines(progress_file(folder))
+        if line.get("tokens_per_s") and line.get("step_ms")
+    ]
+    if not tokens:
+        raise ConfigError(
+            f"{folder}: {PROGRESS_NAME} beside the traces does not say how many tokens a"
+            " step had: give the folder as the trainer wrote it"
+        )
+    headers = [rank.header for rank in trace.ranks.values()]
+    replicas = 1 + max(header.dp_rank for header in headers)
+    microbatches = replicas * headers[0].num_microbatches
+    samples: float = median(tokens) / model.tokens_per_sample / microbatches
+    size = round(samples)
+    if size < 1 or abs(samples - size) > 0.05 * size:
+        raise ConfigError(
+            f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
+            f" microbatches, which are no samples of {model.tokens_per_sample} tokens: give the"
+            " model that was trained"
+        )
+    return size
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue  # a line that was cut off at the end of a run that was killed
+        if isinstance(value, dict):
+            found.append(value)
+    return found

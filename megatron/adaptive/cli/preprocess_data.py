@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
@@ -15,6 +14,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.data.preprocess import (
     PreprocessSpec,
     Progress,
@@ -24,14 +24,7 @@ from megatron.adaptive.data.preprocess import (
 from megatron.adaptive.data.tokenizer import TOKENIZER_TYPES
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["OneLineParser", "available_cores", "main", "progress_display", "tidy_on_sigterm"]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong command line as an expected error: one line, status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
+__all__ = ["available_cores", "main", "progress_display", "tidy_on_sigterm"]
 
 
 def available_cores() -> int:
@@ -123,8 +116,8 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="preprocess_data.py",
         allow_abbrev=False,
         description="Turn JSON lines into the .bin and .idx files that --data-path takes.",

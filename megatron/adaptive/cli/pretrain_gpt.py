@@ -14,7 +14,7 @@ from megatron.adaptive.errors import AdaptiveError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as ``argv`` says; one process of a job that torchrun started, or a job of its own.
+    """Trains as ``argv`` says; one process of a job that torchrun started, or a job of its own.
 
     Returns:
         Exit status 0.
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run :func:`main` as a process of a job: an expected error is printed by one rank only.
+    """Runs :func:`main` as a process of a job: an expected error is printed by one rank only.
 
     Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
-    Until the run itself heeds signals, Ctrl-C ends the process without a traceback.
+    Until the run itself handles signals, Ctrl-C ends the process without a traceback.
     """
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -49,7 +49,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _speaks(error: AdaptiveError) -> bool:
-    """Whether this rank prints ``error``: rank 0 does, and others what rank 0 does not find."""
+    """Returns whether this rank prints ``error``: rank 0 does, others what it does not find."""
     rank = os.environ.get("RANK", "0").strip()
     if not rank.isdigit() or int(rank) == 0 or isinstance(error, TransportError):
         return True

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.trace_report import report_json, report_lines, report_warnings
-from megatron.adaptive.cli.trace_source import (
-    add_run_arguments,
-    add_source_arguments,
-    output_stem,
-    select,
-    source_parser,
-)
-from megatron.adaptive.cli.trace_views import (
+from megatron.adaptive.cli.trace_output import (
     EVENT_ITERATIONS,
     FORMATS,
+    add_run_arguments,
+    add_source_arguments,
     chosen_formats,
+    output_stem,
+    report_json,
+    report_lines,
+    report_warnings,
+    select,
+    source_parser,
     write_views,
 )
 from megatron.adaptive.trace.read import describe_numbers

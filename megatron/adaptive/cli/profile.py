@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, CommandParser
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cut_points import profile_of_cut_points
 from megatron.adaptive.planner.model_file import read_model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, merge or convert, and write the profile.
+    """Measures, merges or converts, and writes the profile.
 
     Raises:
         ConfigError: an option or a file is wrong.
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(argv, environment)
     except ConfigError:
-        # Every process finds it alike; one says it.
+        # Every process finds it alike; one reports it.
         if environment.rank == 0:
             raise
         return EXIT_EXPECTED_ERROR
@@ -54,12 +54,11 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
         parts = [(str(path), profile_file.load(path)) for path in options.merge]
         _write(profile_file.merge(parts), options.output)
     elif options.cut_points:
-        told = profile_of_cut_points(
-            options.cut_points,
-            options.name or options.cut_points.stem,
-            options.precision or "fp32",
+        name = options.name or options.cut_points.stem
+        found = profile_file.profile_of_cut_points(
+            options.cut_points, name, options.precision or "fp32"
         )
-        _write(told, options.output)
+        _write(found, options.output)
     else:
         measured = _measure(options, environment)
         if measured is not None:
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
-    """Measure as one process of the job; the profile on rank 0, ``None`` on others."""
+    """Measures as one process of the job; returns the profile on rank 0, ``None`` on others."""
     sizes = _counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = _counts("--tp", options.tp) if options.tp else ()
     if options.repeats < 1:
@@ -143,10 +142,7 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
     return counts
 
 
-def _write(told: dict[str, Any], path: Path) -> None:
-    from megatron.adaptive.planner.schema import check
-
-    check(told, "profile", str(path))
-    profile_file.write(told, path)
-    gpus = ", ".join(sorted({row["gpu"] for row in told["layers"]}))
-    print(f"{path}: {len(told['layers'])} measurements of {told['model']['name']} on {gpus}")
+def _write(content: dict[str, Any], path: Path) -> None:
+    profile_file.write(content, path)
+    gpus = ", ".join(sorted({row["gpu"] for row in content["layers"]}))
+    print(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")

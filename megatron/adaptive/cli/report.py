@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.cluster.report import gather, write_report
+from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

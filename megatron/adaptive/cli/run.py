@@ -18,8 +18,9 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
 _DURATION = re.compile(r"\d+(\.\d+)?")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"run: {message}; see python -m megatron.adaptive run --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m megatron.adaptive run",
         allow_abbrev=False,
         description="Train, and go on in another shape when machines come and go.",
@@ -160,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.layouts import choose_layout
     from megatron.adaptive.cluster.manager import Manager, Participant
     from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
-    from megatron.adaptive.cluster.snapshot_placement import CopySpec
+    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -195,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
         address=options.address,
         copies=None
         if not options.replicate_every
-        else CopySpec(
+        else SnapshotSpec(
             every=options.replicate_every,
             limit_bytes=options.replicate_memory,
         ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import difflib
 import os
 import shlex
 import signal
@@ -14,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -57,7 +56,7 @@ class _Shape:
         }
 
     def name(self) -> str:
-        """A folder name that tells the shape."""
+        """A folder name that gives the shape."""
         return (
             f"{self.schedule}-p{self.pipeline_parallel}-c{self.model_chunks}"
             f"-t{self.tensor_parallel}-d{self.data_parallel}"
@@ -65,7 +64,7 @@ class _Shape:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the whole job as ``argv`` says.
+    """Runs the whole job as ``argv`` says.
 
     Returns:
         The exit status of the training.
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         SetupError: the run's folder cannot be made.
     """
     own, trainer = _split(argv)
-    options = _parser().read(own)
+    options = _parser().read(own, otherwise="options of the trainer follow after --")
     shape = _shape(options)
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
     status = _make_data(data_dir)
     if status:
-        return status  # it has said why
+        return status  # it has printed why
     before = _latest(runs)
     run_dir = _run_dir(runs, shape, resume=options.resume)
     defaults = _default_flags(shape, trainer)
@@ -91,14 +90,14 @@ def main(argv: Sequence[str]) -> int:
         defaults += ["--load", str(run_dir / "checkpoints")]
     status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
-        _tell(shape, run_dir, stopped=status != 0)
+        _report(shape, run_dir, stopped=status != 0)
     elif not options.resume:
         _forget_if_empty(run_dir, before)
     return status
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part our options from the trainer's, which follow ``--``."""
+    """Parts our options from the trainer's, which follow ``--``."""
     words = list(argv)
     if "--" not in words:
         return words, []
@@ -106,24 +105,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place + 1 :]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see bash run_single.sh --help")
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse ``words``; for an unknown option name the nearest, or where it belongs."""
-        options, unknown = self.parse_known_args(list(words))
-        if not unknown:
-            return options
-        name = unknown[0].split("=", 1)[0]
-        nearest = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
-        if nearest:
-            self.error(f"{name} is not an option: the nearest is {nearest[0]}")
-        return self.error(f"{name} is not an option: options of the trainer follow after --")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="run_single.sh",
         allow_abbrev=False,
         description="Train a small GPT through a pipeline of processes on this machine.",
@@ -202,7 +185,7 @@ def _make_data(data_dir: Path) -> int:
 
 
 def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
-    """Make a new run's folder, or find the latest; points ``latest`` at it."""
+    """Makes a new run's folder, or finds the latest; points ``latest`` at it."""
     latest = runs / "latest"
     if resume:
         return latest.resolve()
@@ -220,7 +203,7 @@ def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Make a folder that no other run has, also where two start within one second."""
+    """Makes a folder that no other run has, also where two start within one second."""
     number = 1
     while True:
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -241,7 +224,7 @@ def _point(latest: Path, target: str) -> None:
 
 
 def _latest(runs: Path) -> str | None:
-    """Return what ``latest`` points at, ``None`` before the first run."""
+    """Returns the target of ``latest``, ``None`` before the first run."""
     try:
         return os.readlink(runs / "latest")
     except OSError:
@@ -249,7 +232,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, before: str | None) -> None:
-    """Take back the folder of a run that failed before it wrote anything."""
+    """Removes the folder of a run that failed before it wrote anything."""
     folders = [Path(folder) for folder, _, _ in os.walk(run, topdown=False)]
     if any(path.is_file() for path in run.rglob("*")):
         return
@@ -265,7 +248,7 @@ def _forget_if_empty(run: Path, before: str | None) -> None:
 
 
 def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
-    """Run the example script; signals that come here are passed on to it."""
+    """Runs the example script; signals that come here are passed on to it."""
     environment = {
         **os.environ,
         **shape.environment(),
@@ -287,8 +270,8 @@ def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> in
     return 128 - status if status < 0 else status
 
 
-def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
-    """Write the text trace and the picture, and say where everything is."""
+def _report(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
+    """Writes the text trace and the picture, and prints where everything is."""
     print(f"\nrun            {run_dir}")
     for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
@@ -313,7 +296,7 @@ def _tell(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
 
 
 def _draw(shape: _Shape, run_dir: Path) -> bool:
-    """Write text trace and picture from the traces, where there are any."""
+    """Writes text trace and picture from the traces, where there are any."""
     from megatron.adaptive.trace.order import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step import pipeline_step

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.cluster.status import JobStatus, NodeStatus, read_status
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.command_parser import CommandParser
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"status: {message}; see --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an option is wrong.
         SetupError: nobody knows the job.
     """
-    parser = _Parser(prog="get_result.sh", description="Tell how a job is.", allow_abbrev=False)
+    parser = CommandParser(
+        prog="get_result.sh", description="Tell how a job is.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=ROOT / "logs", help="LOG_DIR of conf.sh (logs)")

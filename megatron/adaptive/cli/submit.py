@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.common import CommandParser
 from megatron.adaptive.cluster.conf import load_conf
 from megatron.adaptive.cluster.node import ROOT, check_files, check_trainer, make_folder
 from megatron.adaptive.cluster.slurm import batch_script, check_cluster, submit
+from megatron.adaptive.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.live import LiveRun, Snapshot, find_live
 

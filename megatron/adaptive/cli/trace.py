@@ -12,16 +12,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.trace_report import report_json, report_lines, report_warnings
-from megatron.adaptive.cli.trace_source import (
+from megatron.adaptive.cli.trace_output import (
+    add_format_argument,
     add_iteration_arguments,
     add_source_arguments,
+    chosen_formats,
     chosen_iterations,
     output_stem,
+    report_json,
+    report_lines,
+    report_warnings,
     select,
     source_parser,
+    write_views,
 )
-from megatron.adaptive.cli.trace_views import add_format_argument, chosen_formats, write_views
 from megatron.adaptive.trace.locate import load_run
 
 __all__ = ["main"]

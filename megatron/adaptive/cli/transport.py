@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.parallel import TransportConfig
@@ -158,17 +158,17 @@ def _alone(argv: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:
     """Take part in the check as one rank."""
-    from megatron.adaptive.transport.trial import Trial
+    from megatron.adaptive.profiling.transport_check import TransportCheck
 
     config = TransportConfig(**{spec.dest: getattr(options, spec.dest) for spec in _fields()})
     if environment.world_size < 2:
         raise ConfigError("transport: one rank has nobody to reach; start two or more")
-    trial = Trial(config, environment, timedelta(seconds=_MEETING_S))
+    check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = []
-    for pair in trial.pairs():
-        for kind in trial.kinds():
-            outcomes.append(_try(trial, pair, kind, options.seconds))
-    trial.close()
+    for pair in check.pairs():
+        for kind in check.kinds():
+            outcomes.append(_try(check, pair, kind, options.seconds))
+    check.close()
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
@@ -179,21 +179,21 @@ def _fields() -> Any:
     return fields_of(TransportConfig)
 
 
-def _try(trial: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcome:
+def _try(check: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcome:
     """Try one transport. Collective; every rank gets the same outcome."""
-    choice = trial.choice_of(pair)
+    choice = check.choice_of(pair)
     facts: dict[str, Any] = {
         "ranks": pair,
-        "hosts": trial.hosts_of(pair),
+        "hosts": check.hosts_of(pair),
         "transport": kind,
         "chosen": choice.kind == kind,
         "note": choice.reason if choice.kind == kind else "",
     }
-    reason = trial.why_not(pair, kind)
+    reason = check.why_not(pair, kind)
     if reason is not None:
         return Outcome(**facts | {"note": reason})
     try:
-        speed = trial.run(pair, kind, seconds)
+        speed = check.run(pair, kind, seconds)
     except AdaptiveError as error:
         if not isinstance(error, TransportError):
             raise

@@ -1,49 +1,56 @@
-"""``validate``: how well the planner predicts runs that were measured.
+"""Runs ``validate``: how well the planner predicts one's own traced runs.
 
-    python -m megatron.adaptive validate --data DIR [--set NAME] [--rows] [--json]
     python -m megatron.adaptive validate --data DIR --model M --cluster FILE [--profile FILE]
+        [--rows] [--json]
 
-``DIR`` is the folder of a published data set, or of several; or of traces of one's own runs of
-model ``M`` on the cluster.
+``DIR`` is the folder of a run's traces, or of several such folders, of model ``M`` on the cluster.
+Published runs are ``benchmarks/planner.py``'s.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from megatron.adaptive.cli.common import CommandParser
-from megatron.adaptive.cli.plan_inputs import add_input_arguments
-from megatron.adaptive.cli.validate_runs import find_runs, read_own_runs
+from megatron.adaptive.cli.plan_inputs import (
+    Inputs,
+    add_input_arguments,
+    read_inputs,
+    traced_run,
+    types_of_hosts,
+)
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.datasets.measured import Measured
+from megatron.adaptive.planner.calibrate import TracedRun, stage_layers
+from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.validate import Comparison, Row, compare, read_sets
+from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
+from megatron.adaptive.planner.validate import ComparedRun, Comparison, MeasuredRun, compare
+from megatron.adaptive.trace.event import KINDS
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.read import trace_files
 
 __all__ = ["main"]
 
+
 OWN = "own runs"
-_FEWEST = {OWN: 1}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predict the runs of every set found, and print how far off that is.
+    """Predicts the runs found, and prints how far off that is.
 
     Raises:
-        ConfigError: an option is wrong, or no data set was found.
+        ConfigError: an option is wrong, or no run was found.
     """
     options = _parser().parse_args(argv)
-    sets = _sets(options)
-    if options.set:
-        known = ", ".join(sets)
-        if options.set not in sets:
-            raise ConfigError(f"--set {options.set}: {options.data} has {known}")
-        sets = {options.set: sets[options.set]}
-    found = [compare(name, runs, fewest=_FEWEST.get(name, 2)) for name, runs in sets.items()]
+    if options.set not in (None, OWN):
+        raise ConfigError(f"--set {options.set}: {options.data} has {OWN}")
+    found = [compare(OWN, read_own_runs(find_runs(options.data), options))]
     if options.json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
         return 0
@@ -57,26 +64,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sets(options: argparse.Namespace) -> dict[str, list[Measured]]:
-    """Published sets, and runs of one's own as one more."""
-    own = find_runs(options.data) if options.data.is_dir() else {}
-    if not own:
-        return read_sets(options.data)
-    return {OWN: read_own_runs(own, options), **read_sets(options.data, needed=False)}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive validate",
         description="Compare predicted with measured times and memory.",
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="folder of data sets")
-    add("--set", metavar="NAME", help="only this one")
+    add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")
+    add("--set", metavar="NAME", help="only this set: own runs")
     add("--rows", action="store_true", help="also every run")
     add("--json", action="store_true", help="for programs")
     add_input_arguments(parser, required=False)
-    group = parser.add_argument_group("how one's own runs ran, beside what their traces tell")
+    group = parser.add_argument_group("settings of the runs that their traces do not hold")
     add = group.add_argument
     add("--recompute", choices=RECOMPUTE, default="none", help="as they ran (%(default)s)")
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
@@ -119,7 +118,7 @@ def _rows(one: Comparison) -> list[str]:
     return lines
 
 
-def _partition(row: Row) -> str:
+def _partition(row: ComparedRun) -> str:
     return format_partition(row.measured.plan.partition)
 
 
@@ -145,3 +144,140 @@ def _as_json(one: Comparison) -> dict[str, Any]:
             for row in one.rows
         ],
     }
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Finds folders with traces: this one, those below it, and ``traces`` in those.
+
+    Returns:
+        The folders by the name of the run.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
+    below = sorted(one for one in folder.iterdir() if one.is_dir())
+    found = {}
+    for place in (folder, *below):
+        for traces in (place, place / "traces"):
+            if trace_files(traces):
+                found[place.resolve().name] = traces
+    if not found:
+        raise ConfigError(
+            f"{folder}: no traced run: neither it nor a folder below it holds traces; published"
+            " runs are compared by benchmarks/planner.py --data"
+        )
+    return found
+
+
+def read_own_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
+    """Reads runs of our trainer.
+
+    Args:
+        found: folders of traces by name.
+        options: with ``plan_inputs.add_input_arguments``'s.
+
+    Raises:
+        ConfigError: model or cluster is not given, or is not that of a run.
+        TraceError: a trace is damaged, or has no complete iterations but the first two.
+    """
+    for name in ("model", "cluster"):
+        if getattr(options, name) is None:
+            raise ConfigError(f"traces of run {next(iter(found))}: give --{name} of these runs too")
+    given = read_inputs(options)
+    hosts = types_of_hosts(options, given.cluster)
+    return [
+        _measured(name, traced_run(folder, given.model, given.cluster, hosts), given, options)
+        for name, folder in found.items()
+    ]
+
+
+def _measured(name: str, run: TracedRun, given: Inputs, options: argparse.Namespace) -> MeasuredRun:
+    complete = run.trace.complete_iterations()
+    if len(complete) <= run.skip:
+        raise ConfigError(
+            f"{run.trace.origin}: {len(complete)} complete iterations, of which the first"
+            f" {run.skip} do not count: trace more"
+        )
+    figures = run_figures(run.trace, complete[run.skip :])
+    steps = figures.kind_ns[:, :, KINDS.index("step")].max(axis=1)
+    return MeasuredRun(
+        name=name,
+        plan=_plan(run, given, options),
+        model=given.model,
+        cluster=given.cluster,
+        profile=given.profile,
+        seconds=median(map(float, steps)) / 1e9,
+    )
+
+
+def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
+    headers = {rank: trace.header for rank, trace in run.trace.ranks.items()}
+    first = next(iter(headers.values()))
+    if len(headers) < first.world_size:
+        missing = min(set(range(first.world_size)) - set(headers))
+        raise ConfigError(f"{run.trace.origin}: no trace of rank {missing}: all ranks are needed")
+    if not first.layers:
+        raise ConfigError(
+            f"{run.trace.origin}: the trace does not say how many layers its stages hold:"
+            " trace the run anew"
+        )
+    tp = 1 + max(header.tp_rank for header in headers.values())
+    dp = 1 + max(header.dp_rank for header in headers.values())
+    gpus = _gpus(run, given.cluster)
+    places = []
+    for pp_rank in range(first.num_ranks):
+        ranks = sorted(
+            (header.dp_rank, rank)
+            for rank, header in headers.items()
+            if header.pp_rank == pp_rank and header.tp_rank == 0
+        )
+        replicas = tuple(Replica(node=gpus[rank][0], gpu=gpus[rank][1], tp=tp) for _, rank in ranks)
+        places.append(StagePlace(replicas=replicas, micro_batch=run.micro_batch))
+    return Plan(
+        tp=tp,
+        dp=dp,
+        pp=first.num_ranks,
+        chunks=first.num_chunks,
+        micro_batch=run.micro_batch,
+        global_batch=run.micro_batch * dp * first.num_microbatches,
+        schedule=first.schedule,
+        partition=tuple(len(held) for held in stage_layers(given.model, first.layers)),
+        places=tuple(places),
+        recompute=options.recompute,
+        distributed_optimizer=options.distributed_optimizer,
+        overlap_reduce=options.overlap_grad_reduce,
+        sequence_parallel=options.sequence_parallel,
+    )
+
+
+def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
+    """Returns the node and GPU of each rank: each host is the next node of its type."""
+    nodes: dict[str, int] = {}
+    used: dict[str, int] = {}
+    places = {}
+    for rank in sorted(run.trace.ranks):
+        host = run.trace.ranks[rank].header.host
+        if host not in nodes:
+            name = run.node_of(host)
+            free = [
+                number
+                for number, node in enumerate(cluster.nodes)
+                if node.name == name and number not in nodes.values()
+            ]
+            if not free:
+                raise ConfigError(
+                    f"{run.trace.origin}: no node of type {name} is left for host {host}: give the"
+                    " cluster on which it ran"
+                )
+            nodes[host] = free[0]
+        gpu = used.get(host, 0)
+        if gpu >= cluster.nodes[nodes[host]].gpus:
+            raise ConfigError(
+                f"{run.trace.origin}: host {host} had more ranks than its type"
+                f" {run.node_of(host)} has GPUs, {gpu}: give the cluster on which it ran"
+            )
+        used[host] = gpu + 1
+        places[rank] = (nodes[host], gpu)
+    return places

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron.adaptive.cli.trace_source import (
+from megatron.adaptive.cli.trace_output import (
+    add_format_argument,
     add_run_arguments,
     add_source_arguments,
+    chosen_formats,
     output_stem,
     select,
     source_parser,
+    write_views,
 )
-from megatron.adaptive.cli.trace_views import add_format_argument, chosen_formats, write_views
 
 __all__ = ["main"]
 

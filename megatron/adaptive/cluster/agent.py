@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.snapshot_keeper import Buddy, Keeper
+from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.errors import SetupError
 
 __all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "AgentConnection", "spec_from_input"]
@@ -138,11 +138,11 @@ class Agent:
     """
 
     def __init__(
-        self, spec: AgentSpec, *, watch_input: bool = False, keeper: Keeper | None = None
+        self, spec: AgentSpec, *, watch_input: bool = False, keeper: SnapshotKeeper | None = None
     ) -> None:
         self._spec = spec
         self._owns_keeper = keeper is None
-        self._keeper = keeper or Keeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
+        self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
         self._watch_input = watch_input
         self._status: int | None = None
         self.why = ""  # the manager let it go, where it said so

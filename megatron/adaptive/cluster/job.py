@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.engine.progress import PROGRESS_NAME, mark_over
+from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
 __all__ = [
     "MEASURES",
@@ -192,68 +193,53 @@ class IncarnationProgress:
 
 
 class ProgressReader:
-    """Reads what ranks write of themselves, each line once."""
+    """Reads what the ranks of one incarnation after the other write of themselves."""
 
     def __init__(self) -> None:
         self._begin(Path())
 
     def _begin(self, folder: Path) -> None:
         self._folder = folder
-        self._offset = 0
+        self._tail = ProgressTail(folder / PROGRESS_NAME, kept=_STEPS)
         self._found: dict[str, Any] = {}
         self._slow: list[SlowRank] = []
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
-        self._progress = IncarnationProgress()
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Return what is known by now; a line that is just being written is left for later.
+        """Return what is known by now.
 
         Args:
-            folder: where the ranks of one shape write.
+            folder: where the ranks of one incarnation write.
         """
         if folder != self._folder:
             self._begin(folder)
-        try:
-            with (folder / PROGRESS_NAME).open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-        except OSError:
-            return self._progress
-        whole = added[: added.rfind(b"\n") + 1]
-        if not whole:
-            return self._progress
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue
-            self._note(told)
+        for line in self._tail.refresh():
+            self._note(line)
         if self._steps_ms:
             self._found["step_s"] = statistics.median(self._steps_ms) / 1e3
-        self._progress = IncarnationProgress(**self._found, slow=tuple(self._slow))
-        return self._progress
+        return IncarnationProgress(**self._found, slow=tuple(self._slow))
 
-    def _note(self, told: Mapping[str, Any]) -> None:
-        at, found = told["unix_ns"], self._found
-        if "total_iterations" in told:
-            found |= {"total": told["total_iterations"], "begun_ns": at}
-            found["start"] = told.get("start_iteration")
-        elif "loaded_s" in told:
-            found["loaded_s"] = told["loaded_s"]
-        elif "iteration" in told:
+    def _note(self, line: Mapping[str, Any]) -> None:
+        at, found = line["unix_ns"], self._found
+        if "total_iterations" in line:
+            if not line.get("moved"):  # layers moved between ranks that go on
+                found |= {"total": line["total_iterations"], "begun_ns": at}
+                found["start"] = line.get("start_iteration")
+        elif "loaded_s" in line:
+            found["loaded_s"] = line["loaded_s"]
+        elif "iteration" in line:
             if "first_ns" in found:
-                self._steps_ms.append(told.get("step_ms") or 0.0)
+                self._steps_ms.append(line.get("step_ms") or 0.0)
             found.setdefault("first_ns", at)
-            found["iteration"] = told["iteration"]
-        elif "slow_rank" in told:
-            self._slow.append(SlowRank(**{name: told[name] for name in _SLOW}))
-        elif "saved" in told:
-            found |= {"saved_ns": at, "saving_s": told["seconds"]}
-        elif "copies" in told:
-            found["copies"] = told["copies"]
-        elif "ended" in told:
-            found["ended"] = told["ended"]
+            found["iteration"] = line["iteration"]
+        elif "slow_rank" in line:
+            self._slow.append(SlowRank(**{name: line[name] for name in _SLOW}))
+        elif "saved" in line:
+            found |= {"saved_ns": at, "saving_s": line["seconds"]}
+        elif "copies" in line:
+            found["copies"] = line["copies"]
+        elif "ended" in line:
+            found["ended"] = line["ended"]
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent, AgentSpec
 from megatron.adaptive.cluster.job import (
     Incarnation,
@@ -52,8 +53,7 @@ from megatron.adaptive.cluster.ranks import (
     earliest,
     rank_orders,
 )
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
-from megatron.adaptive.cluster.snapshot_placement import Copies
+from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
@@ -83,7 +83,7 @@ class Manager:
         spec: JobSpec,
         chooser: Chooser,
         own: Machine | None = None,
-        kept: Keeper | None = None,
+        kept: SnapshotKeeper | None = None,
     ) -> None:
         self._spec = spec
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
@@ -96,7 +96,7 @@ class Manager:
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = Copies(spec.copies, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
         self._copies_told = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
@@ -546,7 +546,7 @@ class Participant:
         self._name = name
         self._slots = slots
         # Copies outlive the manager that they were made under.
-        self._keeper = Keeper("127.0.0.1" if is_local else "")
+        self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
 

@@ -35,7 +35,7 @@ from megatron.adaptive.cluster.conf import LaunchConf
 from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import model_flags
-from megatron.adaptive.config.plan import further_flags
+from megatron.adaptive.config.plan import run_flags
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -87,22 +87,11 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
         ConfigError: the model is unknown.
     """
     flags = model_flags(conf["MODEL"], conf.folder)
-    for name, flag in (
-        ("TENSOR_MP_SIZE", "--tensor-model-parallel-size"),
-        ("PIPELINE_MP_SIZE", "--pipeline-model-parallel-size"),
-        ("MICRO_BATCH_SIZE", "--micro-batch-size"),
-        ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
-        ("SCHEDULE", "--pipeline-schedule"),
-        ("PARTITION", "--partition"),
-        ("STAGE_DP_SIZES", "--stage-data-parallel-sizes"),
-        ("TRAIN_ITERS", "--train-iters"),
-    ):
-        if conf[name] is not None:
-            flags += [flag, str(conf[name])]
+    flags += run_flags(conf.values)
+    if conf["TRAIN_ITERS"] is not None:
+        flags += ["--train-iters", str(conf["TRAIN_ITERS"])]
     flags += ["--lr", repr(conf["LR"]), "--log-interval", "1", "--eval-iters", "0"]
-    if conf["MODEL_CHUNKS"] > 1:
-        flags += ["--model-chunks", str(conf["MODEL_CHUNKS"])]
-    flags += further_flags(conf.values)
+    flags += ["--progress-dir", str(run_dir)]
     flags += _data_flags(conf)
     if conf["CHECKPOINT_DIR"]:
         folder = str(conf.path("CHECKPOINT_DIR"))

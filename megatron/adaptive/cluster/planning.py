@@ -29,17 +29,20 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
-from megatron.adaptive.planner.cluster_file import make_cluster
+from megatron.adaptive.planner.cluster import (
+    Cluster,
+    LinkSpeed,
+    NodePool,
+    NodeType,
+    known_gpu,
+    make_cluster,
+)
 from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.gpus import known_gpu
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.plan import Plan
-from megatron.adaptive.planner.plan_file import plan_document
-from megatron.adaptive.planner.presets import arguments_model
+from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.plan import Plan, PlanRow, plan_document
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.report import Row
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
@@ -163,7 +166,7 @@ def equal_nodes(told: Mapping[str, Any], where: str) -> Cluster:
         memory_bytes=memory if memory is not None else part.memory_bytes if part else 0.0,
         intra=_WITHIN,
     )
-    return Cluster(groups=(NodeGroup(type=node, count=1),), network=_BETWEEN)
+    return Cluster(groups=(NodePool(type=node, count=1),), network=_BETWEEN)
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
@@ -173,7 +176,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
         cluster: by the names of their types.
         counts: of each kind, in the order of the nodes.
     """
-    groups = tuple(NodeGroup(type=kind.node, count=count) for kind, count in counts.items())
+    groups = tuple(NodePool(type=kind.node, count=count) for kind, count in counts.items())
     return replace(cluster, groups=groups, links=_for_pairs(cluster.links, list(counts)))
 
 
@@ -497,7 +500,7 @@ class Planning:
         return ()
 
     def _layout(
-        self, row: Row, nodes: Sequence[str], cluster: Cluster, profile: Profile
+        self, row: PlanRow, nodes: Sequence[str], cluster: Cluster, profile: Profile
     ) -> ParallelLayout:
         """The shape of a plan.
 

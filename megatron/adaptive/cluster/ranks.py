@@ -4,7 +4,7 @@
                the trainer                       a script with a ``Pipeline``
 =============  ================================  ==========================================
 gets           flags after the user's own        one environment variable, ``config.environment``
-checkpoints    ``checkpoint.folder``             ``modules.checkpoint_folder``
+checkpoints    ``CheckpointFolder``              ``PipelineFolder``
 layout for     its arguments                     what its ranks measured, at the first start
 =============  ================================  ==========================================
 """
@@ -19,14 +19,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.folder import (
+    CheckpointFolder,
+    PipelineFolder,
+    read_pipeline_manifest,
+)
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_placement import CopySpec
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder, read_manifest
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
 __all__ = [
@@ -189,7 +192,7 @@ class ScriptProgram:
     def check(self) -> None:
         """See :class:`Program`."""
         if (latest := self.latest()) is not None:
-            read_manifest(self.folder.find(latest))
+            read_pipeline_manifest(self.folder.find(latest))
 
     def told(self, start: Start) -> tuple[list[str], dict[str, str]]:
         """See :class:`Program`; what must stay for the losses stays from the first shape on."""
@@ -289,7 +292,7 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
-    copies: CopySpec | None = None
+    copies: SnapshotSpec | None = None
     on_straggler: Policy = "ignore"
     is_pipeline: bool = False
 

@@ -1,78 +1,68 @@
-"""How the nodes of a run find each other on pods, before torchrun starts.
+"""Lets the nodes of a run on pods find each other before torchrun starts, through a ``TCPStore``.
 
 ::
 
-    first node   listen on MASTER_PORT, hear all workers, number the nodes, answer all, hang up
-    worker       connect, again and again until the deadline; say what it has; wait for the answer
+    first node   opens the store on MASTER_PORT; waits for hellos; numbers the nodes; sets answer
+    worker       connects, again and again until the deadline; sets hello/N; counts beat/N up
 
-One line of JSON each way. The port is then torchrun's own. A worker that goes away while others are
-still missing is forgotten, so that it can come again.
+    arrivals     how many workers ever came; N is a worker's own number among them
+    answer       what all workers get, or the error that they all end with
+    taken/N      worker N has read it; when all have, the store closes and torchrun has its port
+
+Values are JSON. A worker whose beat stands still while others are missing is forgotten, so that it
+can come again. Torch is imported as the nodes meet: about 1.5 s of processor time, which a worker
+that waits for its master spends before the master is there.
 """
 
 from __future__ import annotations
 
 import json
-import selectors
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from megatron.adaptive.cluster.conf import LaunchConf
+from megatron.adaptive.cluster.host import own_address
+from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
-__all__ = ["Hello", "Joined", "gather_nodes", "join_master", "number_nodes"]
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
-_FORMAT = "megatron-adaptive meeting 1"
-_TELL_S = 10.0
+__all__ = ["Hello", "gather_nodes", "join_master", "number_nodes", "open_store"]
+
+_REPORT_S = 10.0
 _RETRY_S = 0.5
+_POLL_S = 0.2
 _CONNECT_S = 5.0
-_LONGEST = 1 << 20
+_SILENT_S = 5.0
+"""A worker whose beat stands still for so long has gone away."""
 
 Say = Callable[[str], None]
+Places = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a node says of itself.
+    """Describes a node to the others.
 
     Attributes:
         host: its name.
         gpus: GPUs that it has.
-        processes: how many processes it was told to start, ``None`` to leave it to the master.
-        node_rank: which number it was told to take, ``None`` for any.
+        processes: number of processes requested for it, ``None`` to leave it to the master.
+        node_rank: requested number, ``None`` for any.
+        address: its address on the way to the master; empty for the master itself.
     """
 
     host: str
     gpus: int
     processes: int | None = None
     node_rank: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """The answer to a worker.
-
-    Attributes:
-        told: what the master sends all workers.
-        node_rank: of this node.
-        master_addr: the address that the master was reached by.
-        own_addr: this node's address on that way.
-    """
-
-    told: dict[str, Any]
-    node_rank: int
-    master_addr: str
-    own_addr: str
-
-
-@dataclass
-class _Guest:
-    link: socket.socket
-    heard: bytes = b""
-    hello: Hello | None = None
-    since_s: float = field(default_factory=time.monotonic)
+    address: str = ""
 
 
 def number_nodes(conf: LaunchConf, hellos: Sequence[Hello]) -> list[tuple[int, int]]:
@@ -136,149 +126,111 @@ def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -
     return next((rank for rank in free if planned and planned[rank] == count), free[0])
 
 
-class _Door:
-    """The first node's listening socket and those who came."""
+def open_store(port: int) -> TCPStore:
+    """Open the store of the first node.
 
-    def __init__(self, port: int) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._guests: dict[int, _Guest] = {}
-        try:
-            self._listener = socket.create_server(("", port), backlog=256)
-        except OSError as error:
-            raise SetupError(
-                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another program "
-                "listens there: set another MASTER_PORT"
-            ) from error
-        self._selector.register(self._listener, selectors.EVENT_READ)
-
-    @property
-    def guests(self) -> list[_Guest]:
-        """Those who said hello, in order of arrival."""
-        known = [guest for guest in self._guests.values() if guest.hello is not None]
-        return sorted(known, key=lambda guest: guest.since_s)
-
-    def look(self, seconds: float) -> None:
-        """Take in what arrives within ``seconds``."""
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                link, _ = self._listener.accept()
-                self._guests[link.fileno()] = _Guest(link)
-                self._selector.register(link, selectors.EVENT_READ)
-            else:
-                self._hear(self._guests[key.fd])
-
-    def _hear(self, guest: _Guest) -> None:
-        try:
-            part = guest.link.recv(65536)
-        except OSError:
-            part = b""
-        guest.heard += part
-        if not part or len(guest.heard) > _LONGEST:
-            self._forget(guest)
-        elif guest.heard.endswith(b"\n") and guest.hello is None:
-            guest.hello = _read_hello(guest.heard)
-            guest.since_s = time.monotonic()
-            if guest.hello is None:
-                self._forget(guest)
-
-    def _forget(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.link)
-        del self._guests[guest.link.fileno()]
-        guest.link.close()
-
-    def close(self) -> None:
-        """Close everything."""
-        for guest in list(self._guests.values()):
-            self._forget(guest)
-        self._selector.close()
-        self._listener.close()
-
-
-def _read_hello(line: bytes) -> Hello | None:
-    """Read a worker's line; ``None`` for what is none, such as a scan of ports."""
-    try:
-        told = json.loads(line)
-        return Hello(**told["hello"]) if told.get("format") == _FORMAT else None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+    Raises:
+        SetupError: the port is in use.
+    """
+    check_port(port)
+    return _connect("127.0.0.1", port, is_master=True)
 
 
 def gather_nodes(
     conf: LaunchConf,
     own: Hello,
+    store: TCPStore,
     *,
-    port: int,
     say: Say,
-    make_told: Callable[[list[tuple[int, int]]], dict[str, Any]],
+    make_answer: Callable[[Places], dict[str, Any]],
 ) -> tuple[int, dict[str, Any], str | None]:
     """Wait as the first node until all others have come, and answer them.
 
     Args:
         conf: the configuration, which says how many nodes there are.
         own: this node.
-        port: where to listen.
+        store: of :func:`open_store`.
         say: gets lines for the user.
-        make_told: makes what all workers are told of the places of all nodes.
+        make_answer: makes what all workers get from the places of all nodes.
 
     Returns:
-        This node's rank, what the workers were told, and the address they reached it by (``None``
+        This node's rank, what the workers got, and the address they reached it by (``None``
         without workers).
 
     Raises:
-        SetupError: the port is in use, or nodes are missing at the deadline.
+        SetupError: nodes are missing at the deadline, or went away at the last moment.
         ConfigError: the nodes do not fit the configuration.
     """
-    nodes = conf.nodes or 1
-    limit_s = conf["MEETING_TIMEOUT_S"]
-    begin_s = told_s = time.monotonic()
-    door = _Door(port)
+    wanted = (conf.nodes or 1) - 1
+    say(f"waiting for {wanted} more of {wanted + 1} nodes on port {store.port}")
+    guests = _wait_for_guests(store, wanted, limit_s=conf["MEETING_TIMEOUT_S"], say=say)
+    address = own_address(None, next(iter(guests.values())).address) if guests else None
     try:
-        say(f"waiting for {nodes - 1} more of {nodes} nodes on port {port}")
-        while len(door.guests) < nodes - 1:
-            door.look(0.2)
-            now_s = time.monotonic()
-            here = len(door.guests)
-            if now_s - begin_s > limit_s:
-                names = ", ".join(guest.hello.host for guest in door.guests if guest.hello)
-                raise SetupError(
-                    f"{here + 1} of {nodes} nodes were there after {limit_s:g} s (besides this one "
-                    f"{names or 'none'}): start bash run_worker.sh on the others with this node's "
-                    f"address, let port {port} through the firewall, or set NNODES={here + 1}"
-                )
-            if now_s - told_s > _TELL_S:
-                told_s = now_s
-                say(f"{here + 1} of {nodes} nodes are here; {limit_s - now_s + begin_s:.0f} s left")
-        guests = door.guests[: nodes - 1]
-        return _answer(conf, own, guests, make_told)
-    finally:
-        door.close()
-
-
-def _answer(
-    conf: LaunchConf,
-    own: Hello,
-    guests: list[_Guest],
-    make_told: Callable[[list[tuple[int, int]]], dict[str, Any]],
-) -> tuple[int, dict[str, Any], str | None]:
-    hellos = [own, *(guest.hello for guest in guests if guest.hello is not None)]
-    try:
-        places = number_nodes(conf, hellos)
-        told = make_told(places)
+        places = number_nodes(conf, [own, *guests.values()])
+        answer = make_answer(places)
     except AdaptiveError as error:
-        for guest in guests:
-            guest.link.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        _send_answer(store, guests, {"error": str(error)})
         raise
-    address = str(guests[0].link.getsockname()[0]) if guests else None
-    for guest, (rank, _) in zip(guests, places[1:], strict=True):
-        line = {"node_rank": rank, "master_addr": address, **told}
-        guest.link.sendall(json.dumps(line).encode() + b"\n")
-    return places[0][0], told, address
+    ranks = {number: rank for number, (rank, _) in zip(guests, places[1:], strict=True)}
+    if missing := _send_answer(store, guests, {**answer, "ranks": ranks, "master_addr": address}):
+        raise SetupError(
+            f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there, and"
+            " this node, again"
+        )
+    return places[0][0], answer, address
+
+
+def _wait_for_guests(store: TCPStore, wanted: int, *, limit_s: float, say: Say) -> dict[int, Hello]:
+    """Return the workers that are there, by their numbers, once there are enough."""
+    begin_s = said_s = time.monotonic()
+    hellos: dict[int, Hello] = {}
+    beats: dict[int, tuple[int, float]] = {}
+    while True:
+        now_s = time.monotonic()
+        for number in range(1, store.add("arrivals", 0) + 1):
+            if number not in hellos and store.check([f"hello/{number}"]):
+                hellos[number] = Hello(**json.loads(store.get(f"hello/{number}")))
+            count = store.add(f"beat/{number}", 0)
+            if beats.get(number, (-1, 0.0))[0] != count:
+                beats[number] = count, now_s
+        here = {
+            number: hello
+            for number, hello in sorted(hellos.items())
+            if now_s - beats[number][1] < _SILENT_S
+        }
+        if len(here) >= wanted:
+            return dict(list(here.items())[:wanted])
+        if now_s - begin_s > limit_s:
+            names = ", ".join(hello.host for hello in here.values())
+            raise SetupError(
+                f"{len(here) + 1} of {wanted + 1} nodes were there after {limit_s:g} s (besides"
+                f" this one {names or 'none'}): start bash run_worker.sh on the others with this"
+                f" node's address, let port {store.port} through the firewall, or set"
+                f" NNODES={len(here) + 1}"
+            )
+        if now_s - said_s > _REPORT_S:
+            said_s = now_s
+            left_s = limit_s - now_s + begin_s
+            say(f"{len(here) + 1} of {wanted + 1} nodes are here; {left_s:.0f} s left")
+        time.sleep(_POLL_S)
+
+
+def _send_answer(store: TCPStore, guests: dict[int, Hello], answer: dict[str, Any]) -> list[str]:
+    """Give the workers their answer; returns the hosts that did not take it in time."""
+    store.set("answer", json.dumps(answer))
+    keys = {f"taken/{number}": hello.host for number, hello in guests.items()}
+    end_s = time.monotonic() + _SILENT_S
+    while missing := [host for key, host in keys.items() if not store.check([key])]:
+        if time.monotonic() > end_s:
+            break
+        time.sleep(_POLL_S)
+    return missing
 
 
 def join_master(
     find_master: Callable[[], tuple[str, int] | None], hello: Hello, *, limit_s: float, say: Say
-) -> Joined:
-    """Reach the first node as a worker, which may not be up yet, and hear this node's part.
+) -> dict[str, Any]:
+    """Reach the first node as a worker, which may not be up yet, and wait for its answer.
 
     Args:
         find_master: returns address and port to try next, ``None`` if it does not know yet;
@@ -287,13 +239,17 @@ def join_master(
         limit_s: how long to try.
         say: gets lines for the user.
 
+    Returns:
+        What the master sends all workers, with ``node_rank`` of this node, ``master_addr`` by which
+        the master was reached, and ``own_addr``, this node's address on that way.
+
     Raises:
         SetupError: the master was not there, or the others were not, at the deadline.
         ConfigError: the master found that the nodes do not fit the configuration.
     """
     end_s = time.monotonic() + limit_s
-    told_s = 0.0
-    why = "nobody has told its address"
+    said_s = 0.0
+    why = "its address is not known"
     while (left_s := end_s - time.monotonic()) > 0:
         place = None
         try:
@@ -302,11 +258,12 @@ def join_master(
                 return _join(place, hello, end_s, say)
         except SetupError as error:
             why = str(error)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's own are of the second kind
             where = "" if place is None else f"{place[0]}:{place[1]}: "
-            why = f"{where}{error.strerror or error}"
-        if time.monotonic() - told_s > _TELL_S:
-            told_s = time.monotonic()
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            why = f"{where}{reason}"
+        if time.monotonic() - said_s > _REPORT_S:
+            said_s = time.monotonic()
             say(f"waiting for the master ({why}); {left_s:.0f} s left")
         time.sleep(_RETRY_S)
     raise SetupError(
@@ -315,20 +272,43 @@ def join_master(
     )
 
 
-def _join(place: tuple[str, int], hello: Hello, end_s: float, say: Say) -> Joined:
+def _join(place: tuple[str, int], hello: Hello, end_s: float, say: Say) -> dict[str, Any]:
+    # Says why the master is out of reach, which the store does not, and by which way it is reached.
     with socket.create_connection(place, timeout=_CONNECT_S) as link:
-        link.sendall(json.dumps({"format": _FORMAT, "hello": asdict(hello)}).encode() + b"\n")
-        say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
         own = str(link.getsockname()[0])
-        heard = b""
-        while not heard.endswith(b"\n"):
-            link.settimeout(max(0.1, end_s - time.monotonic()))
-            part = link.recv(65536)
-            if not part:
-                raise ConnectionResetError(0, "the master went away")
-            heard += part
-        told = json.loads(heard)
-        if "error" in told:
-            raise ConfigError(str(told["error"]))
-        address = str(told.get("master_addr") or place[0])
-        return Joined(told=told, node_rank=told["node_rank"], master_addr=address, own_addr=own)
+    store = _connect(*place)
+    number = store.add("arrivals", 1)
+    store.set(f"hello/{number}", json.dumps(asdict(replace(hello, address=own))))
+    say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
+    while not store.check(["answer"]):
+        store.add(f"beat/{number}", 1)
+        if time.monotonic() > end_s:
+            raise TimeoutError("other nodes did not come")
+        time.sleep(_POLL_S)
+    answer = json.loads(store.get("answer"))
+    store.set(f"taken/{number}", "")
+    if "error" in answer:
+        raise ConfigError(str(answer["error"]))
+    rank = answer["ranks"].get(str(number))
+    if rank is None:
+        raise ConnectionResetError(0, "it has all its nodes")
+    return {**answer, "node_rank": rank, "own_addr": own}
+
+
+def _connect(host: str, port: int, *, is_master: bool = False) -> TCPStore:
+    """Open the store, or connect to it.
+
+    Raises:
+        RuntimeError: nobody listens there, or it is no store.
+    """
+    # A connection that ends would print a stack of C++ as a warning.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
+    )

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -20,16 +19,15 @@ import numpy as np
 from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.cluster.slurm import slurm
 from megatron.adaptive.cluster.status import (
-    IterationLine,
     JobStatus,
     count_messages,
     differences,
-    effective_of,
+    effective_sizes,
     is_error,
     is_warning,
-    iteration_of,
     lines_of,
     node_names,
+    progress_of,
     read_record,
     read_status,
     samples_of,
@@ -37,6 +35,7 @@ from megatron.adaptive.cluster.status import (
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.progress import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import plotly_js
 from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
@@ -75,7 +74,12 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
             "--log-dir"
         )
     record = read_record(folder)
-    lines, starts, sizes, ranks = _read_output(folder, names)
+    progress = progress_of(folder, record, kept=None)
+    starts = [
+        line for line in progress.refresh() if "total_iterations" in line and not line.get("moved")
+    ]
+    lines = progress.records
+    sizes = effective_sizes(progress.start, lines[-1] if lines else {})
     traces, notes = traced(folder / "traces")
     processes = record.get("processes", [])
     drawn = _thinned(lines)
@@ -84,60 +88,39 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     messages, more = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
-        "facts": _facts(status, lines, starts, processes),
+        "facts": _facts(status, progress, starts, processes),
         "settings": _settings(status, sizes),
-        "curves": _curves(drawn, record.get("world_size")),
-        "starts": _resumed(lines, starts),
+        "curves": _curves(drawn),
+        "starts": [line["start_iteration"] + 1 for line in starts[1:]],
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
-        "nodes": _spans_of_nodes(processes, ranks),
+        "nodes": _spans_of_nodes(processes, _names_of_ranks(folder, names)),
         "traces": traces,
         "messages": messages,
         "notes": [*notes, *more],
     }
 
 
-def _read_output(
-    folder: Path, names: Sequence[str]
-) -> tuple[list[IterationLine], list[str], dict[str, str], dict[int, str]]:
-    """Return iterations in the order of time, starts, the sizes said last, and node ranks."""
-    lines: list[IterationLine] = []
-    starts: set[str] = set()
-    sizes: dict[str, str] = {}
-    ranks: dict[int, tuple[str, str]] = {}
+def _names_of_ranks(folder: Path, names: Sequence[str]) -> dict[int, str]:
+    """Return the node of each rank in the latest start that it had."""
+    found: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
-            if line.startswith(" ["):
-                found = iteration_of(line)
-                if found is not None:
-                    lines.append(found)
-            elif line.startswith("==="):
-                match = _NODE_START.match(line)
-                if match:
-                    if match[2] == "0":
-                        starts.add(match[1])
-                    ranks[int(match[2])] = max(ranks.get(int(match[2]), ("", "")), (match[1], name))
-            elif line.startswith("using world size"):
-                sizes = effective_of(line) or sizes
-    lines.sort(key=lambda line: line.unix_s)
-    return lines, sorted(starts), sizes, {rank: name for rank, (_, name) in ranks.items()}
+            if line.startswith("===") and (match := _NODE_START.match(line)):
+                rank = int(match[2])
+                found[rank] = max(found.get(rank, ("", "")), (match[1], name))
+    return {rank: name for rank, (_, name) in found.items()}
 
 
-def _thinned(lines: list[IterationLine]) -> list[IterationLine]:
+def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     step = -(-len(lines) // MAX_POINTS) if lines else 1
     return lines[::step]
 
 
-def _resumed(lines: Sequence[IterationLine], starts: Sequence[str]) -> list[int]:
-    """Return the first iteration of each start but the first."""
-    found = []
-    for start in starts[1:]:
-        unix_s = datetime.strptime(start, "%Y-%m-%d %H:%M:%S").timestamp()
-        found += [line.iteration for line in lines if line.unix_s >= unix_s][:1]
-    return found
-
-
 def _facts(
-    status: JobStatus, lines: list[IterationLine], starts: Sequence[str], processes: Sequence[int]
+    status: JobStatus,
+    progress: ProgressTail,
+    starts: Sequence[Mapping[str, Any]],
+    processes: Sequence[int],
 ) -> list[tuple[str, str]]:
     facts = [("state", status.state or "not known to Slurm")]
     facts += [(name, value) for name, value in _account(status.job).items() if name != "state"]
@@ -145,11 +128,14 @@ def _facts(
     if processes:
         facts.append(("processes of each node", " + ".join(map(str, processes))))
     if starts:
-        facts.append(("starts", f"{len(starts)}, the latest {starts[-1]}"))
-    if lines:
-        facts.append(("iterations", f"{lines[-1].iteration} of {lines[-1].iterations}"))
-        if lines[-1].loss is not None:
-            facts.append(("latest loss", f"{lines[-1].loss:.4f}"))
+        began = time.localtime(starts[-1]["unix_ns"] / 1e9)
+        latest = time.strftime("%Y-%m-%d %H:%M:%S", began)
+        facts.append(("starts", f"{len(starts)}, the latest {latest}"))
+    if progress.records:
+        line = progress.records[-1]
+        facts.append(("iterations", f"{line['iteration']} of {progress.total_iterations}"))
+        if line.get("loss") is not None:
+            facts.append(("latest loss", f"{line['loss']:.4f}"))
     if status.iteration_ms is not None:
         facts.append(("time of an iteration", f"{status.iteration_ms:.1f} ms (median of the last)"))
     if status.tokens_per_s is not None:
@@ -192,16 +178,12 @@ def _settings(status: JobStatus, sizes: Mapping[str, str]) -> list[dict[str, Any
     ]
 
 
-def _curves(lines: Sequence[IterationLine], world_size: int | None) -> dict[str, list[Any]]:
-    ranks = world_size or 1
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {
-        "iteration": [line.iteration for line in lines],
-        "loss": [line.loss for line in lines],
-        "ms": [line.ms for line in lines],
-        "tokens_per_s": [
-            None if line.tokens_per_s is None else round(line.tokens_per_s * ranks, 1)
-            for line in lines
-        ],
+        "iteration": [line["iteration"] for line in lines],
+        "loss": [line.get("loss") for line in lines],
+        "ms": [line.get("step_ms") for line in lines],
+        "tokens_per_s": [line.get("tokens_per_s") for line in lines],
     }
 
 

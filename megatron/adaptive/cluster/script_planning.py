@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.planning import NodeKind, cluster_of, profile_of
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeGroup, NodeType
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.running import Option, Running, choose_option, least_largest_of
@@ -110,7 +110,7 @@ class ScriptPlanning:
         for kind in kinds:
             order.append(starts[kind])
             starts[kind] += 1
-        groups = tuple(NodeGroup(type=one, count=1) for one in types.values())
+        groups = tuple(NodePool(type=one, count=1) for one in types.values())
         base = Cluster(groups=groups, network=_UNMEASURED, links=whole.links)
         split = None if module.split is None else module.profile(split=True)
         return Running(

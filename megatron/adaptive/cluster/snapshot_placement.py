@@ -1,8 +1,8 @@
-"""Which node keeps copies for which, and what is left of them after a loss.
+"""Places snapshots on nodes, and restores what is left of them after a loss.
 
 After ranks are lost the manager asks every node what it keeps, takes the newest step of which all
 parts are left on some node, and has the nodes write it into the folder of checkpoints, from where
-the job goes on as from any other. What is missing for that is told in words.
+the job goes on as from any other. What is missing for that is said in words.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.cluster import restore_snapshots as restore
+from megatron.adaptive.checkpoint import restore_snapshots
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
-from megatron.adaptive.cluster.snapshot_keeper import Keeper
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
 
-__all__ = ["Copies", "CopySpec", "Held", "Source", "buddies", "newest"]
+__all__ = [
+    "HeldSnapshot",
+    "JobSnapshots",
+    "SnapshotSource",
+    "SnapshotSpec",
+    "buddies",
+    "newest",
+    "read_inventories",
+]
 
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
@@ -33,8 +40,8 @@ Next = Callable[[float | None], Awaitable[Event | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopySpec:
-    """How copies are kept.
+class SnapshotSpec:
+    """Settings of snapshots.
 
     Attributes:
         every: steps from one to the next.
@@ -46,8 +53,8 @@ class CopySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """A rank's copies on a node.
+class HeldSnapshot:
+    """A rank's snapshots on a node.
 
     Attributes:
         node: that keeps them.
@@ -69,8 +76,8 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """A step that can be restored, or why none can.
+class SnapshotSource:
+    """Names a step that can be restored, or why none can.
 
     Attributes:
         step: the newest whole one, 0 for none.
@@ -82,7 +89,7 @@ class Source:
     step: int = 0
     seen: int = 0
     why: str = ""
-    parts: tuple[tuple[Held, tuple[int, ...]], ...] = ()
+    parts: tuple[tuple[HeldSnapshot, tuple[int, ...]], ...] = ()
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
@@ -99,9 +106,28 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     return found
 
 
+def read_inventories(
+    kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
+) -> tuple[list[HeldSnapshot], dict[tuple[str, int], Sequence[Mapping[str, Any]]]]:
+    """Return what :func:`newest` takes.
+
+    Args:
+        kept: names of nodes, and what their keepers gave as inventory.
+    """
+    held: list[HeldSnapshot] = []
+    needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
+    for node, stores in kept:
+        for one in stores:
+            values = {**one, "steps": tuple(one["steps"])}
+            if "needs" in values:
+                needs[one["run"], one["generation"]] = values.pop("needs")
+            held.append(HeldSnapshot(node=node, **values))
+    return held, needs
+
+
 def newest(
-    held: Sequence[Held], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
-) -> Source:
+    held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+) -> SnapshotSource:
     """Find the newest step that is whole.
 
     Args:
@@ -117,7 +143,7 @@ def newest(
             for one in held
             if (one.run, one.generation) == (run, generation) and step in one.steps
         ]
-        met: dict[Held, list[int]] = {}
+        met: dict[HeldSnapshot, list[int]] = {}
         missing: set[int] = set()
         for index, need in enumerate(needs.get((run, generation), ())):
             fitting = [
@@ -133,15 +159,15 @@ def newest(
                 missing |= set(need["ranks"])
         if not missing and any(one.has_common for one in met):
             parts = tuple((one, tuple(indices)) for one, indices in met.items())
-            return Source(step=step, seen=seen, parts=parts)
+            return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
             ranks = ", ".join(map(str, sorted(missing)))
             why = f"no copy is left of what rank {ranks} held"
-    return Source(seen=seen, why=why or "no node that is left keeps copies")
+    return SnapshotSource(seen=seen, why=why or "no node that is left keeps copies")
 
 
-class Copies:
-    """The copies of one job, as its manager sees them.
+class JobSnapshots:
+    """Places and restores the snapshots of one job, for its manager.
 
     Args:
         spec: how they are kept, ``None`` for not at all.
@@ -153,23 +179,23 @@ class Copies:
 
     def __init__(
         self,
-        spec: CopySpec | None,
+        spec: SnapshotSpec | None,
         members: Membership,
         folder: CheckpointFolder | PipelineFolder,
         secret: str,
-        kept: tuple[str, Keeper] | None = None,
+        kept: tuple[str, SnapshotKeeper] | None = None,
     ) -> None:
         self._spec = spec
         self._members = members
         self._folder = folder
         self._secret = secret
         self._kept = kept
-        self._last = Source()
+        self._last = SnapshotSource()
         self._restored = 0
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """What the agent of each node is told with the ranks that it starts.
+        """Return what the agent of each node gets with the ranks that it starts.
 
         Args:
             epoch: its number.
@@ -205,14 +231,14 @@ class Copies:
         return found
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Say where an epoch goes on from, and how many steps are done again.
+        """Return where an epoch goes on from, and how many steps are done again.
 
         Args:
             resumed: the iteration that it goes on from.
             before: what the ranks of the one before wrote at last, ``None`` for the first.
         """
         last, restored = self._last, self._restored
-        self._last, self._restored = Source(), 0
+        self._last, self._restored = SnapshotSource(), 0
         done = max(last.seen, 0 if before is None else before.iteration or 0)
         if restored and restored == resumed:
             source = "copies in memory"
@@ -254,7 +280,7 @@ class Copies:
         if why:
             self._folder.abandon(source.step)
             why = f"the copies of iteration {source.step} could not be written: {why}"
-            self._last = Source(seen=source.seen, why=why)
+            self._last = SnapshotSource(seen=source.seen, why=why)
             say(f"warning: {why}; going on from the checkpoint of {latest}")
             return
         self._restored = source.step
@@ -263,49 +289,41 @@ class Copies:
             f" {time.monotonic() - begun_s:.1f} s; the last checkpoint was of {latest}"
         )
 
-    async def _ask(self, following: Next) -> Source:
+    async def _ask(self, following: Next) -> SnapshotSource:
         """Ask all nodes what they keep."""
         nodes = [node for node in self._members.nodes.values() if node.status in _HERE]
         for node in nodes:
             assert node.link is not None
             node.link.send("inventory", within_s=_SETTLE_S)
         waiting = {node.name for node in nodes}
-        held: list[Held] = []
-        needs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-
-        def note(node: str, kept: Sequence[dict[str, Any]]) -> None:
-            for told in kept:
-                if "needs" in told:
-                    needs[told["run"], told["generation"]] = told.pop("needs")
-                held.append(Held(node=node, **{**told, "steps": tuple(told["steps"])}))
-
+        kept: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
         if self._kept is not None:
             own, keeper = self._kept
-            note(own, await asyncio.to_thread(keeper.inventory, _SETTLE_S))
+            kept.append((own, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
         until_s = time.monotonic() + _ANSWER_S
         while waiting and time.monotonic() < until_s:
             event = await following(until_s)
             if event is not None and event.kind == "inventory" and event.node in waiting:
-                note(event.node, event.told["held"])
+                kept.append((event.node, event.told["held"]))
                 waiting.discard(event.node)
             waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
-        return newest(held, needs)
+        return newest(*read_inventories(kept))
 
-    async def _write(self, source: Source, following: Next, until_s: float) -> str:
-        """Let the nodes write a step; says what went wrong."""
+    async def _write(self, source: SnapshotSource, following: Next, until_s: float) -> str:
+        """Let the nodes write a step; returns what went wrong."""
         by_node: dict[str, list[dict[str, Any]]] = {}
         common = next(one for one, _ in source.parts if one.has_common)
         for one, indices in source.parts:
             part = {**asdict(one), "needs": indices}
             by_node.setdefault(one.node, []).append(part)
-        told = {
+        common_order = {
             "checkpoints": str(self._folder.path),
             "is_pipeline": isinstance(self._folder, PipelineFolder),
             "step": source.step,
         }
         orders = {
             name: {
-                **told,
+                **common_order,
                 "what": "write",
                 "index": index,
                 "parts": parts,
@@ -316,13 +334,13 @@ class Copies:
         why = await self._run(orders, following, until_s)
         if why:
             return why
-        last = {**told, "what": "assemble", "count": len(orders)}
+        last = {**common_order, "what": "assemble", "count": len(orders)}
         return await self._run({common.node: last}, following, until_s)
 
     async def _run(
         self, orders: Mapping[str, Mapping[str, Any]], following: Next, until_s: float
     ) -> str:
-        """Run the program on nodes at once and wait for all; says what went wrong."""
+        """Run the program on nodes at once and wait for all; returns what went wrong."""
         self._written += 1
         keys = {}
         for name, order in orders.items():
@@ -332,7 +350,7 @@ class Copies:
             rank = {
                 "key": key,
                 "variables": {},
-                "script": str(Path(restore.__file__).resolve()),
+                "script": str(Path(restore_snapshots.__file__).resolve()),
                 "arguments": [json.dumps(order)],
                 "folder": str(Path.cwd()),
             }

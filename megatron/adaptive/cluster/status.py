@@ -13,103 +13,58 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.cluster.slurm import slurm
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 
 __all__ = [
-    "EFFECTIVE_NAMES",
-    "IterationLine",
     "JobStatus",
     "NodeStatus",
     "SlurmState",
     "count_messages",
     "differences",
-    "effective_of",
-    "head",
+    "effective_sizes",
     "is_error",
     "is_warning",
-    "iteration_of",
     "lines_of",
     "node_names",
+    "progress_of",
     "read_record",
     "read_status",
     "samples_of",
     "slurm_state",
-    "tail",
 ]
 
 TAIL_BYTES = 1 << 16
 
+_SHOWN = 3
+_MEDIAN_OF = 50
+_STALLED = 5
+_LEAST_STALL_S = 30.0
+_SILENT_S = 15.0
+"""A node writes a sample every 5 s: after three that did not come it is taken for lost."""
+_RUNNING = ("RUNNING", "COMPLETING", "")
+_GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
+_GOES_ON = (
+    *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED"),
+    *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
+)
+_LOST_STATES = ("down", "fail", "reboot", "power")
 _START = re.compile(r"=== .* node \d+ starts$|job \d+, start \d+: ")
-_ITERATION = re.compile(
-    r"^ \[([\d :-]{19})\] iteration +(\d+)/ *(\d+) .*?per iteration \(ms\): ([\d.]+)"
-)
-_LOSS = re.compile(r"\| [\w ]*loss: ([-+\d.eE]+|nan|inf) ")
-_TOKENS = re.compile(r"tokens/s/rank: ([\d.]+)")
-_BATCH = re.compile(r"global batch size: +(\d+)")
-_SIZES = re.compile(
-    r"using world size: (\d+), data-parallel-size: (\d+), tensor-model-parallel size: (\d+), "
-    r"pipeline-model-parallel size: (\d+)"
-)
-EFFECTIVE_NAMES = ("WORLD_SIZE", "DP_SIZE", "TENSOR_MP_SIZE", "PIPELINE_MP_SIZE")
+_SIZES = {
+    "WORLD_SIZE": "world_size",
+    "DP_SIZE": "data_parallel_size",
+    "TENSOR_MP_SIZE": "tensor_model_parallel_size",
+    "PIPELINE_MP_SIZE": "pipeline_model_parallel_size",
+}
 _ERROR = re.compile(r"^error: |^\w*(Error|Exception)\b|: error: |out of memory|Traceback")
 _WARNING = re.compile(r"warning", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class IterationLine:
-    """A line about an iteration.
-
-    Attributes:
-        unix_s: when it was written.
-        iteration: its number.
-        iterations: of the whole training.
-        ms: time of the iteration.
-        loss: the main loss, ``None`` where the line has none.
-        tokens_per_s: of one rank, ``None`` where the line does not say it.
-        batch: samples of the iteration over all ranks.
-    """
-
-    unix_s: float
-    iteration: int
-    iterations: int
-    ms: float
-    loss: float | None
-    tokens_per_s: float | None
-    batch: int | None
-
-
-def iteration_of(line: str) -> IterationLine | None:
-    """Read a line about an iteration; ``None`` for any other."""
-    match = _ITERATION.match(line)
-    if match is None:
-        return None
-    loss, tokens, batch = _LOSS.search(line), _TOKENS.search(line), _BATCH.search(line)
-    try:
-        return IterationLine(
-            unix_s=datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp(),
-            iteration=int(match[2]),
-            iterations=int(match[3]),
-            ms=float(match[4]),
-            loss=float(loss[1]) if loss else None,
-            tokens_per_s=float(tokens[1]) if tokens else None,
-            batch=int(batch[1]) if batch else None,
-        )
-    except ValueError:
-        return None  # cut off
-
-
-def effective_of(text: str) -> dict[str, str]:
-    """Return the sizes that rank 0 says at its start, by variable; empty if it does not."""
-    match = _SIZES.search(text)
-    return {} if match is None else dict(zip(EFFECTIVE_NAMES, match.groups(), strict=True))
 
 
 def differences(
@@ -171,15 +126,6 @@ def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
     return lines[starts[-1] + 1 :] if starts else lines
 
 
-def head(path: Path) -> str:
-    """Return the first 16 KiB of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(1 << 14).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def lines_of(path: Path) -> Iterator[str]:
     """Yield all lines of a file, none if it is missing."""
     try:
@@ -215,20 +161,6 @@ def count_messages(folder: Path, name: str) -> tuple[Counter[str], Counter[str]]
             elif is_warning(line):
                 warnings[line.strip()] += 1
     return errors, warnings
-
-
-_SHOWN = 3
-_STALLED = 5
-_LEAST_STALL_S = 30.0
-_SILENT_S = 15.0
-"""A node writes a sample every 5 s: after three that did not come it is taken for lost."""
-_RUNNING = ("RUNNING", "COMPLETING", "")
-_GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
-_GOES_ON = (
-    *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED"),
-    *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
-)
-_LOST_STATES = ("down", "fail", "reboot", "power")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,22 +263,29 @@ def read_status(job: str, logs: Path) -> JobStatus:
     known = slurm_state(job)
     _check_known(job, folder, known)
     record = read_record(folder)
+    progress = progress_of(folder, record)
+    progress.refresh()
+    # A start that trains not yet has only lines of the one before; clocks of nodes may differ.
+    since_ns = max(
+        progress.start.get("unix_ns", 0),
+        (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9,
+    )
+    lines = [line for line in progress.records if line["unix_ns"] >= since_ns]
+    ended = progress.ended_ns >= since_ns and bool(progress.ended)
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = tuple(_node(folder, name, *ends[name]) for name in names)
     nodes = tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
-    now = [ends[node.name] for node in nodes if not node.is_former]
-    lines = [line for out, _ in now for line in map(iteration_of, out) if line]
-    ended = any("training ends" in line for out, _ in now for line in out[-20:])
     lost = {} if ended else _lost(known, nodes)
     if (logs / f"{job}.batch").is_file():  # Slurm says there which node failed
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
-    ms = statistics.median(line.ms for line in lines[-50:]) if lines else None
-    since_s = max(0.0, time.time() - lines[-1].unix_s) if lines else None
+    latest = lines[-1] if lines else {}
+    ms = _median(lines, "step_ms")
+    since_s = max(0.0, time.time() - latest["unix_ns"] / 1e9) if lines else None
     limit_s = max(_LEAST_STALL_S, _STALLED * (ms or 0.0) / 1e3)
     requested = {**record.get("conf", {})}
     requested["WORLD_SIZE"] = str(record.get("world_size", requested.get("WORLD_SIZE", "")))
-    effective = _effective(folder, nodes, lines)
+    effective = effective_sizes(progress.start, latest)
     return JobStatus(
         job=job,
         state=known.state,
@@ -354,10 +293,10 @@ def read_status(job: str, logs: Path) -> JobStatus:
         folder=str(folder),
         nodes=nodes,
         lost=lost,
-        iteration=lines[-1].iteration if lines else None,
-        iterations=lines[-1].iterations if lines else None,
+        iteration=latest.get("iteration"),
+        iterations=progress.total_iterations if lines else None,
         iteration_ms=ms,
-        tokens_per_s=_tokens(lines, record.get("world_size")),
+        tokens_per_s=_median(lines, "tokens_per_s"),
         since_s=since_s,
         is_over=_is_over(known, nodes, ended or bool(lost)),
         is_stalled=since_s is not None
@@ -479,20 +418,36 @@ def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus
     )
 
 
-def _tokens(lines: list[IterationLine], world_size: int | None) -> float | None:
-    found = [line.tokens_per_s for line in lines[-50:] if line.tokens_per_s is not None]
-    return statistics.median(found) * world_size if found and world_size else None
+def progress_of(
+    folder: Path, record: Mapping[str, Any], kept: int | None = _MEDIAN_OF
+) -> ProgressTail:
+    """Return the reader of how far a job is.
+
+    Args:
+        folder: of its logs.
+        record: its ``run.json``; flags of the user's may name another folder.
+        kept: lines to keep, ``None`` for all.
+    """
+    path, flags = progress_file(folder), record.get("flags", [])
+    if not path.is_file() and "--progress-dir" in flags:
+        path = Path(flags[-flags[::-1].index("--progress-dir")]) / PROGRESS_NAME
+    return ProgressTail(path, kept)
 
 
-def _effective(
-    folder: Path, nodes: tuple[NodeStatus, ...], lines: list[IterationLine]
-) -> dict[str, str]:
-    """Return what the run says of its sizes: rank 0 at its start, the writer with each line."""
-    found: dict[str, str] = {}
-    for node in nodes:
-        found = found or effective_of(head(folder / f"{node.name}.out"))
-    if lines:
-        found["TRAIN_ITERS"] = str(lines[-1].iterations)
-        if lines[-1].batch is not None:
-            found["GLOBAL_BATCH_SIZE"] = str(lines[-1].batch)
-    return found
+def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found = [line[key] for line in lines[-_MEDIAN_OF:] if line.get(key) is not None]
+    return statistics.median(found) if found else None
+
+
+def effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sizes of a run as it writes them, by the variables of ``conf.sh``.
+
+    Args:
+        start: line of its latest start.
+        latest: line of its latest iteration; empty before there is one.
+    """
+    found = {name: start.get(key) for name, key in _SIZES.items()}
+    if latest:
+        found["TRAIN_ITERS"] = start.get("total_iterations")
+        found["GLOBAL_BATCH_SIZE"] = latest.get("global_batch_size")
+    return {name: str(value) for name, value in found.items() if value is not None}

@@ -12,10 +12,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megatron.adaptive.config import check
 from megatron.adaptive.config.check_training import check_output_folders
+from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.expand import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.flags import FieldSpec, fields_of
@@ -176,17 +177,10 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
     return kept
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaints are :class:`ConfigError`."""
-
-    def error(self, message: str) -> NoReturn:
-        text = " ".join(message.split()).removeprefix("argument ")
-        raise ConfigError(f"{text} (see --help)" if "expected" in text else text)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The parser; values of absent flags are absent from its result."""
-    parser = _Parser(
+    parser = CommandParser(
+        complain=_complaint,
         usage="%(prog)s FLAG ...",
         description=_DESCRIPTION,
         allow_abbrev=False,
@@ -198,6 +192,11 @@ def make_parser() -> argparse.ArgumentParser:
         for spec in _flagged(kind):
             group.add_argument(*spec.names, **_options_of(spec))
     return parser
+
+
+def _complaint(message: str) -> str:
+    text = " ".join(message.split()).removeprefix("argument ")
+    return f"{text} (see --help)" if "expected" in text else text
 
 
 def _flagged(kind: type) -> list[FieldSpec]:
@@ -226,7 +225,7 @@ def _metavar(spec: FieldSpec) -> str:
 
 
 def _takes_any_number(spec: FieldSpec) -> bool:
-    """Whether one or more words follow the flag."""
+    """Returns whether one or more words follow the flag."""
     return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
 
 

@@ -175,7 +175,7 @@ def _check_kernels(model: ModelConfig, installed: Installed) -> None:
 
 
 def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
-    """Whether normalization layers come from Transformer Engine or apex instead of torch."""
+    """Returns whether normalization is Transformer Engine's or apex's instead of torch's."""
     if model.transformer_impl == "transformer_engine":
         return True
     return installed.apex and model.normalization == "LayerNorm"
@@ -531,7 +531,7 @@ def check_sizes(widths: Sequence[int], world_size: int, pipeline: int, of_each: 
     given = f"--stage-data-parallel-sizes {format_partition(widths)}"
     if len(widths) != pipeline:
         raise ConfigError(
-            f"{given} tells the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
+            f"{given} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
             f"{pipeline}: give one number for each stage"
         )
     if sum(widths) * of_each != world_size:

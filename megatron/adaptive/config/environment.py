@@ -42,15 +42,15 @@ class Environment:
         omp_num_threads: threads of CPU kernels, ``None`` if not limited.
         cuda_device_max_connections: hardware queues of a GPU, ``None`` if not set.
         is_launched: a launcher set the rank; otherwise this is rank 0 of 1.
-        socket_interface: network interface that gloo is told to use (``GLOO_SOCKET_IFNAME``),
+        socket_interface: network interface that gloo shall use (``GLOO_SOCKET_IFNAME``),
             ``None`` if not set.
         has_agent_store: the launcher serves the store that ranks meet in
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
-        copies: how copies of the state are to be kept in memory, as ``run`` tells its ranks
+        copies: how copies of the state are to be kept in memory, as ``run`` orders its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
         node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
-        job: what ``run`` tells a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``), see
-            :class:`~megatron.adaptive.config.environment.JobOrder`; ``None`` without it.
+        job: order of ``run`` to a script that trains a ``Pipeline``
+            (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
     """
 
     rank: int = 0
@@ -185,7 +185,7 @@ EXIT_MEASURED = 79
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """Where a rank saves and tells how far it is, and its shape.
+    """Holds where a rank saves and reports its progress, and its layout.
 
     Attributes:
         checkpoints: folder of checkpoints, to go on from as well.
@@ -222,13 +222,13 @@ class JobOrder:
             ConfigError: it was not written by this program.
         """
         try:
-            told = json.loads(text)
+            values = json.loads(text)
         except ValueError:
-            told = None
+            values = None
         names = {one.name for one in fields(cls)}
-        if not isinstance(told, dict) or set(told) != names:
+        if not isinstance(values, dict) or set(values) != names:
             raise ConfigError(
                 f"environment variable {JOB_VARIABLE} is {text[:60]!r}: it is set by python -m"
                 " megatron.adaptive run alone; unset it"
             )
-        return cls(**{**told, "partition": tuple(told["partition"])})
+        return cls(**{**values, "partition": tuple(values["partition"])})

@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a command line flag.
+"""Makes command line flags of dataclass fields.
 
 Owns the metadata of a flag, the reading of types from annotations and the conversion of text to
 values. Deliberately knows no particular flag and no rule between two flags.
@@ -25,7 +25,7 @@ _FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What the command line knows about one field.
+    """Describes one field to the command line.
 
     Attributes:
         help: one sentence for ``--help`` and the README.
@@ -57,7 +57,7 @@ class Flag:
 
 
 def flag(help_text: str, *, default: Any = MISSING, **options: Any) -> Any:
-    """Declare a field that is a command line flag.
+    """Declares a field that is a command line flag.
 
     Args:
         help_text: one sentence for ``--help`` and the README.
@@ -72,7 +72,7 @@ def flag(help_text: str, *, default: Any = MISSING, **options: Any) -> Any:
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Set a field of a frozen dataclass; only for ``__post_init__``, before anybody sees it."""
+    """Sets a field of a frozen dataclass; only for ``__post_init__``, before anybody sees it."""
     object.__setattr__(config, name, value)
 
 

@@ -1,4 +1,4 @@
-"""How the model and the batch are spread over processes, and the transports between its ranks."""
+"""Spread of model and batch over processes, and the transports between ranks."""
 
 from __future__ import annotations
 

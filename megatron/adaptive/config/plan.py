@@ -14,7 +14,15 @@ from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["PLAN_FORMAT", "load_plan", "plan_flags", "plan_variables", "read_plan", "world_size_of"]
+__all__ = [
+    "PLAN_FORMAT",
+    "load_plan",
+    "plan_flags",
+    "plan_variables",
+    "read_plan",
+    "run_flags",
+    "world_size_of",
+]
 
 PLAN_FORMAT = 1
 _DEGREES = {
@@ -34,6 +42,20 @@ _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+_FLAGS = {
+    "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
+    "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size",
+    "MICRO_BATCH_SIZE": "--micro-batch-size",
+    "GLOBAL_BATCH_SIZE": "--global-batch-size",
+    "SCHEDULE": "--pipeline-schedule",
+    "PARTITION": "--partition",
+    "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
+}
+_SWITCH_FLAGS = {
+    "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
+    "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
+    "SEQUENCE_PARALLEL": "--sequence-parallel",
 }
 _SETTING = "PLAN="
 _STAGE_KEYS = ("tensor", "nodes", "micro_batch_size")
@@ -71,43 +93,28 @@ def read_plan(path: Path) -> dict[str, str]:
 
 
 def plan_flags(told: Any, where: str) -> list[str]:
-    """Check a plan and turn it into flags of the trainer.
+    """Checks a plan and turns it into flags of the trainer.
 
     Raises:
         ConfigError: it breaks the schema.
     """
-    values = plan_variables(told, where, "--plan ")
-    flags: list[str] = []
-    for name, flag in (
-        ("TENSOR_MP_SIZE", "--tensor-model-parallel-size"),
-        ("PIPELINE_MP_SIZE", "--pipeline-model-parallel-size"),
-        ("MICRO_BATCH_SIZE", "--micro-batch-size"),
-        ("GLOBAL_BATCH_SIZE", "--global-batch-size"),
-        ("SCHEDULE", "--pipeline-schedule"),
-        ("PARTITION", "--partition"),
-        ("STAGE_DP_SIZES", "--stage-data-parallel-sizes"),
-    ):
-        if name in values:
-            flags += [flag, values[name]]
-    if values.get("MODEL_CHUNKS", "1") != "1":
-        flags += ["--model-chunks", values["MODEL_CHUNKS"]]
-    return flags + further_flags(values)
+    return run_flags(plan_variables(told, where, "--plan "))
 
 
-def further_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return the trainer's flags for recompute, optimizer, overlap, sequence and precision.
+def run_flags(values: Mapping[str, Any]) -> list[str]:
+    """Returns the trainer's flags for variables of ``conf.sh`` that a plan may set.
 
     Args:
-        values: variables of ``conf.sh``, as texts or as read; absent ones and ``None`` say nothing.
+        values: variables by name, as texts or as read; absent ones and ``None`` say nothing.
     """
-    flags = _RECOMPUTE_FLAGS[values.get("RECOMPUTE") or "none"].split()
-    for name, flag in (
-        ("DISTRIBUTED_OPTIMIZER", "--use-distributed-optimizer"),
-        ("OVERLAP_GRAD_REDUCE", "--overlap-grad-reduce"),
-        ("SEQUENCE_PARALLEL", "--sequence-parallel"),
-    ):
-        if values.get(name) in (True, "true"):
-            flags.append(flag)
+    flags: list[str] = []
+    for name, flag in _FLAGS.items():
+        if values.get(name) is not None:
+            flags += [flag, str(values[name])]
+    if str(values.get("MODEL_CHUNKS", 1)) != "1":
+        flags += ["--model-chunks", str(values["MODEL_CHUNKS"])]
+    flags += _RECOMPUTE_FLAGS[values.get("RECOMPUTE") or "none"].split()
+    flags += [flag for name, flag in _SWITCH_FLAGS.items() if values.get(name) in (True, "true")]
     if values.get("PRECISION") in ("fp16", "bf16"):
         flags.append(f"--{values['PRECISION']}")
     return flags

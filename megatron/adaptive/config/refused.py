@@ -1,8 +1,8 @@
 """Flags of Megatron-LM that this trainer does not take, each family with its reason.
 
-A flag that is refused by name tells the user why at once; an unknown one only meets its nearest
-match. Prefixes cover families that grow from version to version. A flag that the trainer takes
-must not appear here (a test holds this).
+A flag that is refused by name is answered with the reason at once; an unknown one only meets its
+nearest match. Prefixes cover families that grow from version to version. A flag that the trainer
+takes must not appear here (a test holds this).
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def reason_for(name: str) -> str | None:
-    """Why a flag of Megatron-LM is refused, ``None`` if it is not known to be one.
+    """Returns why a flag of Megatron-LM is refused, ``None`` if it is not known to be one.
 
     Args:
         name: the flag with its dashes.

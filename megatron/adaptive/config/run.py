@@ -167,7 +167,7 @@ class CheckpointConfig:
 
     @property
     def saves_behind(self) -> bool:
-        """Whether checkpoints are written while training goes on."""
+        """True if checkpoints are written while training goes on."""
         return self.async_save or self.save_local is not None
 
 

@@ -51,7 +51,7 @@ _IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Return how stages lie where ``--pipeline-placement`` does not say it.
+    """Returns the order of stages over ranks where ``--pipeline-placement`` does not say it.
 
     Args:
         schedule: the value of ``--pipeline-schedule``.
@@ -64,7 +64,7 @@ _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """Read layers per stage from ``0-11-8-8``.
+    """Reads layers per stage from ``0-11-8-8``.
 
     Raises:
         ValueError: the text is not whole numbers joined by ``-``.
@@ -77,19 +77,19 @@ def parse_partition(text: str) -> tuple[int, ...]:
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Read ranks per stage from ``2-1-1``.
+    """Reads ranks per stage from ``2-1-1``.
 
     Raises:
         ValueError: the text is not whole numbers from 1 on joined by ``-``.
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
-        raise ValueError(f"{text!r} does not tell the ranks of each stage, write it as in 2-1-1")
+        raise ValueError(f"{text!r} does not give the ranks of each stage, write it as in 2-1-1")
     return widths
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Write layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
+    """Writes layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
@@ -220,11 +220,11 @@ class ScheduleConfig:
 
     @property
     def is_rule(self) -> bool:
-        """Whether the order is chosen at run time."""
+        """True if the order is chosen at run time."""
         return self.pipeline_schedule in RULES
 
     def traces(self, iterations_done: int) -> bool:
-        """Whether the next iteration is traced.
+        """Returns whether the next iteration is traced.
 
         Args:
             iterations_done: iterations that this process has finished, 0 at its first one, also

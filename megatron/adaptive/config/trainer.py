@@ -62,7 +62,7 @@ class TrainerConfig:
 
     @property
     def placement_kind(self) -> PlacementKind:
-        """How stages lie over the pipeline ranks."""
+        """Order of the stages over the pipeline ranks."""
         given = self.schedule.pipeline_placement
         if given is None:
             return default_placement(self.schedule.pipeline_schedule, self.parallel.num_chunks)
@@ -70,12 +70,12 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Where ``progress.jsonl`` goes, ``None`` for nowhere."""
+        """Folder of ``progress.jsonl``, ``None`` for none."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are work of their own.
+        """True if weight gradients are work of their own.
 
         With one pipeline rank there is nothing to wait for and so nothing to gain.
         """
@@ -104,7 +104,7 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
-        """Read back what :meth:`to_dict` wrote.
+        """Reads back what :meth:`to_dict` wrote.
 
         Only names and types are checked, not the rules between settings. A setting that the
         writer did not know takes its default, as do the settings of a whole group.

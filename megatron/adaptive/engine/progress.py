@@ -3,7 +3,7 @@
 One rank appends a line of JSON per iteration, two a second at most, and of every iteration that the
 log reports::
 
-    {"total_iterations": 200, "start_iteration": 0, "unix_ns": ...}              at each start
+    {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
     {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 __all__ = [
     "COMPLETE",
-    "PROGRESS_NAME",
     "ProgressFile",
     "is_over",
     "mark_over",
@@ -41,7 +41,6 @@ __all__ = [
 COMPLETE = "all iterations are done"
 """Reason of a training's end that did all that it was to do."""
 
-PROGRESS_NAME = "progress.jsonl"
 PERIOD_S = 0.5
 _OVER = "over"
 
@@ -104,9 +103,17 @@ class ProgressFile:
         except OSError as error:
             self._warn(error)
 
-    def begins(self, start_iteration: int, total_iterations: int) -> None:
-        """Report how many iterations were done before, and how many the whole training has."""
-        self._write({"total_iterations": total_iterations, "start_iteration": start_iteration})
+    def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
+        """Write how many iterations were done before, and how many the whole training has.
+
+        Args:
+            start_iteration: iterations done before.
+            total_iterations: of the whole training.
+            more: parallel sizes; ``moved`` where ranks that train already write here from now on.
+        """
+        self._write(
+            {"total_iterations": total_iterations, "start_iteration": start_iteration, **more}
+        )
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
         """Report an iteration, unless another was reported just now.

@@ -21,14 +21,16 @@ from megatron.adaptive.modules.cutting import (
     slice_tape,
     unused_parameters,
 )
-from megatron.adaptive.modules.measure import check_replay, segment_seconds
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape
+from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
 
 __all__ = ["Assembly", "Cut", "assemble", "check_weights"]
+
+_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,10 @@ def _measure(
             check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
         if needs:
             first = shape.microbatch(sample, 0, forward.device)
-            return segment_seconds(forward, forwards.training, first)
+            found = measure_segments(
+                forward, forwards.training, first, forward.device, split=False, repeats=_REPEATS
+            )
+            return [one.seconds for one in found]
     except AdaptiveError as error:
         return error
     return None

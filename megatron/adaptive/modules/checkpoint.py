@@ -2,40 +2,47 @@
 
 Nothing in a checkpoint knows of stages, ranks or replicas: any other pipeline of the same model
 goes on from it. Replicas hold the same; the first of them writes, each rank what its stages have.
-Running means of other replicas are not kept.
+Running means of other replicas are not kept. Snapshots in memory hold the same as checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
-from megatron.adaptive.modules.checkpoint_folder import (
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.folder import (
     PipelineFolder,
-    read_manifest,
+    make_pipeline_manifest,
+    read_pipeline_manifest,
 )
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, HostCopy, SaveRequest
+from megatron.adaptive.checkpoint.snapshots import Part, Piece
+from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.saving import STATE, Saver, all_see, first_line, on_first
 from megatron.adaptive.modules.update import LossScale, Update
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "PipelineState"]
 
+_STATE = "state.pt"  # of the user's objects
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
+_REMEDY = "Free space there or name another folder"
 
 
 class Checkpointer:
-    """Takes a rank's state apart, and loads; every rank has one, all of them call it together.
+    """Saves and loads a rank's state; every rank has one, all of them call it together.
 
     Args:
         mesh: the job.
@@ -56,12 +63,68 @@ class Checkpointer:
     ) -> None:
         self._mesh = mesh
         self._update = update
-        self.saver = Saver(mesh, self.apart)
+        self._ranks = RankGroup(mesh.rank, mesh.control_group)
+        self._host = HostCopy()
+        self.saver = CheckpointSaver(mesh, mesh.timeout)
         passing = set(_not_saved(model))
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
 
+    def request(
+        self,
+        folder: str | Path,
+        head: Mapping[str, Any],
+        *,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        progress_dir: str | None = None,
+    ) -> SaveRequest:
+        """Return a request for :attr:`saver`.
+
+        Args:
+            folder: of checkpoints.
+            head: of :meth:`head`.
+            keep: complete ones that stay, all where ``None``.
+            state: the user's objects, by name.
+            progress_dir: folder of the run's progress file.
+
+        Raises:
+            ConfigError: ``keep`` is no number.
+        """
+        return SaveRequest(
+            folder=PipelineFolder(folder),
+            step=int(head["step"]),
+            take=lambda is_copied: self._take(head, state or {}, is_copied=is_copied),
+            keep=keep,
+            progress_dir=progress_dir,
+            remedy=_REMEDY,
+        )
+
+    def use_local_disks(
+        self, base: str | Path, folder: str | Path, keep: int | None, progress_dir: str | None
+    ) -> LocalDisk:
+        """Write checkpoints to the nodes' own disks first; finish what was on its way from there.
+
+        Args:
+            base: the folder on each of them.
+            folder: of checkpoints, in shared storage; only those for it go to the disks first.
+            keep: complete ones that stay in either, all in shared storage where ``None``.
+            progress_dir: folder of the run's progress file.
+        """
+        settings = LocalSettings(
+            base=Path(base),
+            option=f"local_folder {base}",
+            patience="timeout_s of Pipeline",
+            keep=keep,
+            timeout_s=self._mesh.timeout.total_seconds(),
+            progress_dir=progress_dir,
+        )
+        shared = PipelineFolder(folder)
+        local = self.saver.local = LocalDisk(self._mesh, shared, settings)
+        local.finish_former(lambda: shared.latest() or 0)
+        return local
+
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return this rank's tensors by their names in a checkpoint, and what it tells of them.
+        """Return this rank's tensors by their names in a checkpoint, and what describes them.
 
         The tensors are those of now: they change with the next update.
         """
@@ -74,12 +137,12 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor of :meth:`apart` may change in a forward."""
+        """Return whether a tensor of :meth:`apart` may change in a forward."""
         own = name.removeprefix(_MODEL)
         return own != name and own not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what all ranks would say of a checkpoint of now; see ``make_manifest``.
+        """Return what is the same on all ranks; see ``make_pipeline_manifest``.
 
         Raises:
             ConfigError: ``extra`` cannot be written.
@@ -108,11 +171,17 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
         self.saver.finish()
-        path: Path = on_first(self._mesh, lambda: PipelineFolder(folder).find(step), f"{folder}")
-        all_see(self._mesh, path)
-        manifest: dict[str, Any] = on_first(self._mesh, lambda: read_manifest(path), f"{path}")
+        ranks, local = self._ranks, self.saver.local
+        path = ranks.on_first(lambda: PipelineFolder(folder).find(step), name_rank=False)
+        ranks.together(lambda: self._require_seen(path))
+        manifest = ranks.on_first(lambda: read_pipeline_manifest(path), name_rank=False)
+        save_id, files = str(manifest.get("save_id", "")), manifest["files"]
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        with self.saver.reading(path, manifest) as near:
+        with (
+            contextlib.nullcontext(path)
+            if local is None
+            else local.reading(path, int(manifest["step"]), save_id, files)
+        ) as near:
             states = self._read(path, near, manifest if has_optimizer else None)
             content = _read_state(path, near, manifest, state) if state else {}
         if has_optimizer:
@@ -122,6 +191,34 @@ class Checkpointer:
         for name, one in (state or {}).items():
             one.load_state_dict(content[name])
         return manifest
+
+    def _take(
+        self, head: Mapping[str, Any], state: Mapping[str, Any], *, is_copied: bool
+    ) -> _TakenPipeline:
+        """Take the state of now apart; copied, it may change before it is written."""
+        content: list[bytes] = []
+        if state:
+            self._ranks.first(lambda: content.append(_state_bytes(state, check=True)))
+        tensors, about = self.apart()
+        if self._mesh.dp_rank:
+            tensors = {}
+        if is_copied:
+            copies = self._host.take(list(tensors.values()))
+            tensors = dict(zip(tensors, copies, strict=True))
+        return _TakenPipeline(
+            head=head,
+            state=content[0] if content else None,
+            tensors=tensors,
+            about=about,
+            require_seen=self._require_seen,
+        )
+
+    def _require_seen(self, path: Path) -> None:
+        if not path.is_dir():
+            host = self._mesh.places[self._mesh.rank]["host"]
+            raise CheckpointError(
+                f"{path}: {host} does not see it: give a folder that all nodes share"
+            )
 
     def _read(
         self, path: Path, near: Path, manifest: Mapping[str, Any] | None
@@ -134,31 +231,30 @@ class Checkpointer:
             manifest: of it, where the optimizer's state is wanted.
         """
         reader = FileSystemReader(near)
-        wanted: dict[str, torch.Tensor] = {}
-        states: dict[str, dict[str, Any]] = {}
-        problem: AdaptiveError | None = None
-        try:
-            known = {
-                name: one
-                for name, one in reader.read_metadata().state_dict_metadata.items()
-                if hasattr(one, "size")
-            }
-            wanted = self._wanted(path, known)
-            if manifest is not None:
+
+        def prepare() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+            try:
+                every = reader.read_metadata().state_dict_metadata
+                known = {name: one for name, one in every.items() if hasattr(one, "size")}
+                wanted = self._wanted(path, known)
+                if manifest is None:
+                    return wanted, {}
                 self._check_optimizer(path, manifest)
-                states = self._empty_states(known, manifest)
-        except AdaptiveError as error:
-            problem = error
-        except Exception as error:  # a broken file may raise anything
-            problem = CheckpointError(f"{path}: cannot be read: {first_line(error)}")
-        self._raise_any(problem)
-        wanted.update(
-            (f"{_OPTIMIZER}{name}.{key}", one)
+                return wanted, self._empty_states(known, manifest)
+            except AdaptiveError:
+                raise
+            except Exception as error:  # a broken file may raise anything
+                raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from error
+
+        wanted, states = self._ranks.together(prepare, name_ranks=False)
+        wanted |= {
+            f"{_OPTIMIZER}{name}.{key}": one
             for name, parts in states.items()
             for key, one in parts.items()
             if isinstance(one, torch.Tensor)
-        )
-        try:
+        }
+
+        def read() -> None:
             with torch.no_grad():
                 dcp.load(
                     wanted,
@@ -166,17 +262,12 @@ class Checkpointer:
                     planner=DefaultLoadPlanner(),
                     process_group=self._mesh.control_group,
                 )
-        except (CheckpointException, Exception) as error:
-            raise CheckpointError(f"{path}: loading failed: {first_line(error)}") from error
-        return states
 
-    def _raise_any(self, problem: AdaptiveError | None) -> None:
-        """Raise on all ranks what one of them found."""
-        found = [one for one in self._mesh.gather(problem) if one is not None]
-        if problem is not None:
-            raise problem
-        if found:
-            raise found[0]
+        try:
+            self._ranks.together(read)
+        except (CheckpointError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: loading failed: {error}") from error
+        return states
 
     def _kind(self) -> str | None:
         optimizer = self._update.optimizer
@@ -217,9 +308,9 @@ class Checkpointer:
     def _wanted(self, path: Path, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by their names in the checkpoint, to be filled in place."""
         for name, one in self._held.items():
-            told = known.get(_MODEL + name)
-            if told is None or tuple(told.size) != tuple(one.shape):
-                has = "lacks it" if told is None else f"has it with shape {list(told.size)}"
+            saved = known.get(_MODEL + name)
+            if saved is None or tuple(saved.size) != tuple(one.shape):
+                has = "lacks it" if saved is None else f"has it with shape {list(saved.size)}"
                 raise CheckpointError(
                     f"{path}: the model has {name} with shape {list(one.shape)}, the checkpoint "
                     f"{has}: load it into the model that was saved"
@@ -254,16 +345,16 @@ class Checkpointer:
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
         }
-        for full, told in known.items():
+        for full, saved in known.items():
             if not full.startswith(_OPTIMIZER):
                 continue
             name, key = full[len(_OPTIMIZER) :].rsplit(".", 1)
             if name in states:
                 parameter = self._update.parameters[name]
-                alike = tuple(told.size) == tuple(parameter.shape) and parameter.dim()
+                alike = tuple(saved.size) == tuple(parameter.shape) and parameter.dim()
                 states[name][key] = torch.empty(
-                    told.size,
-                    dtype=told.properties.dtype,
+                    saved.size,
+                    dtype=saved.properties.dtype,
                     device=parameter.device if alike else "cpu",
                 )
         return states
@@ -274,31 +365,144 @@ class Checkpointer:
         optimizer = self._update.optimizer
         if optimizer is None:
             return
-        told = optimizer.state_dict()
-        told["state"] = {}
-        for (group, names), saved in zip(self._groups(), told["param_groups"], strict=True):
+        whole = optimizer.state_dict()
+        whole["state"] = {}
+        for (group, names), saved in zip(self._groups(), whole["param_groups"], strict=True):
             for name, number in zip(names, saved["params"], strict=True):
                 if states[name]:
-                    told["state"][number] = dict(states[name])
+                    whole["state"][number] = dict(states[name])
             for key, one in (options.get(names[0], {}) if names else {}).items():
                 saved[key] = _like(one, group.get(key))
-        optimizer.load_state_dict(told)
+        optimizer.load_state_dict(whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TakenPipeline:
+    """Writes a pipeline's state of one rank; see ``TakenState``."""
+
+    head: Mapping[str, Any]
+    state: bytes | None
+    tensors: Mapping[str, torch.Tensor]
+    about: Mapping[str, Any]
+    require_seen: Callable[[Path], None]
+
+    def write(self, folder: Path, ranks: RankGroup) -> None:
+        ranks.together(lambda: self.require_seen(folder))
+        ranks.together(
+            lambda: dcp.save(
+                dict(self.tensors),
+                storage_writer=FileSystemWriter(folder),
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=ranks.group,
+            )
+        )
+
+    def write_once(self, folder: Path) -> None:
+        if self.state is not None:
+            (folder / _STATE).write_bytes(self.state)
+
+    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
+        return make_pipeline_manifest({**self.head, "save_id": save_id}, ranks.gather(self.about))
+
+
+class PipelineState:
+    """Takes one rank's state apart for snapshots in memory; see ``SnapshotState``.
+
+    Args:
+        checkpointer: takes it apart.
+        head: returns what is the same on all ranks, see :meth:`Checkpointer.head`.
+        state: the user's objects that are saved as well, by name.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        head: Callable[[], Mapping[str, Any]],
+        state: Mapping[str, Any],
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._head = head
+        self._state = state
+        self._about: Mapping[str, Any] = {}
+        self._layout: list[Any] = []
+        self._is_checked = False
+
+    def pieces(self) -> Mapping[Part, Piece]:
+        """Return the tensors; buffers are copied at once, for a forward may change them."""
+        tensors, self._about = self._checkpointer.apart()
+        self._layout = _layout(tensors)
+        found = {}
+        for name, one in tensors.items():
+            size = list(one.shape)
+            tensor = one.clone() if self._checkpointer.is_buffer(name) else one
+            found[name, (0,) * one.dim()] = Piece(tensor=tensor, size=size, whole=size)
+        return found
+
+    def extra(self) -> bytes:
+        """Return what describes the tensors, and the user's objects; see ``SnapshotState``."""
+        line = json.dumps({**self._head(), **self._about}).encode() + b"\n"
+        if not self._state:
+            return line
+        content = _state_bytes(self._state, check=not self._is_checked)
+        self._is_checked = True
+        return line + content
+
+    def head(self) -> Mapping[str, Any]:
+        """Return that all ranks have what is in common; see ``SnapshotState``."""
+        return {"has_common": True, "common": _STATE}
+
+    def is_changed(self) -> bool:
+        """Return whether tensors came: optimizers make their state with the first update."""
+        return _layout(self._checkpointer.apart()[0]) != self._layout
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    return [(name, one.shape, one.dtype) for name, one in tensors.items()]
+
+
+def _state_bytes(state: Mapping[str, Any], *, check: bool) -> bytes:
+    """Return a file of what the user's objects hold.
+
+    Args:
+        state: the objects by name.
+        check: whether it can be read again, as plain values and tensors alone can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    buffer = io.BytesIO()
+    torch.save({name: one.state_dict() for name, one in state.items()}, buffer)
+    if check:
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}):"
+                " give objects whose state_dict() has plain values and tensors alone"
+            ) from error
+    return buffer.getvalue()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].split('. ')[0] if text else ''}"[:300]
 
 
 def _read_state(
     path: Path, near: Path, manifest: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    if STATE in manifest["files"]:
-        told = torch.load(near / STATE, weights_only=True, map_location="cpu")
-    missing = [name for name in names if name not in told]
+    states: dict[str, Any] = {}
+    if _STATE in manifest["files"]:
+        states = torch.load(near / _STATE, weights_only=True, map_location="cpu")
+    missing = [name for name in names if name not in states]
     if missing:
-        has = ", ".join(told) or "none"
+        has = ", ".join(states) or "none"
         raise CheckpointError(
             f"{path}: it has no state of {missing[0]!r} (it has: {has}): give the names that it was"
             " saved with"
         )
-    return told
+    return states
 
 
 def _not_saved(model: torch.nn.Module) -> Iterator[str]:

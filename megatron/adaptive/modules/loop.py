@@ -8,7 +8,7 @@
 
 It owns the signals and the progress file while the pipeline is open. When to stop, how
 checkpoints appear and what is reported of them is as with the trainer: ``engine.stop``,
-``checkpoint.step_folders``, ``engine.progress``.
+``checkpoint.folder``, ``engine.progress``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.snapshots import CopySettings, NoCopies, StateCopies
+from megatron.adaptive.checkpoint.folder import PipelineFolder
+from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
 from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import (
     COMPLETE,
     ProgressFile,
-    require_current,
     saved_line,
 )
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
-from megatron.adaptive.modules.checkpoint_folder import PipelineFolder
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.sizes import JobEnded
 
@@ -135,7 +134,7 @@ class Loop:
         if self._loaded_s is not None:
             self._progress.report({"loaded_s": self._loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
-        self._copies = self._make_copies()
+        self._snapshots = self._make_snapshots()
         self._diagnosis = self._make_diagnosis()
 
     def __iter__(self) -> Loop:
@@ -199,11 +198,11 @@ class Loop:
 
     def before_update(self) -> None:
         """Wait until the state may change."""
-        self._copies.before_update()
+        self._snapshots.before_update()
 
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
-        self._copies.close()
+        self._snapshots.close()
         self._end_diagnosis()
         if self._saves_behind:
             self._pipeline._checkpointer.saver.close()
@@ -218,23 +217,23 @@ class Loop:
             dist.barrier(group=group)  # nobody waits in it any more
             dist.destroy_process_group(group)
 
-    def _make_copies(self) -> NoCopies:
-        """Returns what copies the state, if the node's agent keeps copies."""
-        given = self._mesh.environment.copies
-        if given is None:
-            return NoCopies()
+    def _make_snapshots(self) -> NoSnapshots:
+        """Return what takes snapshots of the state, if the node's agent keeps them."""
+        settings = self._mesh.environment.copies
+        if settings is None:
+            return NoSnapshots()
         # It imports much that most runs do without.
-        from megatron.adaptive.modules.snapshots import PipelineState
+        from megatron.adaptive.modules.checkpoint import PipelineState
 
         state = PipelineState(
             self._pipeline._checkpointer,
             lambda: self._pipeline._head(self._extra()),
             self._settings.state,
         )
-        return StateCopies(
+        return Snapshots(
             state,
             self._mesh,
-            CopySettings.read(given),
+            SnapshotSettings.read(settings),
             lambda text: self._progress.report({"copies": text}),
             self._say,
         )
@@ -272,7 +271,7 @@ class Loop:
             return None
         local = None
         if settings.local_folder is not None:
-            local = self._pipeline._checkpointer.saver.use_local_disks(
+            local = self._pipeline._checkpointer.use_local_disks(
                 settings.local_folder, self._folder, settings.keep, self._progress_folder
             )
         newest = PipelineFolder(self._folder).latest() if self._is_first else None
@@ -300,7 +299,7 @@ class Loop:
                 " each turn"
             )
         done = pipeline.steps
-        self._copies.settle(done)
+        self._snapshots.settle(done)
         values = {
             "loss": pipeline.loss,
             "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
@@ -310,7 +309,7 @@ class Loop:
         self._progress.iteration(done, values, is_logged=False)
         if self._diagnosis is not None:
             self._diagnosis.after_iteration(done)
-        self._copies.take(done)
+        self._snapshots.take(done)
         if self._saves_behind:
             self._report_completed()
         interval = settings.save_interval
@@ -321,7 +320,7 @@ class Loop:
         """End the steps: save if that is left to do, and report why. Collective."""
         self._is_over = True
         self._stop.finish()
-        self._copies.close()
+        self._snapshots.close()
         self._end_diagnosis()
         if self._saves_behind:
             try:
@@ -343,7 +342,7 @@ class Loop:
             extra=self._extra(),
             keep=settings.keep,
             state=settings.state,
-            check=lambda: require_current(self._progress_folder),
+            progress_dir=self._progress_folder,
             is_behind=is_behind,
         )
         self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s

@@ -399,11 +399,10 @@ class Pipeline:
         is_behind: bool = False,
         **options: Any,
     ) -> Path | None:
-        from megatron.adaptive.modules.saving import Wish
-
         saver = self._checkpointer.saver
-        save: Callable[[Wish], Path | None] = saver.save_behind if is_behind else saver.save
-        return save(Wish(folder=folder, head=self._head(extra), **options))
+        request = self._checkpointer.request(folder, self._head(extra), **options)
+        path: Path | None = (saver.save_behind if is_behind else saver.save)(request)
+        return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns what a checkpoint of now says besides what it holds."""

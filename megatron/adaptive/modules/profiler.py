@@ -1,7 +1,7 @@
-"""Profiles of models with cut points: pieces, links and all-reduces, for the planner.
+"""Profiles models with cut points: pieces, links and all-reduces, for the planner.
 
-Owns what is measured when and by whom; how pieces are measured is in ``segments``, links and
-all-reduces in ``profiling.links``.
+Owns what is measured when and by whom, and what the planner makes of it; how pieces are measured
+is in ``segments``, links and all-reduces in ``profiling.links``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,13 +26,8 @@ _accelerator.quiet_libraries()
 from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
-from megatron.adaptive.modules.cutting import (  # noqa: E402
-    check_groups,
-    check_shared,
-)
-from megatron.adaptive.modules.measure import tensors_of  # noqa: E402
+from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
-from megatron.adaptive.modules.module_profile import ModuleProfile, Part  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
     PRECISIONS,
     Forward,
@@ -43,65 +40,26 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     SegmentSample,
     measure_segments,
     optimizer_seconds,
+    tensors_of,
     tied_parameters,
 )
+from megatron.adaptive.planner import profile_file  # noqa: E402
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType  # noqa: E402
+from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, module_model  # noqa: E402
+from megatron.adaptive.planner.model import Model  # noqa: E402
+from megatron.adaptive.planner.profile import Profile  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
-from megatron.adaptive.profiling.memory import KEPT_FREE, available_host_bytes, free_memory_bytes  # noqa: E402
-from megatron.adaptive.profiling.nodes import (  # noqa: E402
-    gpu_name,
-    node_facts,
-    workers,
+from megatron.adaptive.profiling.memory import (  # noqa: E402
+    KEPT_FREE,
+    available_host_bytes,
+    free_memory_bytes,
 )
+from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
+from megatron.adaptive.profiling.timing import spread  # noqa: E402
 
-__all__ = ["ProfileRequest", "Profiler", "measure_profile"]
+__all__ = ["DeviceSamples", "ModuleProfile", "ProfileRequest", "Profiler", "measure_profile"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
-    """What is measured; the same on all processes.
-
-    Attributes:
-        forward: the model, wholly there.
-        sample: a batch; microbatches larger than it repeat its samples.
-        groups: names of shared weights.
-        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
-        sizes: samples of microbatches; empty to double them from 1 on.
-        most: samples of the largest, where they double.
-        split: measure backwards in halves as well.
-        optimizer: makes the optimizer of which a step is timed; AdamW where ``None``.
-        repeats: runs that count.
-        time_limit_s: no larger microbatch is begun later.
-        memory_limit_bytes: of a process; what is free where ``None``.
-        links: measure links and all-reduces.
-        name: of the model.
-    """
-
-    forward: Forward
-    sample: Mapping[str, torch.Tensor]
-    groups: Sequence[Sequence[str]] = ()
-    slicing: str = "auto"
-    sizes: tuple[int, ...] = ()
-    most: int = 1
-    split: bool = True
-    optimizer: MakeOptimizer | None = None
-    repeats: int = 3
-    time_limit_s: float = 60.0
-    memory_limit_bytes: float | None = None
-    links: bool = True
-    name: str = "model"
-
-    def __post_init__(self) -> None:
-        for size in self.sizes:
-            if type(size) is not int or size < 1:
-                raise ConfigError(
-                    f"micro_batch_sizes {list(self.sizes)}: give whole numbers of samples from 1 on"
-                )
-        if type(self.repeats) is not int or self.repeats < 1:
-            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
-        for name in ("time_limit_s", "memory_limit_bytes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} {value!r}: give a number above 0")
+_UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 class Profiler:
@@ -185,7 +143,7 @@ class Profiler:
         )
 
     def run(self) -> ModuleProfile:
-        """Measure. Collective over all processes of the job; returns the same on all of them.
+        """Measures. Collective over all processes of the job; returns the same on all of them.
 
         One process of each kind of device measures the pieces while the others wait.
 
@@ -200,22 +158,257 @@ class Profiler:
             job.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """Names what is measured; the same on all processes.
+
+    Attributes:
+        forward: the model, wholly there.
+        sample: a batch; microbatches larger than it repeat its samples.
+        groups: names of shared weights.
+        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
+        sizes: samples of microbatches; empty to double them from 1 on.
+        most: samples of the largest, where they double.
+        split: measure backwards in halves as well.
+        optimizer: makes the optimizer of which a step is timed; AdamW where ``None``.
+        repeats: runs that count.
+        time_limit_s: no larger microbatch is begun later.
+        memory_limit_bytes: of a process; what is free where ``None``.
+        links: measure links and all-reduces.
+        name: of the model.
+    """
+
+    forward: Forward
+    sample: Mapping[str, torch.Tensor]
+    groups: Sequence[Sequence[str]] = ()
+    slicing: str = "auto"
+    sizes: tuple[int, ...] = ()
+    most: int = 1
+    split: bool = True
+    optimizer: MakeOptimizer | None = None
+    repeats: int = 3
+    time_limit_s: float = 60.0
+    memory_limit_bytes: float | None = None
+    links: bool = True
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if type(size) is not int or size < 1:
+                raise ConfigError(
+                    f"micro_batch_sizes {list(self.sizes)}: give whole numbers of samples from 1 on"
+                )
+        if type(self.repeats) is not int or self.repeats < 1:
+            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
+        for name in ("time_limit_s", "memory_limit_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} {value!r}: give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSamples:
+    """Holds what was measured on one kind of device.
+
+    Attributes:
+        gpu: its name.
+        cut_points: names of the cut points, in order.
+        samples: of every piece and size of microbatch.
+        tied_parameters: numbers that several pieces share.
+        tied_segments: the first and the last of these pieces.
+        element_bytes: of most parameters.
+        optimizer_s: of a step of the optimizer, for each parameter.
+        is_random: whether the model draws random numbers.
+    """
+
+    gpu: str
+    cut_points: tuple[str, ...]
+    samples: tuple[SegmentSample, ...]
+    tied_parameters: int
+    tied_segments: tuple[int, ...]
+    element_bytes: int
+    optimizer_s: float
+    is_random: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleProfile:
+    """Holds a measured model with cut points.
+
+    Attributes:
+        name: of the model.
+        parts: by kind of device; the first is rank 0's.
+        nodes: of each rank, see ``_about``.
+        names: node type of each rank.
+        links, reductions: rows of a profile file; empty where they were not measured.
+        seconds: that measuring took.
+    """
+
+    name: str
+    parts: tuple[DeviceSamples, ...]
+    nodes: tuple[Mapping[str, Any], ...]
+    names: tuple[str, ...]
+    links: tuple[Mapping[str, Any], ...]
+    reductions: tuple[Mapping[str, Any], ...]
+    seconds: float
+
+    @property
+    def cut_points(self) -> tuple[str, ...]:
+        """Names of the cut points, in the order of the forward."""
+        return self.parts[0].cut_points
+
+    @property
+    def samples(self) -> tuple[SegmentSample, ...]:
+        """Pieces as rank 0's device runs them."""
+        return self.parts[0].samples
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes that were measured on all kinds of devices, ascending."""
+        sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
+        return tuple(sorted(set.intersection(*sizes)))
+
+    @property
+    def summary(self) -> str:
+        """Summarizes the profile in one line."""
+        sizes = ", ".join(map(str, self.micro_batch_sizes))
+        return (
+            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of {sizes} "
+            f"sample{'' if sizes == '1' else 's'} measured in {self.seconds:.1f} s"
+        )
+
+    def weights(self, micro_batch: int) -> tuple[float, ...]:
+        """Returns seconds of forward and backward of each piece on rank 0's device."""
+        return tuple(one.seconds for one in self.samples if one.micro_batch == micro_batch)
+
+    def document(self, *, split: bool = True) -> dict[str, Any]:
+        """Returns what a profile file holds; see ``docs/planner.md``.
+
+        Args:
+            split: give backwards by inputs and by weights apart, where both were measured.
+        """
+        return profile_file.document(
+            self._model(),
+            [_layer_row(part.gpu, one, split) for part in self.parts for one in part.samples],
+            made=profile_file.timestamp(),
+            nodes={
+                name: dict(node["facts"]) for name, node in zip(self.names, self.nodes, strict=True)
+            },
+            links=[dict(row) for row in self.links],
+            all_reduce=[dict(row) for row in self.reductions],
+            optimizer_s_per_parameter={part.gpu: part.optimizer_s for part in self.parts},
+            action_sigma=max(
+                spread(row for one in part.samples for row in one.durations_s)
+                for part in self.parts
+            ),
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Writes a profile file for ``python -m megatron.adaptive plan``.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        profile_file.write(self.document(), Path(path))
+
+    def _model(self) -> dict[str, Any]:
+        part = self.parts[0]
+        largest = max(one.micro_batch for one in part.samples)
+        pieces = [
+            {
+                "kind": profile_file.cut_kind(one.segment),
+                "parameters": one.parameters,
+                "output_elements": one.output_bytes / largest / MESSAGE_ELEMENT_BYTES,
+                "activation_bytes": one.kept_bytes / largest,
+                "workspace_bytes": one.workspace_bytes / largest,
+            }
+            for one in part.samples
+            if one.micro_batch == largest
+        ]
+        model: dict[str, Any] = {"name": self.name, "precision": "fp32", "layers": pieces}
+        if part.tied_segments:
+            model["tied_parameters"] = part.tied_parameters
+            model["tied_layers"] = list(part.tied_segments)
+        return model
+
+    @cached_property
+    def model(self) -> Model:
+        """Describes the pieces: parameters, gradients and Adam in their own type."""
+        return module_model(self._model(), self.name, self.parts[0].element_bytes)
+
+    def times(self, *, split: bool) -> Profile:
+        """Returns the durations as the planner sees them.
+
+        Args:
+            split: of backwards in two halves.
+        """
+        return profile_file.make_profile(self.document(split=split))
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Describes the job's nodes; memory is what a process may use."""
+        profile = self.times(split=False)
+        groups: dict[str, list[Mapping[str, Any]]] = {}
+        for name, node in zip(self.names, self.nodes, strict=True):
+            groups.setdefault(name, []).append(node)
+        made = [
+            NodePool(
+                type=NodeType(
+                    name=name,
+                    gpu=nodes[0]["facts"]["gpu"],
+                    gpus=nodes[0]["processes"],
+                    memory_bytes=min(one["limit"] for one in nodes),
+                    intra=profile.intra_links.get(name, _UNMEASURED),
+                ),
+                count=len({one["machine"] for one in nodes}),
+            )
+            for name, nodes in groups.items()
+        ]
+        return Cluster(groups=tuple(made), network=_UNMEASURED, links=profile.links)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Numbers of the cluster's nodes in the order of the ranks."""
+        types: Sequence[str] = list(dict.fromkeys(self.names))
+        machines = dict.fromkeys(
+            (types.index(name), str(node["machine"]))
+            for name, node in zip(self.names, self.nodes, strict=True)
+        )
+        ordered = sorted(machines, key=lambda one: one[0])  # stable: as ranks meet them
+        return tuple(ordered.index(one) for one in machines)
+
+
+def _layer_row(gpu: str, one: SegmentSample, split: bool) -> dict[str, Any]:
+    both = one.split_s if split and one.split_s is not None else (one.backward_s, 0.0)
+    return {
+        "kind": profile_file.cut_kind(one.segment),
+        "gpu": gpu,
+        "tp": 1,
+        "micro_batch": one.micro_batch,
+        "forward_s": one.forward_s,
+        "backward_input_s": both[0],
+        "backward_weight_s": both[1],
+        "kept_bytes": one.kept_bytes,
+        "parameters": one.parameters,
+    }
+
+
 def measure_profile(job: Job, request: ProfileRequest) -> ModuleProfile:
-    """Measure. Collective over all ranks; see :meth:`Profiler.run`."""
+    """Measures. Collective over all ranks; see :meth:`Profiler.run`."""
     begin_s = time.monotonic()
     nodes = job.gather(_about(job, request))
     kinds = [one["facts"]["gpu"] for one in nodes]
     mine: Any = None
     if kinds.index(kinds[job.rank]) == job.rank:
         mine = _part(job, request, nodes[job.rank]["limit"])
-    told = job.gather(mine)
-    for one in (mine, *told):
+    gathered = job.gather(mine)
+    for one in (mine, *gathered):
         if isinstance(one, AdaptiveError):
             raise one  # its own with where it came from, before what others sent
-    parts = [one for one in told if one is not None]
+    parts = [one for one in gathered if one is not None]
     names = _node_names(nodes)
-    links: list[Any] = []
-    reductions: list[Any] = []
+    links: list[dict[str, Any]] = []
+    reductions: list[dict[str, Any]] = []
     if request.links and dist.get_world_size() > 1:
         rows = [row for part in parts for row in part.samples]
         links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
@@ -236,7 +429,7 @@ def measure_profile(job: Job, request: ProfileRequest) -> ModuleProfile:
 
 
 def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
-    """Return what this process knows of itself and its node."""
+    """Returns what this process knows of itself and its node."""
     machine = job.places[job.rank]["machine"]
     processes = sum(place["machine"] == machine for place in job.places)
     limit = request.memory_limit_bytes
@@ -247,14 +440,13 @@ def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
     return {
         "machine": machine,
         "processes": processes,
-        "facts": {**node_facts(job.accelerator, job.environment), "processes": processes},
-        "workers": workers(job.accelerator, processes),
+        "facts": node_facts(job.accelerator, processes),
         "limit": limit,
     }
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name the type of each rank's node: nodes of one GPU with unequal numbers of it differ."""
+    """Names the type of each rank's node: nodes of one GPU with unequal numbers of it differ."""
     kinds = dict.fromkeys((one["facts"]["gpu"], one["processes"]) for one in nodes)
     gpus = [gpu for gpu, _ in kinds]
     return [
@@ -265,14 +457,14 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of replicas that may lie on one node."""
+    """Returns numbers of replicas that may lie on one node."""
     counts = {one["processes"] for one in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]
 
 
-def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> Part | AdaptiveError:
-    """On one rank of a kind of device: measure the pieces; errors go to all ranks."""
+def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> DeviceSamples | AdaptiveError:
+    """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
     device = job.accelerator.device
     samples: list[SegmentSample] = []
     tapes: list[Tape] = []
@@ -288,7 +480,7 @@ def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> Part | Adapt
                 " smaller"
             )
         tied = tied_parameters(tapes[0], tensors)
-        return Part(
+        return DeviceSamples(
             gpu=gpu_name(job.accelerator),
             cut_points=tuple(tapes[0].cuts),
             samples=tuple(samples),
@@ -313,7 +505,7 @@ def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> Part | Adapt
 def _by_size(
     request: ProfileRequest, device: torch.device, limit_bytes: float
 ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-    """Yield the tape and the pieces of one size of microbatch after the other."""
+    """Yields the tape and the pieces of one size of microbatch after the other."""
     forward, begin_s = request.forward, time.monotonic()
     host = forward.device.type == "cpu"
     needed = recorded = 0.0  # bytes for each sample
@@ -349,7 +541,7 @@ def _doubling(most: int) -> Iterator[int]:
 
 
 def _element_bytes(model: torch.nn.Module) -> int:
-    """Bytes of most of the model's numbers."""
+    """Returns bytes of most of the model's numbers."""
     sizes: dict[int, int] = {}
     for one in model.parameters():
         sizes[one.element_size()] = sizes.get(one.element_size(), 0) + one.numel()

@@ -7,36 +7,46 @@ One piece after the other is put on the device, so that the whole model need not
        F, B whole             F, B whole                   gradients are made up: their sizes count
        F, B by inputs, W      F, B by inputs, W            where backwards are split
 
-What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all.
+What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all;
+``profiling.timing`` runs and times it. Also holds the recorded forward against the model itself.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape
-from megatron.adaptive.modules.measure import now, tensors_of
 from megatron.adaptive.modules.program import MessageLayout, ProgramStages, RandomKey, StageProgram
-from megatron.adaptive.modules.recording import Forward, Tape, undisturbed
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape, undisturbed
+from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
-__all__ = ["SegmentSample", "measure_segments", "optimizer_seconds", "tied_parameters"]
+__all__ = [
+    "SegmentSample",
+    "check_replay",
+    "measure_segments",
+    "optimizer_seconds",
+    "tensors_of",
+    "tied_parameters",
+]
 
-_WARM_UP = 1
 _MOST_NUMBERS = 1 << 24  # of parameters that an optimizer step is measured with
-_OPTIMIZER_STEPS = 5
+_OPTIMIZER_STEPS = 4
+# Of two runs of the same operations, which may add up in another order.
+_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 3e-2
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSample:
-    """One piece with one size of microbatch; seconds are medians.
+    """Holds what one piece takes with one size of microbatch; seconds are medians.
 
     Attributes:
         segment: its number in the order of the forward.
@@ -47,7 +57,7 @@ class SegmentSample:
             not split.
         output_bytes: of the message behind it.
         kept_bytes: kept from forward to backward, beside parameters.
-        workspace_bytes: held beyond that while it runs; 0 where the device does not tell.
+        workspace_bytes: held beyond that while it runs; 0 on a device without such a count.
         parameters: numbers that it trains or only holds.
         durations_s: all that were taken, a row for forwards, one for backwards.
     """
@@ -63,6 +73,11 @@ class SegmentSample:
     parameters: int
     durations_s: tuple[tuple[float, ...], ...]
 
+    @property
+    def seconds(self) -> float:
+        """Forward and whole backward."""
+        return self.forward_s + self.backward_s
+
 
 def measure_segments(
     forward: Forward,
@@ -73,7 +88,7 @@ def measure_segments(
     split: bool,
     repeats: int,
 ) -> list[SegmentSample]:
-    """Measure all pieces with one microbatch; gradients of the model stay as they are.
+    """Measures all pieces with one microbatch; gradients of the model stay as they are.
 
     Args:
         forward: the model, wholly there, on any device.
@@ -81,7 +96,7 @@ def measure_segments(
         batch: the microbatch.
         device: where pieces run.
         split: measure backwards in two halves as well.
-        repeats: runs that count, after one that does not.
+        repeats: runs that count, after those that warm up.
 
     Raises:
         torch.OutOfMemoryError: a piece does not fit.
@@ -98,12 +113,17 @@ def measure_segments(
             program = StageProgram(
                 tape, plan, held, device, is_last=plan is plans[-1], autocast=forward.autocast
             )
-            bench = _Bench(program, inputs, held, device, repeats)
-            rows, message_out, kept, workspace = bench.run(message, split=False)
+            before = _memory(device)
+            rows, output, kept = _time(
+                program, inputs, held, message, device, split=False, repeats=repeats
+            )
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             halves = None
             if split:
-                _, inputs_s, weights_s = map(statistics.median, bench.run(message, split=True)[0])
-                halves = (inputs_s, weights_s)
+                both, _, _ = _time(
+                    program, inputs, held, message, device, split=True, repeats=repeats
+                )
+                halves = (statistics.median(both[1]), statistics.median(both[2]))
             parameters = [one for one in held.values() if isinstance(one, torch.nn.Parameter)]
             samples.append(
                 SegmentSample(
@@ -114,19 +134,19 @@ def measure_segments(
                     split_s=halves,
                     output_bytes=program.next_forward.nbytes if plan.sent else 0,
                     kept_bytes=kept,
-                    workspace_bytes=workspace,
+                    workspace_bytes=max(0, peak - before - kept),
                     parameters=sum(one.numel() for one in parameters),
                     durations_s=(tuple(rows[0]), tuple(rows[1])),
                 )
             )
-            message = message_out
+            message = output
     return samples
 
 
 def _held(
     tape: Tape, plan: StagePlan, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Give a piece its parameters, which share memory where they are there, and copied buffers."""
+    """Gives a piece its parameters, sharing memory where they are there, and copied buffers."""
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
         if tape.values[number].source in ("parameter", "buffer"):
@@ -142,84 +162,61 @@ def _held(
     return held
 
 
-class _Bench:
-    """Runs one piece."""
-
-    def __init__(
-        self,
-        program: StageProgram,
-        inputs: Mapping[str, torch.Tensor],
-        held: Mapping[str, torch.Tensor],
-        device: torch.device,
-        repeats: int,
-    ) -> None:
-        self._program = program
-        self._inputs = inputs
-        self._held = held
-        self._device = device
-        self._count = _WARM_UP + repeats
-
-    def run(
-        self, message: torch.Tensor | None, *, split: bool
-    ) -> tuple[list[list[float]], torch.Tensor, int, int]:
-        """Return durations of F, B and W, the message behind it, and bytes kept and in use."""
-        meter, device = ActivationMeter(), self._device
-        stages = ProgramStages(
-            programs=[self._program],
-            microbatches=[self._inputs] * self._count,
-            random=RandomKey(0, 0, device),
-            held=self._held,
+def _time(
+    program: StageProgram,
+    inputs: Mapping[str, torch.Tensor],
+    held: Mapping[str, torch.Tensor],
+    message: torch.Tensor | None,
+    device: torch.device,
+    *,
+    split: bool,
+    repeats: int,
+) -> tuple[list[list[float]], torch.Tensor, int]:
+    """Returns durations of F, B and W of one piece, the message behind it, and bytes kept."""
+    meter = ActivationMeter()
+    stages = ProgramStages(
+        programs=[program],
+        microbatches=[inputs] * (WARM_UP + repeats),
+        random=RandomKey(0, 0, device),
+        held=held,
+        device=device,
+        meter=meter,
+        stores=[WeightGradientStore()] if split else None,
+    )
+    gradient = _made_up(program.next_backward).to(device) if program.plan.sent else None
+    try:
+        rows, output = time_microbatches(
+            stages,
+            received=lambda: message,
+            gradient=lambda: gradient,
             device=device,
-            meter=meter,
-            stores=[WeightGradientStore()] if split else None,
+            repeats=repeats,
+            split=split,
         )
-        gradient = None
-        if self._program.plan.sent:
-            gradient = _made_up(self._program.next_backward).to(device)
-        rows: list[list[float]] = [[], [], []]
-        before, peak = _memory(device), 0
-        try:
-            for index in range(self._count):
-                marks = [now(device)]
-                output = stages.forward(0, index, message)
-                marks.append(now(device))
-                stages.backward(0, index, gradient)
-                marks.append(now(device))
-                if split:
-                    stages.weights(0, index, 0, 1)
-                marks.append(now(device))
-                if index >= _WARM_UP:
-                    for row, begin, end in zip(rows, marks, marks[1:], strict=False):
-                        row.append(end - begin)
-            peak = _peak(device)
-        finally:
-            stages.finish()
-            for one in self._held.values():
-                one.grad = None
-        kept = stages.activation_bytes(0)
-        return rows, output.detach(), kept, max(0, peak - before - kept)
+    finally:
+        for one in held.values():
+            one.grad = None
+    assert output is not None
+    return rows, output.detach(), meter.bytes_of(0)
 
 
 def _made_up(layout: MessageLayout) -> torch.Tensor:
-    """Return a message of gradients."""
+    """Returns a message of gradients."""
     host = torch.device("cpu")
     values = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]
     return layout.pack(values, host)
 
 
 def _memory(device: torch.device) -> int:
+    """Returns the bytes that tensors hold, and begins to watch for the most; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Return how many numbers several pieces share, and the first and the last of these pieces.
+    """Returns how many numbers several pieces share, and the first and the last of these pieces.
 
     Args:
         tape: the forward.
@@ -238,7 +235,7 @@ def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[in
 def optimizer_seconds(
     model: torch.nn.Module, device: torch.device, make: MakeOptimizer | None
 ) -> float:
-    """Return the seconds of an optimizer step for each parameter, from some of the model's.
+    """Returns the seconds of an optimizer step for each parameter, from some of the model's.
 
     Args:
         model: whose shapes are taken; it is not changed.
@@ -260,11 +257,52 @@ def optimizer_seconds(
     for made in chosen:
         made.grad = torch.zeros_like(made)
     optimizer = torch.optim.AdamW(chosen) if make is None else make(chosen)
-    times: Sequence[float] = [_step(optimizer, device) for _ in range(_OPTIMIZER_STEPS)]
-    return statistics.median(times[1:]) / total
+    return time_call(optimizer.step, device, _OPTIMIZER_STEPS) / total
 
 
-def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    begin = now(device)
-    optimizer.step()
-    return now(device) - begin
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers by their first name."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
+    """Compares the replay of another microbatch than the recorded one with the model itself.
+
+    Finds what Python computed of the sample's values behind torch's back.
+
+    Args:
+        forward: the model, wholly there.
+        forwards: its tapes.
+        other: a microbatch that was not recorded, on the model's device.
+
+    Raises:
+        ConfigError: the losses differ.
+    """
+    tape = forwards.evaluation
+    if tape.is_random:
+        return
+    held = tensors_of(forward.model)
+    device = forward.device
+    (plan,) = slice_tape(tape, (tape.num_segments,))
+    program = StageProgram(tape, plan, held, device, is_last=True, autocast=forward.autocast)
+    modes = [(module, module.training) for module in forward.model.modules()]
+    with torch.no_grad(), undisturbed(forward.model, device):
+        _, replayed = program.forward(other, [], random=lambda call: None)
+        forward.model.eval()
+        try:
+            with forward.under_autocast():
+                expected = float(forward(other))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    assert replayed is not None
+    halves = forward.autocast is not None or any(
+        one.dtype.itemsize < 4 for one in held.values() if one.is_floating_point()
+    )
+    tolerance = _TOLERANCE_OF_HALVES if halves else _TOLERANCE
+    if abs(float(replayed) - expected) > tolerance * max(1.0, abs(expected)):
+        raise ConfigError(
+            f"the recorded forward gives a loss of {float(replayed):g} for a second microbatch, "
+            f"the model itself {expected:g}: its forward keeps something of the sample's values "
+            'outside of tensors; compute with tensors there, or try slicing="export"'
+        )

@@ -29,8 +29,7 @@ from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import Cut, check_weights
 from megatron.adaptive.modules.cutting import balanced, given_partition
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
-from megatron.adaptive.modules.module_profile import ModuleProfile
-from megatron.adaptive.modules.profiler import ProfileRequest, measure_profile
+from megatron.adaptive.modules.profiler import ModuleProfile, ProfileRequest, measure_profile
 from megatron.adaptive.modules.recording import Forward
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.running import Option, Running, choose_option
@@ -486,7 +485,6 @@ def _module(
                 type=name,
                 gpu=node["facts"]["gpu"],
                 processes=node["processes"],
-                cores=node["workers"],
                 memory_bytes=node["limit"],
                 shares_memory=not job.accelerator.is_cuda,
             ),

@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import SharedWeight
-from megatron.adaptive.modules.mesh import Mesh
+
+if TYPE_CHECKING:  # it imports megatron-core
+    from megatron.adaptive.modules.mesh import Mesh
 
 __all__ = ["LossScale", "Update", "all_reduce_flat", "clip_factor", "fill_missing", "squared_norm"]
 

@@ -1,9 +1,9 @@
 """Fits a profile to traces of runs: what layers, links, reductions and the optimizer took.
 
-A trace knows durations of stages. What each kind of layer takes is the non-negative least-squares
-solution over all stages of all runs given; where stages do not tell two kinds apart, such as the
-embedding from the layers behind it, they are divided as their operations are. Runs with partitions
-that differ, and with stages that hold neither embedding nor head, tell more.
+A trace knows durations of stages. Those of each kind of layer are the non-negative least-squares
+solution over all stages of all runs given; where stages do not separate two kinds, such as the
+embedding and the layers behind it, they are divided as their operations are. Runs with partitions
+that differ, and with stages that hold neither embedding nor head, add more.
 
 Durations are taken as they were: a run whose ranks shared cores gives those of ranks that do.
 """
@@ -41,7 +41,7 @@ _F, _B, _W = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """A run to learn from.
+    """Describes a run to learn from.
 
     Attributes:
         trace: what its ranks recorded.
@@ -66,16 +66,16 @@ class TracedRun:
     distributed_optimizer: bool = False
 
     def gpu_of(self, host: str) -> str:
-        """Name of the accelerator there."""
+        """Returns the name of the accelerator there."""
         return self.gpus.get(host, self.gpu)
 
     def node_of(self, host: str) -> str:
-        """Name of the node type there."""
+        """Returns the name of the node type there."""
         return self.nodes.get(host, self.node)
 
 
 def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
-    """Fit a profile.
+    """Fits a profile.
 
     Args:
         model: that all runs trained.
@@ -112,7 +112,7 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
 
 
 def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Which layers of the model each stage holds.
+    """Returns which layers of the model each stage holds.
 
     Layers that ``--num-layers`` does not count go with the next one that it counts; those behind
     all others, such as the head, with the last stage.
@@ -163,7 +163,7 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What runs told beside their stages.
+    """Collects what runs show beside their stages.
 
     Attributes:
         travel: seconds of messages by size, by both node types and whether on one host.
@@ -216,7 +216,7 @@ def _dp(run: TracedRun) -> int:
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """One row for each rank and chunk, by GPU, width and microbatch."""
+    """Returns one row for each rank and chunk, by GPU, width and microbatch."""
     rows: dict[_Key, list[_Stage]] = {}
     known = np.isfinite(figures.median_ns).any(axis=0)
     typical = np.nanmedian(np.where(known, figures.median_ns, 0.0), axis=0)
@@ -267,7 +267,7 @@ def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Part of a backward that is the gradient by weights: half of all that is not attention."""
+    """Returns the share of weight gradients in a backward: half of all but attention."""
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0
@@ -365,7 +365,7 @@ def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
-    """Latency and bandwidth that explain the median of each size; one size tells a bandwidth."""
+    """Fits latency and bandwidth to the median of each size; one size gives a bandwidth."""
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(one)]) for one in size])
     latency = 0.0

@@ -1,26 +1,152 @@
-"""Interleaved pipelines: chunks on each rank, found by handing layers over while that helps.
+"""Tries interleaved pipelines beside what the search proves for 1F1B.
 
-There is no proof here: the partition starts in proportion to the speed of the ranks, and every
-hand-over is timed in the true order of the schedule.
+There is no proof here: the partition starts in proportion to the speed of the ranks, layers are
+handed over while that helps, and every hand-over is timed in the true order of the schedule.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.planner import timing
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.layers import in_flight
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.search_space import StageClass
+from megatron.adaptive.planner.shapes import ShapeChoice, Tables
+from megatron.adaptive.planner.timing import run_steps, steps_of
 
-__all__ = ["Chunked", "first_cuts", "improve_chunks"]
+__all__ = [
+    "InterleavedPipeline",
+    "Chunked",
+    "candidates",
+    "first_cuts",
+    "improve_chunks",
+    "interleave",
+]
+
+
+_MOST_CHUNKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterleavedPipeline:
+    """An interleaved pipeline without its partition.
+
+    Attributes:
+        classes: the classes of its shape.
+        choice: what all stages share.
+        ranks: class of each pipeline rank, by number.
+        chunks: of each rank.
+        guess_s: seconds if work were divided evenly.
+    """
+
+    classes: tuple[StageClass, ...]
+    choice: ShapeChoice
+    ranks: tuple[int, ...]
+    chunks: int
+    guess_s: float
+
+
+def candidates(
+    classes: tuple[StageClass, ...],
+    choice: ShapeChoice,
+    tables: Tables,
+    model: Model,
+    cluster: Cluster,
+) -> Iterator[InterleavedPipeline]:
+    """Yields interleaved pipelines on all nodes, equal ones side by side, in all type orders."""
+    if model.splits:
+        return
+    speeds = []
+    for one in classes:
+        work = []
+        for node in tables.types(one):
+            table = tables.layers(node, one, choice)
+            work.append(float((table.forward_s + table.backward_s + table.weight_s).sum()))
+        speeds.append(1 / max(*work, 1e-30))
+    for ranks in _orders(classes, cluster):
+        pp = len(ranks)
+        if pp < 2 or choice.microbatches % pp:
+            continue
+        share = 1 / sum(speeds[c] for c in ranks)
+        for chunks in range(2, min(_MOST_CHUNKS, model.num_layers // pp) + 1):
+            guess = (choice.microbatches + (pp - 1) / chunks) * share
+            yield InterleavedPipeline(
+                classes=classes, choice=choice, ranks=ranks, chunks=chunks, guess_s=guess
+            )
+
+
+def _orders(classes: Sequence[StageClass], cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Yields the classes of the ranks of pipelines on all nodes."""
+    runs = []
+    for index, group in enumerate(cluster.groups):
+        own = [
+            c
+            for c, one in enumerate(classes)
+            if one.nodes[index] and sum(one.nodes) == one.nodes[index]
+        ]
+        if not own or group.count % classes[own[0]].nodes[index]:
+            return
+        one = classes[own[0]]
+        runs.append([own[0]] * (group.count // one.nodes[index] * one.block))
+    if len(runs) > 4:
+        yield tuple(itertools.chain(*runs))
+        return
+    for order in itertools.permutations(runs):
+        yield tuple(itertools.chain(*order))
+
+
+def interleave(
+    one: InterleavedPipeline, tables: Tables, most: int
+) -> tuple[float, tuple[int, ...], int]:
+    """Finds a partition for an interleaved pipeline.
+
+    Args:
+        one: the pipeline.
+        tables: for the arrays.
+        most: pipelines to time at most.
+
+    Returns:
+        Seconds of a step, infinite where nothing fits; where the stages begin; pipelines timed.
+    """
+    arrays: dict[str, Any] = tables.arrays(one.classes, one.choice)
+    pp, m = len(one.ranks), one.choice.microbatches
+    kinds, left = [], 0
+    for rank in range(pp):
+        left = (left or one.classes[one.ranks[rank]].block) - 1
+        kinds.append(1 if left else 0)
+    if pp == one.classes[one.ranks[0]].block:
+        kinds[-1] = 1
+    names = ("forward", "backward", "launch", "after", "base", "kept", "latency", "occupancy")
+    pipeline = Chunked(
+        **{name: arrays[name] for name in names},
+        rows=steps_of("interleaved", pp, one.chunks, m).rows,
+        classes=np.array(one.ranks, dtype=np.int64),
+        kinds=np.array(kinds, dtype=np.int64),
+        held=np.array(in_flight("interleaved", pp, one.chunks, m), dtype=np.float64),
+        microbatches=m,
+    )
+    cuts = first_cuts(pipeline, one.chunks)
+    seconds, timed = improve_chunks(pipeline, cuts, most)
+    inside = 1 if all(kinds[:-1]) else 0
+    return (
+        seconds + float(arrays["tied"][inside, one.ranks[0], one.ranks[-1]]),
+        tuple(cuts.tolist()),
+        timed,
+    )
 
 
 class Chunked(NamedTuple):
     """A pipeline whose ranks hold several chunks; stage ``s`` lies on rank ``s % ranks``.
 
     Attributes:
-        forward: ``[classes, n + 1, n + 1]``, see ``kernel.Shape``; likewise the next six.
+        forward: ``[classes, n + 1, n + 1]``, see ``kernel.ShapeArrays``; likewise the next six.
         backward: seconds of a backward.
         launch: parts of both that need no input.
         after: reduction and optimizer.
@@ -51,7 +177,7 @@ class Chunked(NamedTuple):
 
 
 def first_cuts(pipeline: Chunked, chunks: int) -> Any:
-    """Where the stages begin if every rank gets work by its speed, ``[stages + 1]``."""
+    """Returns the first layer of each stage with work by the ranks' speed, ``[stages + 1]``."""
     n, ranks = pipeline.forward.shape[1] - 1, len(pipeline.classes)
     work = pipeline.forward[:, 0, :] + pipeline.backward[:, 0, :]
     speed = 1 / np.maximum(work[pipeline.classes, n], 1e-30)
@@ -68,7 +194,7 @@ def first_cuts(pipeline: Chunked, chunks: int) -> Any:
 
 
 def improve_chunks(pipeline: Chunked, cuts: Any, most: int) -> tuple[float, int]:
-    """Hand layers over between any two stages while the step gets shorter.
+    """Hands layers over between any two stages while the step gets shorter.
 
     Args:
         pipeline: the arrays.
@@ -94,10 +220,10 @@ def improve_chunks(pipeline: Chunked, cuts: Any, most: int) -> tuple[float, int]
 
 @lru_cache
 def _compiled() -> Any:
-    """The climb as machine code; kept on disk."""
+    """Compiles the climb; the code is kept on disk."""
     from numba import njit  # half a second to import
 
-    run: Any = njit(timing._run, cache=True)
+    run: Any = njit(run_steps, cache=True)
     globals()["run"] = run
     globals()["fits"] = njit(_fits, cache=True)
     globals()["seconds_of"] = njit(_seconds, cache=True)
@@ -122,7 +248,7 @@ def _fits(pipeline: Any, cuts: Any) -> bool:
     return True
 
 
-run: Any = timing._run
+run: Any = run_steps
 fits: Any = _fits
 
 

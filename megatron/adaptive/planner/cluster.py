@@ -1,21 +1,136 @@
-"""What the planner knows of the machines: types of nodes, how many, and the links between them."""
+"""Describes the machines that the planner plans for, and reads cluster files.
+
+A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
+out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
+``data/cluster.schema.json``; ``docs/planner.md`` describes it.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.files import check_schema, quantity, read_file
 
-__all__ = ["Cluster", "LinkSpeed", "NodeGroup", "NodeType"]
+__all__ = [
+    "Cluster",
+    "Gpu",
+    "LinkSpeed",
+    "NodePool",
+    "NodeType",
+    "find_gpu",
+    "gpu_names",
+    "known_gpu",
+    "make_cluster",
+    "read_cluster",
+]
+
+
+_NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One part as its data sheet describes it.
+
+    Attributes:
+        name: as cluster files write it.
+        memory_bytes: size on the data sheet, 10^9 bytes to the GB.
+        memory_bytes_per_s: bandwidth of its memory.
+        flops: dense peak of matrix products by element type (``bf16``, ``fp16``, ``tf32``,
+            ``fp32``), operations per second; types that it lacks are missing.
+        source: the document.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops: Mapping[str, float]
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Returns the operations per second of matrix products.
+
+        Args:
+            precision: ``fp32``, ``fp16`` or ``bf16``.
+
+        Raises:
+            ConfigError: the part has no such arithmetic.
+        """
+        if precision not in self.flops:
+            types = ", ".join(kind for kind in self.flops if kind != "tf32")
+            raise ConfigError(
+                f"GPU {self.name} does not compute in {precision}, only in {types}: train with"
+                f" --{next(iter(self.flops))}, or leave its nodes out"
+            )
+        return self.flops[precision]
+
+
+@functools.cache
+def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
+    """Returns the parts by name, and the name for every way to write it."""
+    file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
+    parts, names = {}, {}
+    for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
+        aliases = row.pop("aliases")
+        gpu = Gpu(**row)
+        parts[gpu.name] = gpu
+        for alias in (gpu.name, *aliases):
+            names[_plain(alias)] = gpu.name
+    return parts, names
+
+
+def _plain(name: str) -> str:
+    return _NOISE.sub("", name.lower())
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Names of the parts in the table."""
+    return tuple(_table()[0])
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """Returns a part by its name, as cluster files or drivers write it, or ``None``."""
+    parts, names = _table()
+    found = names.get(_plain(name))
+    return None if found is None else parts[found]
+
+
+def find_gpu(name: str, where: str) -> Gpu:
+    """Returns a part by its name.
+
+    Args:
+        name: case, spaces and the vendor's name do not matter.
+        where: what names it, for the message.
+
+    Raises:
+        ConfigError: the table has no such part.
+    """
+    found = known_gpu(name)
+    if found is None:
+        nearest = difflib.get_close_matches(name.lower(), gpu_names(), n=1, cutoff=0.4)
+        hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(gpu_names())}"
+        raise ConfigError(
+            f"{where}: GPU {name!r} is neither in the profile nor in the table of GPUs: {hint};"
+            " or measure it with python -m megatron.adaptive profile"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """How long messages take on a link, in one direction.
+    """Speed of a link, in one direction.
 
     Attributes:
         bytes_per_s: of large messages, for all pairs together where they share the link, else for
@@ -49,7 +164,7 @@ class LinkSpeed:
             raise ConfigError("bandwidth by size: sizes must ascend, each given once")
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
-        """Bytes per second that one pair gets.
+        """Returns the bytes per second that one pair gets.
 
         Args:
             message_bytes: of each pair.
@@ -64,7 +179,7 @@ class LinkSpeed:
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """From the start of a message to its arrival; 0 for no message.
+        """Returns the seconds from the start of a message to its arrival; 0 for no message.
 
         Args:
             message_bytes: of each pair.
@@ -128,7 +243,7 @@ class NodeType:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeGroup:
+class NodePool:
     """So many nodes of one type.
 
     Attributes:
@@ -162,7 +277,7 @@ class Cluster:
         ConfigError: no nodes, a type twice, or two types of which no link is known.
     """
 
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[NodePool, ...]
     network: LinkSpeed | None = None
     links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
     between_zones: LinkSpeed | None = None
@@ -199,22 +314,22 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes."""
         return sum(group.count * group.type.gpus for group in self.groups)
 
     @property
     def price_per_hour(self) -> float:
-        """Of all nodes."""
+        """Price of all nodes."""
         return sum(group.count * group.type.price_per_hour for group in self.groups)
 
     def link(self, one: int, other: int) -> LinkSpeed:
-        """The link between the GPUs of two nodes, or of one node."""
+        """Returns the link between the GPUs of two nodes, or of one node."""
         if one == other:
             return self.nodes[one].intra
         return self.link_of_types(self.nodes[one], self.nodes[other])
 
     def link_of_types(self, one: NodeType, other: NodeType) -> LinkSpeed:
-        """The link between two different nodes of these types.
+        """Returns the link between two different nodes of these types.
 
         Raises:
             ConfigError: none is known.
@@ -233,7 +348,7 @@ class Cluster:
         return min((link for link in found if link is not None), key=lambda link: link.bytes_per_s)
 
     def part(self, counts: Mapping[str, int]) -> Cluster:
-        """The same cluster with other numbers of nodes; types with none are left out.
+        """Returns the same cluster with other numbers of nodes; types with none are left out.
 
         Args:
             counts: nodes of each type by name; types not named have none.
@@ -246,3 +361,123 @@ class Cluster:
         names = {group.type.name for group in groups}
         links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
         return replace(self, groups=groups, links=links)
+
+
+def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Cluster:
+    """Reads a cluster file.
+
+    Args:
+        path: YAML, TOML or JSON.
+        memories: bytes of each GPU by its name, as a profile saw them, for node types of which the
+            file does not say it.
+
+    Raises:
+        ConfigError: it cannot be read or breaks a rule; names the key.
+    """
+    return make_cluster(read_file(path, "cluster"), str(path), memories or {})
+
+
+def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cluster:
+    """Makes a cluster of the contents of a file.
+
+    Args:
+        document: plain lists, dicts, texts and numbers.
+        where: the file, for messages.
+        memories: see :func:`read_cluster`.
+
+    Raises:
+        ConfigError: it breaks a rule.
+    """
+    check_schema(document, "cluster", where)
+    groups, hosts = [], set()
+    for index, one in enumerate(document["nodes"]):
+        place = f"{where}: nodes[{index}]"
+        names = one.get("hosts", [])
+        node = _node_type(one, place, memories)
+        groups.append(NodePool(type=node, count=one["count"], hosts=tuple(names)))
+        if names and len(names) != one["count"]:
+            raise ConfigError(
+                f"{place}.hosts names {len(names)} nodes, but count is {one['count']}: make them"
+                " equal"
+            )
+        for host in names:
+            if host in hosts:
+                raise ConfigError(f"{place}.hosts: {host} is named twice: its GPUs exist once")
+            hosts.add(host)
+    links: dict[tuple[str, str], LinkSpeed] = {}
+    for index, one in enumerate(document.get("links", [])):
+        place = f"{where}: links[{index}]"
+        first, second = one["between"]
+        if (first, second) in links or (second, first) in links:
+            raise ConfigError(f"{place}: {first} and {second} have a link already; keep one")
+        links[first, second] = _speed(one, place, shared=True)
+    try:
+        return Cluster(
+            name=document.get("name", ""),
+            groups=tuple(groups),
+            network=_optional(document, "network", where),
+            links=links,
+            between_zones=_optional(document, "between_zones", where),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]) -> NodeType:
+    gpu = known_gpu(one["gpu"])
+    name = one["gpu"] if gpu is None else gpu.name
+    if "memory" in one:
+        memory = quantity(one["memory"], "bytes", f"{place}.memory")
+    elif name in memories:
+        memory = memories[name]
+    elif gpu is not None:
+        memory = gpu.memory_bytes
+    else:
+        raise ConfigError(
+            f"{place}.memory is missing: GPU {name!r} is neither in the profile nor in the table"
+            " of GPUs; give the memory of each GPU, as in 40 GB"
+        )
+    return NodeType(
+        name=one.get("type", name),
+        gpu=name,
+        gpus=one["gpus_per_node"],
+        memory_bytes=memory,
+        intra=_speed(one["link"], f"{place}.link", shared=False),
+        network=_optional(one, "network", place, joint="."),
+        price_per_hour=float(one.get("price_per_hour", 0.0)),
+        zone=one.get("zone", ""),
+    )
+
+
+def _optional(
+    document: Mapping[str, Any], key: str, where: str, *, joint: str = ": "
+) -> LinkSpeed | None:
+    if key not in document:
+        return None
+    return _speed(document[key], f"{where}{joint}{key}", shared=True)
+
+
+def _speed(one: Mapping[str, Any], place: str, *, shared: bool) -> LinkSpeed:
+    """Reads a link; ``shared`` where it does not say it itself."""
+    sizes = tuple(
+        (
+            quantity(size, "bytes", f"{place}.sizes[{index}][0]"),
+            quantity(speed, "bytes_per_s", f"{place}.sizes[{index}][1]"),
+        )
+        for index, (size, speed) in enumerate(one.get("sizes", []))
+    )
+    by_pairs = tuple(
+        (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
+        for index, more in enumerate(one.get("by_pairs", []))
+    )
+    try:
+        return LinkSpeed(
+            bytes_per_s=quantity(one["bandwidth"], "bytes_per_s", f"{place}.bandwidth"),
+            latency_s=quantity(one.get("latency", "0 s"), "s", f"{place}.latency", zero=True),
+            shared=one.get("shared", shared),
+            sizes=sizes,
+            by_pairs=by_pairs,
+        )
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from error

@@ -1,4 +1,4 @@
-"""Seconds of messages and collectives: between stages, tensor-parallel ranks and replicas."""
+"""Times messages and collectives: between stages, tensor-parallel ranks and replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
-    """Seconds of a ring all-reduce: ``2 (n - 1)`` messages of one n-th each.
+    """Returns the seconds of a ring all-reduce: ``2 (n - 1)`` messages of one n-th each.
 
     Args:
         link: the slowest on the ring.
@@ -39,7 +39,7 @@ def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int =
 
 
 def link_between(cluster: Cluster, profile: Profile, one: int, other: int) -> LinkSpeed:
-    """The link of two nodes as measured, or as the cluster file has it."""
+    """Returns the link of two nodes as measured, or as the cluster file has it."""
     a, b = cluster.nodes[one], cluster.nodes[other]
     if one == other:
         return profile.intra_links.get(a.name, a.intra)
@@ -58,7 +58,7 @@ def boundary_s(
     *,
     sliced: bool = False,
 ) -> tuple[float, float]:
-    """One message of every replica from one stage to the next.
+    """Times one message of every replica from one stage to the next.
 
     All replicas send at about the same time; those that leave a node together share its way out.
 
@@ -93,7 +93,7 @@ def boundary_s(
 def _flows(
     sender: StagePlace, receiver: StagePlace, bytes_per_sample: float, sliced: bool
 ) -> dict[tuple[int, int], tuple[int, float]]:
-    """Messages and bytes of the largest, by sending and receiving node.
+    """Counts messages, with bytes of the largest, by sending and receiving node.
 
     Samples of a wave of microbatches are numbered over the replicas of a stage; where the stages
     have different numbers of replicas, a replica sends each receiver the samples they share.
@@ -124,7 +124,7 @@ def reduce_s(
     model: Model,
     parameters: float,
 ) -> float:
-    """Seconds of one pipeline rank's gradient reduction between its replicas.
+    """Returns the seconds of one pipeline rank's gradient reduction between its replicas.
 
     A ring over the replicas; every tensor-parallel rank has its own. Rings of all pipeline ranks
     that leave a node share its way out. Within a node a measured all-reduce is taken instead.
@@ -150,7 +150,7 @@ def reduce_s(
 def measured_all_reduce(
     place: StagePlace, cluster: Cluster, profile: Profile
 ) -> tuple[LinkSpeed, int] | None:
-    """The measured all-reduce between replicas on one node, and how many go on at a time."""
+    """Returns the measured all-reduce between replicas on one node, and the number at a time."""
     replicas = place.replicas
     if len(replicas) < 2 or any(one.node != replicas[0].node for one in replicas):
         return None
@@ -161,7 +161,7 @@ def measured_all_reduce(
 def ring_segments(
     places: tuple[StagePlace, ...], rank: int, cluster: Cluster, profile: Profile
 ) -> set[tuple[LinkSpeed, int]]:
-    """The links of a ring over a pipeline rank's replicas, and how many rings share each."""
+    """Returns the links of a ring over a pipeline rank's replicas, and the rings on each."""
     crossing: dict[int, int] = {}
     for place in places:
         for one, other in _ring(place.replicas):
@@ -175,7 +175,7 @@ def ring_segments(
 
 
 def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
-    """The part of a gradient reduction that no backward hides; numbers or arrays of one shape.
+    """Returns the part of a gradient reduction that no backward hides; numbers or arrays.
 
     Overlapped, it starts in the last microbatch's backward, layer by layer; what was not sent by
     its end remains, and at least the last layer's share.
@@ -195,7 +195,7 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], model: Model, cluster: Cluster, tp: int) -> float:
-    """Seconds in which first and last stage add up the gradients of tied embeddings."""
+    """Returns the seconds in which first and last stage add up the gradients of tied embeddings."""
     if len(places) < 2 or not model.tied_parameters:
         return 0.0
     # They are added up as they were accumulated, whatever replicas exchange.

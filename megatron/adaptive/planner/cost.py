@@ -1,23 +1,20 @@
-"""What a plan takes: seconds of a step and bytes of every stage, from model, cluster and profile.
+"""Predicts what a plan takes: seconds of a step and bytes of every stage.
 
 A step is the pipeline in the true order of the schedule, with the durations of each stage's layers
 on its slowest replica and a message over every stage boundary; then each rank reduces its gradients
 with its replicas, tied embeddings are added up, and the optimizer runs.
-
-The parts are functions of their own, because the search needs them one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import memory
-from megatron.adaptive.planner.binding import binding
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import (
     boundary_s,
@@ -25,8 +22,15 @@ from megatron.adaptive.planner.communication import (
     exposed_reduce_s,
     reduce_s,
 )
-from megatron.adaptive.planner.jitter import jitter_s
-from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
+from megatron.adaptive.planner.layers import (
+    OURS,
+    LayerTable,
+    Runtime,
+    in_flight,
+    layer_table,
+    optimizer_s,
+    stage_memory,
+)
 from megatron.adaptive.planner.microbatch_assignment import (
     dealt_times,
     dealt_widths,
@@ -36,6 +40,7 @@ from megatron.adaptive.planner.microbatch_assignment import (
 )
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import (
+    Limit,
     Plan,
     Prediction,
     StageMemory,
@@ -43,25 +48,23 @@ from megatron.adaptive.planner.plan import (
     StagePrediction,
 )
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.rendezvous import rendezvous_times
-from megatron.adaptive.planner.runtime import OURS, Runtime
-from megatron.adaptive.planner.timing import StepTimes, step_times, steps_of
+from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
 from megatron.adaptive.schedule.workload import PS_PER_S
 
-__all__ = ["predict"]
+__all__ = ["StageSums", "binding", "predict"]
 
 
 def predict(
     plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime = OURS
 ) -> Prediction:
-    """Predict a step of a plan.
+    """Predicts a step of a plan.
 
     A plan that does not fit into memory is predicted as if it did; ``Prediction.fits`` and the
-    stages' memory tell.
+    stages' memory say so.
 
     Args:
         plan: what runs where.
@@ -74,8 +77,8 @@ def predict(
         ConfigError: the profile lacks a duration, or the partition does not cover the model.
         ScheduleError: the schedule refuses the degrees.
     """
-    stages = _Stages.of(plan, model, cluster, profile, runtime)
-    times = _pipeline(plan, stages)
+    stages = StageSums.of(plan, model, cluster, profile, runtime)
+    times = _pipeline(plan, stages, runtime)
     reduce = np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
     optimizer = np.array(stages.optimizer_s)
     tied = embedding_s(plan.places, model, cluster, plan.tp)
@@ -87,7 +90,8 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
     whole = seconds - beside - jitter
-    parts = _parts(plan, stages, times, whole, last, tied, reduce, optimizer)
+    quiet = _pipeline(plan, stages.without_messages(), runtime)
+    parts = _parts(plan, stages, times, quiet, whole, last, tied, reduce, optimizer)
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
         seconds=seconds,
@@ -101,7 +105,7 @@ def predict(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Stages:
+class StageSums:
     """Sums over the stages of a plan; a stage is a chunk of a pipeline rank.
 
     Attributes:
@@ -115,8 +119,7 @@ class _Stages:
         optimizer_s: ``[ranks]``.
         memory: of each pipeline rank.
         stages_of: the stages of each pipeline rank.
-        buffered: ``[2, stages] bool``, messages that leave without their receiver; None where all
-            do, and none takes a rank's time.
+        message_bytes: ``[2, stages]``, whole output of a stage for one microbatch of a replica.
         estimated: whether a duration was estimated.
     """
 
@@ -130,14 +133,14 @@ class _Stages:
     optimizer_s: tuple[float, ...]
     memory: tuple[StageMemory, ...]
     stages_of: tuple[tuple[int, ...], ...]
-    buffered: Any
+    message_bytes: Any
     estimated: bool
 
     @classmethod
     def of(
         cls, plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime
-    ) -> _Stages:
-        """Add up what the layers of every stage take."""
+    ) -> StageSums:
+        """Adds up what the layers of every stage take."""
         if sum(plan.partition) != model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
@@ -151,10 +154,6 @@ class _Stages:
         )
         tables = [_tables(plan, place, model, cluster, profile) for place in plan.places]
         durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, cluster, profile)
-        if runtime.reads_slices:
-            for rank, stages in enumerate(stages_of):
-                if any(one.tp > 1 for one in plan.places[rank].replicas):
-                    launch[:, list(stages)] = 0.0
         parameters, memories, updates = [], [], []
         for rank, stages in enumerate(stages_of):
             rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
@@ -177,9 +176,14 @@ class _Stages:
             optimizer_s=tuple(updates),
             memory=tuple(memories),
             stages_of=stages_of,
-            buffered=_buffered(plan, placement, bounds, model, runtime),
+            message_bytes=_message_bytes(plan, placement, bounds, model),
             estimated=any(table.estimated for row in tables for table in row),
         )
+
+    def without_messages(self) -> StageSums:
+        """Returns the same stages with messages that take no time."""
+        none = np.zeros_like(self.latency_s)
+        return replace(self, latency_s=none, occupancy_s=none)
 
 
 def _durations(
@@ -190,7 +194,7 @@ def _durations(
     cluster: Cluster,
     profile: Profile,
 ) -> tuple[Any, Any, Any]:
-    """Durations and launches ``[3, stages]`` of the slowest replica, and communication in them."""
+    """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
     durations = np.zeros((3, len(plan.partition)))
     work = np.zeros((3, len(plan.partition)))
     tp_s = np.zeros(len(plan.partition))
@@ -213,7 +217,7 @@ def _durations(
 def _tables(
     plan: Plan, place: StagePlace, model: Model, cluster: Cluster, profile: Profile
 ) -> list[LayerTable]:
-    """One table for each kind of replica of a pipeline rank."""
+    """Returns one table for each kind of replica of a pipeline rank."""
     kinds = {(cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
     return [
         layer_table(
@@ -238,15 +242,15 @@ def _memory(
     cluster: Cluster,
     runtime: Runtime,
 ) -> StageMemory:
-    """The replica of a pipeline rank that has the least memory left."""
+    """Returns the memory of the replica of a pipeline rank that has the least left."""
     widths = dealt_widths(plan)
     if widths is None:
-        held = memory.in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
+        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
     else:
         held = held_of(plan, widths)[rank]
     kinds = {(cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas}
     found = [
-        memory.stage_memory(
+        stage_memory(
             model,
             parameters=float(table.parameters[rows].sum()),
             kept_bytes=float(table.kept_bytes[rows].sum()),
@@ -256,17 +260,10 @@ def _memory(
             distributed_optimizer=plan.distributed_optimizer,
             limit_bytes=cluster.nodes[one.node].memory_bytes,
             runtime=runtime,
-            groups=_groups(plan, rank, one.tp),
         )
         for one, table in zip(kinds.values(), tables, strict=True)
     ]
     return max(found, key=lambda one: one.total_bytes - one.limit_bytes)
-
-
-def _groups(plan: Plan, rank: int, tp: int) -> int:
-    """Groups of ranks in which a GPU communicates: replicas, tensor-parallel ranks, neighbours."""
-    neighbours = int(rank > 0) + int(rank < plan.pp - 1)
-    return int(tp > 1) + int(len(plan.places[rank].replicas) > 1) + neighbours
 
 
 def _update_s(
@@ -294,7 +291,7 @@ def _messages(
     profile: Profile,
     runtime: Runtime,
 ) -> tuple[Any, Any]:
-    """Latency and occupancy of the messages between stages, ``[2, stages]`` each."""
+    """Returns the latency and occupancy of the messages between stages, ``[2, stages]`` each."""
     latency = np.zeros((2, placement.num_stages))
     occupancy = np.zeros((2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
@@ -321,35 +318,26 @@ def _messages(
     return latency, occupancy
 
 
-def _buffered(plan: Plan, placement: Placement, bounds: Any, model: Model, runtime: Runtime) -> Any:
-    """Which messages leave without their receiver, where the program makes a difference."""
-    if not runtime.calls or plan.schedule != "1f1b":
-        return None
-    small = np.ones((2, placement.num_stages), dtype=bool)
+def _message_bytes(plan: Plan, placement: Placement, bounds: Any, model: Model) -> Any:
+    """Returns the bytes of one microbatch at both ends of every stage boundary, ``[2, stages]``."""
+    found = np.zeros((2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
-        size *= model.precision.element_bytes * plan.places[stage].micro_batch
-        if runtime.sliced_messages:
-            size /= max(one.tp for one in plan.places[stage].replicas)
-        small[0, stage] = small[1, stage + 1] = size <= runtime.buffer_bytes
-    return small
+        micro_batch = plan.places[placement.locate(stage)[0]].micro_batch
+        size *= model.precision.element_bytes * micro_batch
+        found[0, stage] = found[1, stage + 1] = size
+    return found
 
 
-def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTimes:
-    """Time the pipeline: exactly for a static schedule, by simulation for a rule."""
-    latency = stages.latency_s if messages else np.zeros_like(stages.latency_s)
-    occupancy = stages.occupancy_s if messages else np.zeros_like(stages.latency_s)
+def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
+    """Times the pipeline: exactly for a static schedule, by simulation for a rule."""
+    latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
         return dealt_times(plan, widths, stages.durations_s, latency + occupancy)
-    if stages.buffered is not None:
-        whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
-        return rendezvous_times(
-            plan.num_microbatches,
-            whole,
-            latency + occupancy,
-            launch_s=stages.launch_s[:2],
-            buffered=stages.buffered,
-        )
+    if runtime.pipeline is not None:
+        given: ScheduleTimes | None = runtime.pipeline(plan, stages)
+        if given is not None:
+            return given
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(
@@ -385,10 +373,10 @@ def _pipeline(plan: Plan, stages: _Stages, *, messages: bool = True) -> StepTime
         float((end - start).sum()) / PS_PER_S
         for start, end in zip(result.starts_ps, result.ends_ps, strict=True)
     ]
-    return StepTimes(end_s=np.array(ends), busy_s=np.array(busy))
+    return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(busy))
 
 
-def _jitter_s(plan: Plan, stages: _Stages, sigma: float) -> float:
+def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns the seconds that jitter adds; a rule works around it."""
     if sigma <= 0 or registry.is_rule(plan.schedule):
         return 0.0
@@ -399,8 +387,8 @@ def _jitter_s(plan: Plan, stages: _Stages, sigma: float) -> float:
     return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
 
 
-def _exposed_reduce(plan: Plan, stages: _Stages, rank: int) -> float:
-    """Seconds of a pipeline rank's gradient reduction that no backward hides."""
+def _exposed_reduce(plan: Plan, stages: StageSums, rank: int) -> float:
+    """Returns the seconds of a pipeline rank's gradient reduction that no backward hides."""
     whole = stages.reduce_s[rank]
     if not plan.overlap_reduce:
         return whole
@@ -410,7 +398,7 @@ def _exposed_reduce(plan: Plan, stages: _Stages, rank: int) -> float:
 
 
 def _stage(
-    plan: Plan, stages: _Stages, times: StepTimes, rank: int, reduce: Any
+    plan: Plan, stages: StageSums, times: ScheduleTimes, rank: int, reduce: Any
 ) -> StagePrediction:
     mine = list(stages.stages_of[rank])
     sends = [stage for stage in mine if stages.occupancy_s[0, stage]]
@@ -428,16 +416,16 @@ def _stage(
 
 def _parts(
     plan: Plan,
-    stages: _Stages,
-    times: StepTimes,
+    stages: StageSums,
+    times: ScheduleTimes,
+    quiet: ScheduleTimes,
     seconds: float,
     last: int,
     tied: float,
     reduce: Any,
     optimizer: Any,
 ) -> dict[str, float]:
-    """Seconds by cause on the rank that ends last; they add up to the step."""
-    quiet = _pipeline(plan, stages, messages=False)
+    """Returns the seconds by cause on the rank that ends last; they add up to the step."""
     mine = list(stages.stages_of[last])
     tp = float(stages.tp_s[mine].sum()) * plan.num_microbatches
     busy = float(times.busy_s[last])
@@ -451,3 +439,40 @@ def _parts(
     }
     parts["bubble"] = seconds - sum(parts.values())
     return parts
+
+
+_NAMES = {
+    "compute": "compute of stage {stage}",
+    "tp": "communication between the tensor-parallel ranks of stage {stage}",
+    "transfer": "transfers between stages",
+    "reduction": "gradient reduction of stage {stage}",
+    "embedding": "gradients of the tied embeddings",
+    "optimizer": "the optimizer step of stage {stage}",
+    "bubble": "idle time of the pipeline",
+    "jitter": "actions that take longer by chance",
+    "beside": "what a step does beside pipeline, reduction and optimizer",
+}
+
+
+def binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
+    """Names what holds a plan back: a stage that does not fit, else the largest part.
+
+    Args:
+        parts: seconds of the step by cause.
+        stages: what is predicted of each pipeline rank.
+    """
+    short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
+    if short:
+        stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
+        gone = stages[stage].memory
+        text = (
+            f"stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
+            f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
+        )
+        return Limit(what="memory", stage=stage, text=text)
+    name = max(parts, key=lambda key: parts[key])
+    slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
+    whole = sum(parts.values())
+    share = 100 * parts[name] / whole if whole else 0.0
+    text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
+    return Limit(what=name, stage=slowest, text=text)

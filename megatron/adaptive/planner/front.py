@@ -1,30 +1,36 @@
-"""The front of price and speed over the parts of a cluster, and what is written of it."""
+"""Finds the front of price and speed over the parts of a cluster, and writes and draws it.
+
+One table of bounds serves all parts: a state of the search knows the nodes that it stands on. So
+every part is looked at in one pass over the shapes, and only what no known plan beats in both time
+and cost is searched.
+"""
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.chart import Point, write_page, write_picture
+from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.pareto import pareto
-from megatron.adaptive.planner.plan_file import plan_document
+from megatron.adaptive.planner.plan import Plan, PlanRow, placement_text, plan_document
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.propose import Request, check_request, scheduled, whole_partition
-from megatron.adaptive.planner.report import Row, placement_text
-from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search import Found, Searcher
+from megatron.adaptive.planner.search_space import Objective
 
-__all__ = ["find_front", "write_front"]
+__all__ = ["Front", "Point", "find_front", "pareto", "write_front", "write_page", "write_picture"]
 
 
 def find_front(
     model: Model, cluster: Cluster, profile: Profile, request: Request
-) -> tuple[Row, ...]:
-    """Find the plans that no other beats in both time and price of a step, fastest first.
+) -> tuple[PlanRow, ...]:
+    """Finds the plans that no other beats in both time and price of a step, fastest first.
 
     Args:
         model: what is trained.
@@ -50,17 +56,17 @@ def find_front(
     return tuple(_front(rows))
 
 
-def _front(rows: Sequence[Row]) -> list[Row]:
-    """Leave out what is beaten once every plan has its schedule."""
-    kept: list[Row] = []
+def _front(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Leaves out what is beaten once every plan has its schedule."""
+    kept: list[PlanRow] = []
     for row in sorted(rows, key=lambda one: one.prediction.seconds):
         if not kept or row.prediction.price_per_step < kept[-1].prediction.price_per_step:
             kept.append(row)
     return kept
 
 
-def write_front(rows: Sequence[Row], model: Model, cluster: Cluster, folder: Path) -> None:
-    """Write the front as chart, picture and plan files.
+def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder: Path) -> None:
+    """Writes the front as chart, picture and plan files.
 
     Args:
         rows: the plans, fastest first.
@@ -75,8 +81,8 @@ def write_front(rows: Sequence[Row], model: Model, cluster: Cluster, folder: Pat
     documents = [plan_document(row.plan, model, cluster, row.prediction) for row in rows]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, told in enumerate(documents, start=1):
-            text = json.dumps(told, indent=2) + "\n"
+        for number, document in enumerate(documents, start=1):
+            text = json.dumps(document, indent=2) + "\n"
             (folder / f"plan-{number}.json").write_text(text, encoding="utf-8")
         text = json.dumps(documents, indent=2) + "\n"
         (folder / "front.json").write_text(text, encoding="utf-8")
@@ -97,3 +103,161 @@ def write_front(rows: Sequence[Row], model: Model, cluster: Cluster, folder: Pat
     title = f"{model.name}, {rows[0].plan.global_batch} samples for a step"
     write_page(points, title, folder / "front.html")
     write_picture(points, title, folder / "front.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Plans that no other beats in both time and price.
+
+    Attributes:
+        found: plans by rising time and falling price per step; ``value`` is that price.
+        configurations: shapes, lengths of pipelines and sets of nodes bounded.
+        placements: orders of nodes among them.
+        timed: pipelines timed exactly.
+        slack: by how much of a plan's time or cost a plan that was not searched to the end may at
+            most lie below the front; 0 if all were.
+    """
+
+    found: tuple[Found, ...]
+    configurations: int
+    placements: int
+    timed: int
+    slack: float
+
+
+def pareto(searcher: Searcher, objective: Objective | None = None) -> Front:
+    """Finds the front of seconds and price per step.
+
+    Args:
+        searcher: for the model, the whole cluster and the options.
+        objective: limits on time and price; which of the two is least does not matter.
+    """
+    front = _Points(objective or Objective())
+    shapes = searcher.shapes()
+    for shape in shapes:
+        searcher.visit(shape, front, 1)
+    missed = [searcher.visit(shape, front, searcher.options.most_leaves) for shape in shapes]
+    return Front(
+        found=tuple(front.points),
+        configurations=searcher.configurations,
+        placements=searcher.placements,
+        timed=searcher.timed,
+        slack=max([0.0, *(front.slack(*one) for some in missed for one in some)]),
+    )
+
+
+class _Points:
+    """The front so far, by rising time."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.points: list[Found] = []
+
+    def value(self, seconds: float, price: float) -> float:
+        """Returns the seconds, by which goals are put in order."""
+        return seconds
+
+    def most_seconds(self, price: float) -> float:
+        """Returns the seconds below which a plan of that price per hour would be on the front."""
+        most = self.objective.most_seconds(price, math.inf)
+        hourly = price / 3600
+        for one in self.points:
+            # Beaten by this point from the moment that both its time and its cost are reached.
+            reached = one.value / hourly if hourly else math.inf
+            most = min(most, max(one.seconds, reached))
+        return most
+
+    def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
+        """Takes a plan, and drops those that it beats."""
+        value = seconds * price / 3600
+        if any(one.seconds <= seconds and one.value <= value for one in self.points):
+            return
+        kept = [one for one in self.points if one.seconds < seconds or one.value < value]
+        found = Found(plan=plan, seconds=seconds, price_per_hour=price, value=value)
+        at = bisect.bisect([one.seconds for one in kept], seconds)
+        self.points = [*kept[:at], found, *kept[at:]]
+
+    def slack(self, seconds: float, price: float) -> float:
+        """Returns the part of the time by which a bound lies below the front."""
+        most = self.most_seconds(price)
+        return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
+
+
+_COLOUR = "#1f77b4"
+_SPEED, _PRICE = "tokens per second", "price of a million tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One plan of the front.
+
+    Attributes:
+        tokens_per_s: of the job.
+        price_per_million: tokens.
+        label: nodes and degrees.
+    """
+
+    tokens_per_s: float
+    price_per_million: float
+    label: str
+
+
+def write_page(points: Sequence[Point], title: str, path: Path) -> None:
+    """Writes a self-contained page with one point for each plan, named when pointed at.
+
+    Raises:
+        SetupError: plotly is missing.
+        ConfigError: the file cannot be written.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError as error:
+        raise SetupError(f"{path}: the page needs plotly: pip install plotly") from error
+    figure: Any = go.Figure(
+        go.Scatter(
+            x=[one.price_per_million for one in points],
+            y=[one.tokens_per_s for one in points],
+            text=[one.label for one in points],
+            mode="lines+markers",
+            line={"shape": "hv", "color": _COLOUR},
+            hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g} for a million<extra></extra>",
+        )
+    )
+    figure.update_layout(
+        title=title, xaxis_title=_PRICE, yaxis_title=_SPEED, template="plotly_white"
+    )
+    _write(path, lambda: figure.write_html(str(path), include_plotlyjs=True))
+
+
+def write_picture(points: Sequence[Point], title: str, path: Path) -> None:
+    """Writes the same as PNG.
+
+    Raises:
+        SetupError: matplotlib is missing.
+        ConfigError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SetupError(f"{path}: the picture needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 5), dpi=120)
+    axes = figure.add_subplot()
+    prices = [one.price_per_million for one in points]
+    speeds = [one.tokens_per_s for one in points]
+    axes.step(prices, speeds, where="post", color=_COLOUR, linewidth=1)
+    axes.plot(prices, speeds, "o", color=_COLOUR, markersize=4)
+    axes.set_title(title)
+    axes.set_xlabel(_PRICE)
+    axes.set_ylabel(_SPEED)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    FigureCanvasAgg(figure)
+    _write(path, lambda: figure.savefig(str(path), format="png"))
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another folder") from error

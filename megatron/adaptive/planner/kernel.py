@@ -1,10 +1,13 @@
-"""The search's inner loops, compiled: lower bounds by dynamic programming, then an exact search.
+"""Compiles the search's inner loops: bounds by dynamic programming, then an exact search.
 
-A pipeline is built from its end. A *level* says which nodes the stages so far stand on and what
-class the foremost has; over it come the layers that they hold. For 1F1B everything a stage needs to
-know of the others is behind it: ``j`` stages follow, so it holds ``min(j + 1, m)`` microbatches and
-runs ``min(j, m - 1)`` forwards ahead. One table therefore serves all lengths of pipelines and all
-parts of a cluster.
+A pipeline is built from its end. A *level* is a state of ``shapes.DpStates``: it gives the nodes
+that the stages so far stand on and the class of the foremost; over it come the layers that they
+hold. For 1F1B everything a stage needs to know of the others is behind it: ``j`` stages follow, so
+it holds ``min(j + 1, m)`` microbatches and runs ``min(j, m - 1)`` forwards ahead. One table
+therefore serves all lengths of pipelines and all parts of a cluster.
+
+This module is apart from ``search``, and loaded late, because numba takes half a second to import.
+The compiled code is kept on disk.
 
 Bounds, for a stage with forward ``f``, backward ``b``, ``m`` microbatches, ``w`` forwards ahead
 and ``r`` seconds from the end of a forward to the start of that microbatch's backward::
@@ -28,12 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-__all__ = ["Shape", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
+__all__ = ["ShapeArrays", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
 
 _INF = np.inf
 
 
-class Shape(NamedTuple):
+class ShapeArrays(NamedTuple):
     """Arrays of one shape; ``c`` classes, ``n`` layers, a stage holds layers ``l`` to ``k - 1``.
 
     Attributes:
@@ -76,7 +79,7 @@ class Shape(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where an enumeration stands; everything by depth, which is the stage.
+    """State of an enumeration; everything by depth, which is the stage.
 
     Attributes:
         bounds: ``[stages, children]``: of the ways to go on from each stage.
@@ -125,7 +128,7 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 
 def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Bound on when a stage's last backward is over, from when its first input is there.
+    """Bounds the time from a stage's first input to the end of its last backward.
 
     ``link``: most seconds that one message keeps a link busy.
     """
@@ -142,7 +145,7 @@ def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, lin
 
 
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Seconds of a message forward and back between two stages, and the longer use of the link."""
+    """Times a message forward and back between two stages, and the longer use of the link."""
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
     latency = shape.latency
@@ -157,7 +160,7 @@ transfer: Any = njit(_transfer, cache=True)
 def _bound_edge(
     shape: Any, level: int, edge: int, cap: float, ends: Any, done: Any, trips: Any
 ) -> None:
-    """Put a stage before those of the edge's level, in every way."""
+    """Puts a stage before those of the edge's level, in every way."""
     n, m = shape.forward.shape[1] - 1, shape.microbatches
     c, j = shape.level_class[level], shape.level_follow[level]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -189,7 +192,7 @@ bound_edge: Any = njit(_bound_edge, cache=True)
 
 
 def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> None:
-    """Fill the bounds of every level.
+    """Fills the bounds of every level.
 
     Args:
         cap: what takes as long stays infinite.
@@ -214,7 +217,7 @@ def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> N
 
 
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
-    """When each of ``p`` stages ends its last of ``m`` backwards in 1F1B, into ``seconds[2]``.
+    """Times the end of each of ``p`` stages' last of ``m`` backwards in 1F1B, into ``seconds[2]``.
 
     Launching needs no input. A message leaves when its action ends and the one before it has left
     the link.
@@ -254,7 +257,7 @@ time_1f1b: Any = njit(_time_1f1b, cache=True)
 
 
 def _leaf(shape: Any, walk: Any, p: int) -> float:
-    """Seconds of the pipeline that the walk describes."""
+    """Returns the seconds of the pipeline that the walk describes."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):
@@ -287,7 +290,7 @@ leaf: Any = njit(_leaf, cache=True)
 def _open(
     shape: Any, walk: Any, depth: int, best: float, ends: Any, done: Any, trips: Any, tied: float
 ) -> None:
-    """List the ways to go on from a stage, best bound first."""
+    """Lists the ways to go on from a stage, best bound first."""
     n, m = shape.forward.shape[1] - 1, shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
     c, j = shape.level_class[level], shape.level_follow[level]
@@ -322,7 +325,7 @@ def _open(
 
 
 def _descend(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Take one of the ways to go on."""
+    """Takes one of the ways to go on."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -357,7 +360,7 @@ def _search_level(
     best_cuts: Any,
     best_levels: Any,
 ) -> tuple[float, float, int]:
-    """Find the fastest way to fill one level that starts with the first layer.
+    """Finds the fastest way to fill one level that starts with the first layer.
 
     Args:
         shape: the arrays; ``walk`` is room to work in, for as many stages as the level has.
@@ -413,7 +416,7 @@ def _search_level(
 
 
 def _shift(shape: Any, walk: Any, p: int, source: int, target: int) -> bool:
-    """Hand a layer from one stage to another, along all between; whether every stage still fits."""
+    """Hands a layer from one stage to another, along all between; True if all stages fit."""
     step = -1 if source < target else 1
     for cut in range(min(source, target) + 1, max(source, target) + 1):
         walk.cuts[cut] += step
@@ -431,7 +434,7 @@ shift: Any = njit(_shift, cache=True)
 def _improve(
     shape: Any, walk: Any, p: int, best: float, most_leaves: int, best_cuts: Any, best_levels: Any
 ) -> tuple[float, int]:
-    """Hand single layers over between any two stages of a pipeline while it gets faster.
+    """Hands single layers over between any two stages of a pipeline while it gets faster.
 
     Args:
         shape: the arrays; ``walk`` is room to work in.
@@ -474,8 +477,8 @@ bound_levels: Any = njit(_bound_levels, cache=True)
 search_level: Any = njit(_search_level, cache=True)
 
 
-def make_walk(shape: Shape, stages: int) -> Walk:
-    """Room for an enumeration of so many stages."""
+def make_walk(shape: ShapeArrays, stages: int) -> Walk:
+    """Allocates room for an enumeration of so many stages."""
     layers = shape.forward.shape[1] - 1
     width = layers * max(1, int(np.diff(shape.level_edges).max(initial=1)))
     return Walk(

@@ -1,19 +1,154 @@
-"""What each layer takes on one type of node: seconds and bytes of one microbatch."""
+"""Computes seconds and bytes of layers on one type of node, for one microbatch.
+
+Seconds come from a profile, or are estimated from what vendors publish of a GPU: matrix products
+run at a share of the arithmetic peak, everything else moves its operands through memory at a share
+of the bandwidth, and nothing takes less than the launches of its kernels. An estimate knows no
+kernel library and no driver; its source says that it is one.
+
+Weights, gradients and optimizer state follow from the parameters of the layers; activations from
+how many microbatches the schedule holds at its worst moment.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner import memory
-from megatron.adaptive.planner.cluster import NodeType
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Gpu, NodeType, find_gpu
 from megatron.adaptive.planner.communication import all_reduce_s
 from megatron.adaptive.planner.model import LayerKind, Model
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.plan import StageMemory
+from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule.memory import default_cap, peak_units
 
-__all__ = ["LayerTable", "layer_table", "optimizer_s"]
+__all__ = [
+    "LayerTable",
+    "OURS",
+    "Runtime",
+    "estimate_layer",
+    "estimate_optimizer_s",
+    "in_flight",
+    "layer_kept_bytes",
+    "layer_table",
+    "make_estimator",
+    "optimizer_s",
+    "stage_memory",
+    "state_bytes",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Behaviour of the program that runs a plan, where the plan does not say.
+
+    The planner predicts for this project's own trainer. Comparisons with runs of other programs
+    give another runtime.
+
+    Attributes:
+        context_bytes: memory that no tensor accounts for: the context of the device, buffers and
+            code of its libraries.
+        parameter_copies_bytes: for each parameter that a rank holds, bytes of copies that are made
+            while gradients are reduced and while the optimizer runs.
+        sliced_messages: whether tensor-parallel ranks send a part of a stage's output each, and
+            gather it after it arrived.
+        pipeline: times the pipeline of a plan in place of the planner, given the plan and its
+            ``cost.StageSums``; returns ``timing.StepTimes``, or None to leave it to the planner.
+    """
+
+    context_bytes: float = 0.5e9
+    parameter_copies_bytes: float = 0.0
+    sliced_messages: bool = False
+    pipeline: Callable[[Any, Any], Any] | None = None
+
+
+OURS = Runtime()
+"""This project's trainer."""
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
+    """Returns the microbatches that each pipeline rank holds at the schedule's worst moment.
+
+    Counted in whole ranks: a chunk's microbatch is ``1 / chunks``.
+    """
+    if schedule == "1f1b":
+        return tuple(float(min(pp - rank, num_microbatches)) for rank in range(pp))
+    placement = registry.placement_for(schedule, pp, chunks)
+    if registry.is_rule(schedule):
+        cap = default_cap(placement, num_microbatches)
+        return (min(cap, float(num_microbatches)),) * pp
+    return peak_units(registry.make_schedule(schedule, placement, num_microbatches))
+
+
+def layer_kept_bytes(
+    kind: LayerKind,
+    profile: Profile,
+    gpu: str,
+    *,
+    tp: int,
+    micro_batch: int,
+    recompute: str,
+) -> float:
+    """Returns the bytes that a microbatch of a layer keeps on one GPU, measured if known."""
+    if recompute == "none" and profile.knows(kind.name, gpu, tp):
+        measured = profile.times(kind.name, gpu, tp, micro_batch).kept_bytes
+        if measured is not None:
+            return measured
+    return kind.kept_bytes(tp, recompute) * micro_batch
+
+
+def state_bytes(model: Model, *, dp: int, distributed_optimizer: bool) -> tuple[float, ...]:
+    """Returns bytes of weight, gradient and optimizer state for a parameter that a rank holds."""
+    sizes = model.precision
+    shared = dp if distributed_optimizer else 1
+    return (
+        float(sizes.parameter_bytes),
+        float(sizes.gradient_bytes),
+        sizes.optimizer_bytes / shared,
+    )
+
+
+def stage_memory(
+    model: Model,
+    *,
+    parameters: float,
+    kept_bytes: float,
+    held: float,
+    workspace_bytes: float,
+    dp: int,
+    distributed_optimizer: bool,
+    limit_bytes: float,
+    runtime: Runtime = OURS,
+) -> StageMemory:
+    """Adds up the memory of a stage.
+
+    Args:
+        model: for the bytes of numbers.
+        parameters: that one GPU of the rank holds.
+        kept_bytes: of one microbatch over all layers of the rank.
+        held: microbatches in flight, see ``in_flight``.
+        workspace_bytes: the largest that a layer needs while it runs.
+        dp: replicas.
+        distributed_optimizer: whether they divide the optimizer state.
+        limit_bytes: usable memory of the GPU.
+        runtime: what the training program needs besides.
+    """
+    besides = runtime.context_bytes + parameters * runtime.parameter_copies_bytes
+    weight, gradient, state = state_bytes(model, dp=dp, distributed_optimizer=distributed_optimizer)
+    return StageMemory(
+        parameter_bytes=parameters * weight,
+        gradient_bytes=parameters * gradient,
+        optimizer_bytes=parameters * state,
+        activation_bytes=kept_bytes * held,
+        workspace_bytes=workspace_bytes + besides,
+        limit_bytes=limit_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +189,7 @@ def layer_table(
     recompute: str = "none",
     sequence_parallel: bool = False,
 ) -> LayerTable:
-    """Durations and bytes of every layer on one type of node.
+    """Computes durations and bytes of every layer on one type of node.
 
     Raises:
         ConfigError: the profile lacks a duration.
@@ -101,7 +236,7 @@ def _kind_row(
         comm += once
     elif recompute == "selective" and kind.forward_flops:
         backward += times.forward_s * kind.attention_flops / kind.forward_flops
-    kept = memory.layer_kept_bytes(
+    kept = layer_kept_bytes(
         kind, profile, node.gpu, tp=tp, micro_batch=micro_batch, recompute=recompute
     )
     if sequence_parallel and recompute == "none":
@@ -122,6 +257,103 @@ def _kind_row(
 def optimizer_s(
     profile: Profile, gpu: str, parameters: float, *, dp: int, distributed_optimizer: bool
 ) -> float:
-    """Seconds of the optimizer step of one GPU; 0 where the profile does not say."""
+    """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
     each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
     return each * parameters / (dp if distributed_optimizer else 1)
+
+
+MATRIX_SHARE = 0.7
+"""Of the arithmetic peak that large matrix products of a layer reach together.
+
+Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
+(arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which
+matrix products take about three quarters of the time.
+"""
+MEMORY_SHARE = 0.8
+"""Of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures for V100,
+A100 and H100 are between 0.8 and 0.93 of the data sheets'."""
+LAUNCH_S = 5e-6
+"""Of one kernel. Source: NVIDIA's CUDA programming guides name some microseconds."""
+_KERNELS = 20
+"""Of a transformer layer's forward without fusion: 4 products, 2 of the attention, 2 norms, and
+bias, activation, softmax, dropout, addition."""
+_FEW_KERNELS = 4
+_OPTIMIZER_MOVES = 7
+"""Numbers of four bytes that Adam moves for each parameter: it reads gradient, master weight and
+two moments, and writes master weight and moments."""
+
+
+def make_estimator(
+    model: Model, gpus: Mapping[str, Gpu] | None = None
+) -> Callable[[str, str, int, int], LayerTimes]:
+    """Returns a function that estimates layers that a profile does not hold.
+
+    Args:
+        model: whose layers they are.
+        gpus: parts by the name that the cluster uses; others are looked up in the table.
+
+    Returns:
+        A function of layer kind, GPU, tensor-parallel ranks and samples of a microbatch, which
+        raises ``ConfigError`` for an unknown GPU or kind.
+    """
+    found: dict[tuple[str, str, int, int], LayerTimes] = {}
+
+    def estimate(kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
+        key = (kind, gpu, tp, micro_batch)
+        if key not in found:
+            if kind not in model.kinds:
+                raise ConfigError(f"model {model.name} has no layers of kind {kind!r}")
+            part = (gpus or {}).get(gpu) or find_gpu(gpu, "cluster")
+            found[key] = estimate_layer(model, model.kinds[kind], part, tp, micro_batch)
+        return found[key]
+
+    return estimate
+
+
+def estimate_layer(
+    model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: int
+) -> LayerTimes:
+    """Estimates one layer, without communication between tensor-parallel ranks.
+
+    Args:
+        model: for its precision.
+        kind: the layer.
+        gpu: what it runs on.
+        tp: ranks that share it.
+        micro_batch: samples.
+
+    Raises:
+        ConfigError: the GPU does not compute in the model's precision.
+    """
+    sizes = model.precision
+    pace = gpu.peak(sizes.name) * MATRIX_SHARE
+    moving = gpu.memory_bytes_per_s * MEMORY_SHARE
+    linear_s = micro_batch * (kind.forward_flops - kind.attention_flops) / tp / pace
+    attention_s = micro_batch * kind.attention_flops / tp / pace
+    # What is kept was written once and read once at least, as is the output.
+    kept = micro_batch * kind.kept_bytes(tp)
+    output = micro_batch * kind.output_elements * sizes.element_bytes
+    elements_s = 2 * (kept + output) / moving
+    weights = kind.held_parameters(tp)
+    # A lookup reads few rows; matrix products read all weights, however few samples there are.
+    read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
+    gradient_s = weights * (sizes.parameter_bytes + 2 * sizes.gradient_bytes) / moving
+    launches_s = LAUNCH_S * (_KERNELS if kind.attention_flops else _FEW_KERNELS)
+    input_s = max(linear_s, read_s) + 2 * attention_s + 1.5 * elements_s
+    return LayerTimes(
+        forward_s=max(launches_s, max(linear_s, read_s) + attention_s + elements_s),
+        backward_input_s=max(launches_s, input_s) if kind.forward_flops else launches_s,
+        backward_weight_s=max(LAUNCH_S * _FEW_KERNELS, linear_s + gradient_s),
+        source="estimated",
+    )
+
+
+def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
+    """Estimates the optimizer's seconds for each parameter that a rank updates.
+
+    Args:
+        model: for its precision.
+        gpu: what it runs on.
+    """
+    moved = 4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes
+    return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)

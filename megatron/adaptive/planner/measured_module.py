@@ -1,6 +1,6 @@
-"""A measured module with cut points as a running job keeps it, to plan anew when machines change.
+"""Stores a measured module with cut points in a running job, to plan anew when machines change.
 
-Its ranks write it once, before the first shape; whoever plans reads it. JSON, whole or not there.
+Its ranks write it once, before the first layout; whoever plans reads it. JSON, whole or not there.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from megatron.adaptive.planner.model_file import listed_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.profile_file import make_profile
 
-__all__ = ["MeasuredHost", "MeasuredModule", "module_model"]
+__all__ = ["MESSAGE_ELEMENT_BYTES", "MeasuredHost", "MeasuredModule", "module_model"]
 
 FORMAT = 1
-_ELEMENT_BYTES = 4  # in which the sizes of messages are told
+MESSAGE_ELEMENT_BYTES = 4
+"""Bytes of an element, in which a profile gives the sizes of messages between pieces."""
+_FORMER_HOST_KEYS = ("cores",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """A node as its processes found it.
+    """Describes a node as its processes found it.
 
     Attributes:
         host: its own name.
         type: of nodes, as in the profile.
         gpu: its device, as in the profile.
         processes: that it had.
-        cores: that they shared, 0 where each had a device of its own.
         memory_bytes: that each of them may use.
         shares_memory: whether fewer processes have more of it each.
     """
@@ -43,14 +44,13 @@ class MeasuredHost:
     type: str
     gpu: str
     processes: int
-    cores: int
     memory_bytes: float
     shares_memory: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModule:
-    """What shapes of a module are planned with.
+    """Holds what layouts of a module are planned with.
 
     Attributes:
         signature: of the model and of what the script gave; another one is another module.
@@ -102,7 +102,7 @@ class MeasuredModule:
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Seconds of each piece, on the device of the first node.
+        """Returns seconds of each piece, on the device of the first node.
 
         Args:
             micro_batch_size: samples; those nearest to it that were measured count.
@@ -119,7 +119,7 @@ class MeasuredModule:
         return tuple(takes[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Replace the file.
+        """Replaces the file.
 
         Raises:
             OSError: it cannot be written.
@@ -134,13 +134,13 @@ class MeasuredModule:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModule | None:
-        """Read the file; ``None`` where there is none, or of another version of this program.
+        """Reads the file; ``None`` where there is none, or of another version of this program.
 
         Raises:
             ConfigError: it is damaged.
         """
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            read = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -148,28 +148,31 @@ class MeasuredModule:
                 f"{path} cannot be read ({error}): remove it, and the model is measured anew"
             ) from None
         names = {one.name for one in fields(cls)}
-        if not isinstance(told, dict) or told.pop("format", None) != FORMAT or set(told) != names:
+        if not isinstance(read, dict) or read.pop("format", None) != FORMAT or set(read) != names:
             return None
         for name in ("partition", "weights"):
-            told[name] = None if told[name] is None else tuple(told[name])
-        hosts = tuple(MeasuredHost(**one) for one in told["hosts"])
-        return cls(**{**told, "hosts": hosts})
+            read[name] = None if read[name] is None else tuple(read[name])
+        hosts = tuple(
+            MeasuredHost(**{key: one[key] for key in one if key not in _FORMER_HOST_KEYS})
+            for one in read["hosts"]
+        )
+        return cls(**{**read, "hosts": hosts})
 
 
-def module_model(told: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Return the pieces of a module: parameters, gradients and Adam in their own type.
+def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
+    """Returns the pieces of a module: parameters, gradients and Adam in their own type.
 
     Args:
-        told: the model of its profile.
+        layers: the model of its profile.
         name: of it.
         element_bytes: of most parameters.
     """
     precision = Precision(
         name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",
-        element_bytes=_ELEMENT_BYTES,
+        element_bytes=MESSAGE_ELEMENT_BYTES,
         parameter_bytes=element_bytes,
         gradient_bytes=element_bytes,
         optimizer_bytes=2 * element_bytes,
         reduce_bytes=element_bytes,
     )
-    return listed_model(dict(told), name, precision)
+    return listed_model(dict(layers), name, precision)

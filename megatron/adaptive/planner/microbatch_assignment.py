@@ -1,4 +1,4 @@
-"""Stages with unequal numbers of replicas as the trainer runs them: microbatches dealt out.
+"""Assigns microbatches to the replicas of stages that have unequal numbers of them.
 
 The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
 same number of them. The trainer has microbatches of one size, and each is the work of one replica
@@ -21,7 +21,7 @@ from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import boundary_s
 from megatron.adaptive.planner.plan import Plan, StagePlace
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.timing import StepTimes
+from megatron.adaptive.planner.timing import ScheduleTimes
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.widths import Widths
 
@@ -29,7 +29,7 @@ __all__ = ["as_run", "dealt_times", "dealt_widths", "even_share", "held_of", "ho
 
 
 def as_run(plan: Plan) -> Plan:
-    """The plan with one size of microbatches, where the trainer can run it so; else as it is."""
+    """Returns the plan with one size of microbatches if the trainer can run it so."""
     plain = all(one.tp == 1 for place in plan.places for one in place.replicas)
     if plan.uniform or not plain or plan.chunks > 1 or plan.distributed_optimizer:
         return plan
@@ -39,7 +39,7 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Replicas of each stage, where microbatches are dealt out to them."""
+    """Returns the replicas of each stage, where microbatches are dealt out to them."""
     if plan.uniform or any(place.micro_batch != plan.micro_batch for place in plan.places):
         return None
     return Widths(tuple(len(place.replicas) for place in plan.places))
@@ -50,7 +50,7 @@ def _num_microbatches(plan: Plan) -> int:
 
 
 def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
-    """Microbatches that a replica of each stage holds at the worst moment."""
+    """Returns the microbatches that a replica of each stage holds at the worst moment."""
     held = []
     for stage in range(widths.num_stages):
         own = widths.own_microbatches(stage, _num_microbatches(plan))
@@ -66,7 +66,7 @@ def hop_s(
     profile: Profile,
     bytes_per_sample: float,
 ) -> tuple[float, float]:
-    """One message between a replica of one stage and one of the next.
+    """Times one message between a replica of one stage and one of the next.
 
     Returns:
         Latency, and seconds that the link is busy, of the slowest pair.
@@ -85,8 +85,8 @@ def hop_s(
     return max(both, key=sum)
 
 
-def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> StepTimes:
-    """Time one step by simulation.
+def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
+    """Times one step by simulation.
 
     Args:
         plan: with microbatches of one size.
@@ -107,12 +107,12 @@ def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) ->
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
     ends, busy = np.array(step.ends_s), np.array(step.busy_s)
-    return StepTimes(
+    return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),
     )
 
 
 def even_share(plan: Plan, widths: Widths, durations_s: Any) -> tuple[int, Any]:
-    """About the same work with one rank for each stage: microbatches, and durations."""
+    """Returns microbatches and durations of about the same work with one rank for each stage."""
     return _num_microbatches(plan), durations_s / np.array(widths.sizes, dtype=np.float64)

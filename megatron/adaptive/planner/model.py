@@ -1,6 +1,12 @@
-"""What the planner knows of a model: its layers in pipeline order, each of some kind.
+"""Describes models to the planner: kinds of layers, their order, and the sizes of transformers.
 
-Owns sizes only. How long a layer takes is the profile's to say.
+Owns the formulas; names of models and files are ``model_file``'s. Counts are of one sample and of
+the whole layer, before tensor parallelism divides it.
+
+Sources: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for operations; Korthikanti et al. 2022
+(arXiv:2205.05198), section 4, for activations, with grouped queries and gated feed-forward blocks
+added and each element at its own size. Attention scores are counted whole unless the attention is
+fused, which skips the masked half of a causal model and keeps no scores.
 """
 
 from __future__ import annotations
@@ -9,10 +15,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["RECOMPUTE", "LayerKind", "Model", "Precision"]
+__all__ = [
+    "FAMILIES",
+    "LayerKind",
+    "Model",
+    "Precision",
+    "RECOMPUTE",
+    "TransformerShape",
+    "build_model",
+]
+
 
 RECOMPUTE = ("none", "selective", "full")
 """What a backward repeats: nothing, the attention core, or the whole layer."""
@@ -45,7 +61,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The sizes with which Megatron trains in fp32, fp16 or bf16 with Adam.
+        """Returns the sizes with which Megatron trains in fp32, fp16 or bf16 with Adam.
 
         Raises:
             ConfigError: another name.
@@ -110,11 +126,11 @@ class LayerKind:
                 _check(f"layer kind {self.name}: {one.name}", value)
 
     def held_parameters(self, tp: int) -> float:
-        """Numbers that one of ``tp`` ranks holds."""
+        """Returns the number of parameters that one of ``tp`` ranks holds."""
         return self.parameters / tp + self.replicated_parameters
 
     def kept_bytes(self, tp: int, recompute: str = "none") -> float:
-        """Bytes of one sample that a rank keeps from forward to backward.
+        """Returns the bytes of one sample that a rank keeps from forward to backward.
 
         Args:
             tp: tensor-parallel ranks.
@@ -195,11 +211,11 @@ class Model:
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """The kind of the layer at that place."""
+        """Returns the kind of the layer at that place."""
         return self.kinds[self.layers[index]]
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
-        """A partition of all layers as a plan file and ``--num-layers`` count it.
+        """Counts a partition of all layers as a plan file and ``--num-layers`` do.
 
         Args:
             partition: layers of each stage, embedding and head included.
@@ -214,3 +230,257 @@ class Model:
 def _check(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{what} is {value}: it must be finite and not negative")
+
+
+Family = Literal["gpt", "bert", "t5"]
+FAMILIES = ("gpt", "bert", "t5")
+_MULTIPLY_ADD = 2
+_FLOAT_BYTES = 4
+_TOKEN_TYPES = 2
+_OPTIONAL = ("decoder_layers", "decoder_sequence", "positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """Sizes of a transformer.
+
+    Attributes:
+        name: of the model.
+        family: decoder only, encoder only, or both.
+        layers: of the decoder, or of the encoder for ``bert`` and ``t5``.
+        decoder_layers: of T5's decoder.
+        hidden: width between layers.
+        heads: attention heads.
+        query_groups: key and value heads; equal to ``heads`` without grouped queries.
+        head_width: of each head.
+        ffn: inner width of the feed-forward block.
+        sequence: tokens of a sample; those of the encoder for ``t5``.
+        decoder_sequence: tokens of a sample in T5's decoder.
+        positions: rows of the learned position table, 0 where none is learned.
+        vocabulary: rows of the embedding, padded as Megatron pads it.
+        gated: the feed-forward block has a gate (SwiGLU).
+        biases: linear layers have biases.
+        norm_biases: normalizations have biases (LayerNorm; RMSNorm has none).
+        tied: embedding and head share their weights.
+        dropout: dropout keeps its masks.
+        fused_attention: attention keeps no scores (FlashAttention and the like).
+        precision: bytes of numbers.
+        arguments: Megatron arguments of the same model; may be empty.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    head_width: int
+    query_groups: int
+    ffn: int
+    sequence: int
+    vocabulary: int
+    family: str = "gpt"
+    decoder_layers: int = 0
+    decoder_sequence: int = 0
+    positions: int = 0
+    gated: bool = False
+    biases: bool = True
+    norm_biases: bool = True
+    tied: bool = True
+    dropout: bool = True
+    fused_attention: bool = False
+    precision: Precision = field(default_factory=Precision)
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = 0 if one.name in _OPTIONAL else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ConfigError(
+                    f"model {self.name}: {one.name} is {value}: it must be at least {least}"
+                )
+        if self.heads % self.query_groups:
+            raise ConfigError(
+                f"model {self.name}: {self.heads} heads are no multiple of {self.query_groups}"
+                " query groups: every group serves the same number of heads"
+            )
+        if self.family == "t5" and not (self.decoder_layers and self.decoder_sequence):
+            raise ConfigError(
+                f"model {self.name}: T5 needs the decoder's layers and sequence length too"
+            )
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_width
+
+    @property
+    def keys_values(self) -> int:
+        """Width of all keys and values of a token."""
+        return 2 * self.query_groups * self.head_width
+
+
+def build_model(shape: TransformerShape) -> Model:
+    """Makes the planner's model of a shape.
+
+    The kinds are ``embedding``, ``transformer`` and ``head``; those of T5 ``embedding``,
+    ``encoder``, ``decoder_embedding``, ``decoder`` and ``head``.
+    """
+    if shape.family == "t5":
+        return _build_t5(shape)
+    causal = shape.family == "gpt"
+    kinds = (
+        _embedding(shape, "embedding", shape.sequence),
+        _layer(shape, "transformer", shape.sequence, causal=causal),
+        _head(shape, shape.sequence),
+    )
+    layers = ("embedding", *("transformer",) * shape.layers, "head")
+    return _model(shape, kinds, layers, (0, len(layers) - 1), shape.sequence)
+
+
+def _build_t5(shape: TransformerShape) -> Model:
+    """Builds encoder and decoder, each with its embedding; the encoder's output goes along."""
+    memory = shape.sequence
+    kinds = (
+        _embedding(shape, "embedding", shape.sequence, group="encoder"),
+        _layer(shape, "encoder", shape.sequence, causal=False, group="encoder"),
+        _embedding(
+            shape, "decoder_embedding", shape.decoder_sequence, group="decoder", carried=memory
+        ),
+        _layer(
+            shape, "decoder", shape.decoder_sequence, causal=True, group="decoder", crossed=memory
+        ),
+        _head(shape, shape.decoder_sequence, group="decoder"),
+    )
+    layers = (
+        "embedding",
+        *("encoder",) * shape.layers,
+        "decoder_embedding",
+        *("decoder",) * shape.decoder_layers,
+        "head",
+    )
+    tied = (0, shape.layers + 1, len(layers) - 1)
+    return _model(shape, kinds, layers, tied, shape.sequence + shape.decoder_sequence)
+
+
+def _model(
+    shape: TransformerShape,
+    kinds: tuple[LayerKind, ...],
+    layers: tuple[str, ...],
+    tied: tuple[int, ...],
+    tokens: int,
+) -> Model:
+    return Model(
+        name=shape.name,
+        kinds={kind.name: kind for kind in kinds},
+        layers=layers,
+        tokens_per_sample=tokens,
+        tied_parameters=float(shape.vocabulary * shape.hidden) if shape.tied else 0.0,
+        tied_layers=tied if shape.tied else (),
+        max_tp=_widest_tp(shape),
+        precision=shape.precision,
+        arguments=shape.arguments,
+    )
+
+
+def _widest_tp(shape: TransformerShape) -> int:
+    """Returns the largest number that divides heads and feed-forward width."""
+    return math.gcd(shape.heads, shape.ffn)
+
+
+def _embedding(
+    shape: TransformerShape, name: str, tokens: int, *, group: str = "", carried: int = 0
+) -> LayerKind:
+    element = shape.precision.element_bytes
+    width = tokens * shape.hidden
+    types = _TOKEN_TYPES * shape.hidden if shape.family == "bert" else 0
+    return LayerKind(
+        name=name,
+        parameters=shape.vocabulary * shape.hidden,
+        replicated_parameters=shape.positions * shape.hidden + types,
+        output_elements=width + carried * shape.hidden,
+        replicated_activation_bytes=tokens * 8.0 + (width if shape.dropout else 0),
+        input_bytes=tokens * 8.0,
+        workspace_bytes=0.0,
+        # Its one all-reduce is the forward's; the backward has none.
+        tp_bytes=width * element / 2,
+        group=group,
+        counted=False,
+    )
+
+
+def _layer(
+    shape: TransformerShape,
+    name: str,
+    tokens: int,
+    *,
+    causal: bool,
+    group: str = "",
+    crossed: int = 0,
+) -> LayerKind:
+    """Returns a transformer layer; ``crossed``: length of the sequence it attends to besides."""
+    element, mask = shape.precision.element_bytes, 1 if shape.dropout else 0
+    hidden, ffn, queries, pairs = shape.hidden, shape.ffn, shape.queries, shape.keys_values
+    gates = 3 if shape.gated else 2
+    norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
+    weights = hidden * (2 * queries + pairs) + gates * hidden * ffn
+    split_biases = queries + pairs + (gates - 1) * ffn
+    whole_biases = 2 * hidden
+    linear = tokens * weights
+    scores = _scores(shape, tokens, tokens, causal=causal)
+    score_area = shape.heads * tokens * tokens
+    if crossed:
+        weights += hidden * (2 * queries + pairs)
+        linear += 2 * tokens * hidden * queries + crossed * hidden * pairs
+        scores += _scores(shape, tokens, crossed, causal=False)
+        score_area += shape.heads * tokens * crossed
+        split_biases += queries + pairs
+        whole_biases += hidden
+    blocks = 3 if crossed else 2  # of the residual stream: attention (twice) and feed-forward
+    attentions = blocks - 1
+    width = tokens * hidden
+    attention_bytes = 0.0 if shape.fused_attention else float(score_area * (2 * element + mask))
+    kept = attentions * tokens * 2 * queries * element + tokens * pairs * element
+    kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * ffn * element
+    return LayerKind(
+        name=name,
+        parameters=weights + (split_biases if shape.biases else 0),
+        replicated_parameters=norms + (whole_biases if shape.biases else 0),
+        output_elements=(tokens + crossed) * hidden,
+        forward_flops=_MULTIPLY_ADD * linear + scores,
+        attention_flops=scores,
+        activation_bytes=kept + attention_bytes,
+        replicated_activation_bytes=blocks * width * (2 * element + mask),
+        attention_bytes=attention_bytes,
+        input_bytes=(tokens + crossed) * hidden * element,
+        workspace_bytes=tokens * (queries + pairs + (gates - 1) * ffn) * element,
+        tp_bytes=blocks * width * element,
+        group=group,
+    )
+
+
+def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
+    """Returns the operations of queries times keys and of scores times values."""
+    whole = 2 * _MULTIPLY_ADD * tokens * others * shape.queries
+    return whole / 2 if causal and shape.fused_attention else float(whole)
+
+
+def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
+    """Returns the last normalization, logits and loss."""
+    element = shape.precision.element_bytes
+    width, logits = tokens * shape.hidden, tokens * shape.vocabulary
+    extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0
+    return LayerKind(
+        name="head",
+        parameters=shape.vocabulary * shape.hidden + (shape.vocabulary if extra else 0),
+        replicated_parameters=shape.hidden * (2 if shape.norm_biases else 1) + extra,
+        output_elements=float(tokens),
+        forward_flops=_MULTIPLY_ADD * (tokens * extra + logits * shape.hidden),
+        activation_bytes=logits * float(_FLOAT_BYTES),
+        replicated_activation_bytes=2.0 * width * element,
+        input_bytes=2.0 * width * element,
+        workspace_bytes=logits * float(element + _FLOAT_BYTES),
+        # Its one all-reduce is the backward's.
+        tp_bytes=width * element / 2,
+        group=group,
+        counted=False,
+    )

@@ -1,27 +1,255 @@
 """Reads models: names of presets, lists of arguments, model files, and profiles that hold one.
 
-The form of a file is ``data/model.schema.json``; ``docs/planner.md`` describes it.
+GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
+are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
+is ``data/model.schema.json``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.arguments import only_groups, parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.model import MODELS, ModelConfig
+from megatron.adaptive.config.optimizer import PrecisionConfig
+from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import schema
-from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.model import LayerKind, Model, Precision
-from megatron.adaptive.planner.presets import (
-    arguments_model,
-    preset,
-    preset_names,
-    read_arguments,
+from megatron.adaptive.planner.files import check_schema, read_file
+from megatron.adaptive.planner.model import (
+    LayerKind,
+    Model,
+    Precision,
+    TransformerShape,
+    build_model,
 )
-from megatron.adaptive.planner.transformer import Shape, build_model
 
-__all__ = ["listed_model", "make_model", "read_model"]
+__all__ = [
+    "PRESETS",
+    "arguments_model",
+    "listed_model",
+    "make_model",
+    "preset",
+    "preset_names",
+    "read_arguments",
+    "read_model",
+    "trainer_shape",
+]
+
+
+_VOCABULARY = {"gpt": 50257, "llama": 32000, "llama2": 32000, "llama3": 128256}
+_SMALL_VOCABULARY = 50303
+_ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+
+
+def _bert(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:
+    return TransformerShape(
+        name=name,
+        family="bert",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_width=hidden // heads,
+        query_groups=heads,
+        ffn=4 * hidden,
+        sequence=512,
+        positions=512,
+        vocabulary=_padded(30522),
+    )
+
+
+def _t5(name: str, layers: int, hidden: int, heads: int, width: int, ffn: int) -> TransformerShape:
+    # Megatron's T5 learns positions, shares one embedding and has biases, unlike the original.
+    return TransformerShape(
+        name=name,
+        family="t5",
+        layers=layers,
+        decoder_layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_width=width,
+        query_groups=heads,
+        ffn=ffn,
+        sequence=512,
+        decoder_sequence=128,
+        positions=512,
+        vocabulary=_padded(30522),
+    )
+
+
+def _padded(vocabulary: int, multiple: int = 128) -> int:
+    return -(-vocabulary // multiple) * multiple
+
+
+PRESETS: Mapping[str, TransformerShape] = {
+    shape.name: shape
+    for shape in (
+        _bert("bert-base", 12, 768, 12),
+        _bert("bert-large", 24, 1024, 16),
+        _t5("t5-small", 6, 512, 8, 64, 2048),
+        _t5("t5-base", 12, 768, 12, 64, 3072),
+        _t5("t5-large", 24, 1024, 16, 64, 4096),
+        _t5("t5-3b", 24, 1024, 32, 128, 16384),
+        _t5("t5-11b", 24, 1024, 128, 128, 65536),
+    )
+}
+"""Models that only the planner knows."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """Returns every name that :func:`preset` takes."""
+    return (*MODELS, *PRESETS)
+
+
+def preset(name: str, precision: str = "bf16", *, fused: bool | None = None) -> Model:
+    """Returns a model by its name.
+
+    Args:
+        name: one of :func:`preset_names`.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        fused: as in :func:`arguments_model`.
+
+    Raises:
+        ConfigError: no such model; names the nearest.
+    """
+    if name in PRESETS:
+        shape = replace(PRESETS[name], precision=Precision.named(precision))
+        return build_model(replace(shape, fused_attention=bool(fused)))
+    if name not in MODELS:
+        nearest = difflib.get_close_matches(name.lower(), preset_names(), n=1)
+        hint = (
+            f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(preset_names())}"
+        )
+        raise ConfigError(f"model {name!r} is not known: {hint}")
+    family = name.partition("-")[0]
+    vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
+    flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
+    return arguments_model(flags, name, precision, fused=fused)
+
+
+def arguments_model(
+    arguments: Sequence[str],
+    name: str,
+    precision: str | None = None,
+    *,
+    fused: bool | None = None,
+) -> Model:
+    """Returns the model that a list of the trainer's arguments describes.
+
+    Only arguments of the model and its precision count: how a run is spread is for the plan to
+    decide, and data, logs and checkpoints do not matter. Without ``--vocab-size`` and without a
+    vocabulary that can be read, GPT-2's is taken.
+
+    Args:
+        arguments: as ``pretrain_gpt.py`` takes them.
+        name: of the model, for people and for matching profiles.
+        precision: wins over ``--fp16`` and ``--bf16``; without any of them it is fp32, as in a run.
+        fused: whether attention keeps no scores, where the arguments do not say it; by default
+            what a run on this machine would do: yes with Transformer Engine.
+
+    Raises:
+        ConfigError: an argument is wrong, unknown or missing.
+    """
+    kept = only_groups(arguments, (ModelConfig, PrecisionConfig), ("vocab_size",))
+    names = {word.split("=")[0] for word in kept}
+    if precision is not None:
+        kept = [word for word in kept if word not in ("--fp16", "--bf16")]
+        kept += [] if precision == "fp32" else [f"--{precision}"]
+    if "--vocab-size" not in names:
+        kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
+    more = [*kept, *_ANY_RUN]
+    if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
+        engine = Installed.detect().transformer_engine if fused is None else fused
+        more += ["--transformer-impl", "transformer_engine" if engine else "local"]
+    config = parse(
+        more,
+        world_size=1,
+        last_wins=True,
+        # The planner may run where the kernels of the run are not installed.
+        installed=Installed(transformer_engine=True, apex=True),
+    )
+    return build_model(trainer_shape(config, name, kept))
+
+
+def _vocabulary(words: Sequence[str]) -> int:
+    """Returns the entries of the vocabulary file that arguments name, else GPT-2's number."""
+    try:
+        return len(json.loads(Path(words[-1].partition("=")[2] or words[-1]).read_text()))
+    except (IndexError, OSError, ValueError, TypeError):
+        return _VOCABULARY["gpt"]
+
+
+def trainer_shape(
+    config: TrainerConfig, name: str, arguments: Sequence[str] = ()
+) -> TransformerShape:
+    """Returns the shape of the model that a run of the trainer builds.
+
+    Args:
+        config: the run's settings.
+        name: of the model.
+        arguments: of the model alone, for plan files.
+    """
+    model = config.model
+    learned = model.position_embedding_type == "learned_absolute"
+    precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    sizes = Precision.named(precision[config.precision.dtype_name])
+    if config.precision.accumulate_allreduce_grads_in_fp32:
+        sizes = replace(sizes, gradient_bytes=4, reduce_bytes=4)
+    elif config.precision.bf16:
+        sizes = replace(sizes, gradient_bytes=2, reduce_bytes=2)
+    return TransformerShape(
+        name=name,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        head_width=model.kv_channels,
+        query_groups=model.query_groups,
+        ffn=model.ffn_hidden_size,
+        sequence=model.seq_length,
+        positions=model.max_position_embeddings if learned else 0,
+        vocabulary=_padded(
+            config.data.vocab_size or _VOCABULARY["gpt"], model.make_vocab_size_divisible_by
+        ),
+        gated=model.swiglu,
+        biases=model.add_bias_linear,
+        norm_biases=model.normalization == "LayerNorm",
+        tied=not model.untie_embeddings_and_output_weights,
+        dropout=model.hidden_dropout > 0 or model.attention_dropout > 0,
+        fused_attention=model.attention_backend in ("flash", "fused")
+        or model.use_flash_attn
+        or model.transformer_impl == "transformer_engine",
+        precision=sizes,
+        arguments=tuple(arguments),
+    )
+
+
+def read_arguments(text: str, folder: Path, where: str) -> list[str]:
+    """Reads a list of arguments, written out or in a file.
+
+    Args:
+        text: arguments that begin with ``--``, or the name of a file of them, in which ``#``
+            begins a comment.
+        folder: what a relative file name starts from.
+        where: for messages.
+
+    Raises:
+        ConfigError: no such file, or quotes that do not close.
+    """
+    try:
+        if text.lstrip().startswith("-"):
+            return shlex.split(text, comments=True)
+        return shlex.split((folder / text).read_text(encoding="utf-8"), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; close the quotes") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
+
 
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
@@ -29,7 +257,7 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 def read_model(
     text: str, precision: str | None = None, *, default: str = "bf16", fused: bool | None = None
 ) -> Model:
-    """Read a model from what the user named.
+    """Reads a model that the user named.
 
     Args:
         text: the name of a preset; a list of the trainer's arguments; the path of a model or
@@ -45,10 +273,10 @@ def read_model(
         return arguments_model(read_arguments(text, Path(), "--model"), "model", precision)
     path = Path(text)
     if path.suffix.lower() in _FILES:
-        told = read_file(path, "model")
-        if isinstance(told, dict) and isinstance(told.get("model"), dict):
-            return _of_profile(told, str(path), precision)
-        return make_model(told, str(path), path.parent, precision, default=default, fused=fused)
+        document = read_file(path, "model")
+        if isinstance(document, dict) and isinstance(document.get("model"), dict):
+            return _of_profile(document, str(path), precision)
+        return make_model(document, str(path), path.parent, precision, default=default, fused=fused)
     if text in preset_names() or not path.is_file():
         return preset(text, precision or default, fused=fused)
     arguments = read_arguments(text, Path(), "--model")
@@ -56,7 +284,7 @@ def read_model(
 
 
 def make_model(
-    told: Any,
+    document: Any,
     where: str,
     folder: Path,
     precision: str | None = None,
@@ -64,10 +292,10 @@ def make_model(
     default: str = "bf16",
     fused: bool | None = None,
 ) -> Model:
-    """Make a model of what a model file says.
+    """Makes a model of the contents of a model file.
 
     Args:
-        told: plain lists, dicts, texts and numbers.
+        document: plain lists, dicts, texts and numbers.
         where: the file, for messages.
         folder: what relative paths in it start from.
         precision: wins over the file.
@@ -77,24 +305,24 @@ def make_model(
     Raises:
         ConfigError: it breaks a rule.
     """
-    schema.check(told, "model", where)
-    name = told.get("name", Path(where).stem)
-    precision = precision or told.get("precision")
-    if "preset" in told:
-        return preset(told["preset"], precision or default, fused=fused)
-    if "arguments" in told:
-        arguments = read_arguments(told["arguments"], folder, f"{where}: arguments")
+    check_schema(document, "model", where)
+    name = document.get("name", Path(where).stem)
+    precision = precision or document.get("precision")
+    if "preset" in document:
+        return preset(document["preset"], precision or default, fused=fused)
+    if "arguments" in document:
+        arguments = read_arguments(document["arguments"], folder, f"{where}: arguments")
         return arguments_model(arguments, name, precision, fused=fused)
-    if "shape" in told:
+    if "shape" in document:
         sizes = Precision.named(precision or default)
-        return build_model(_shape(told["shape"], name, sizes, fused=fused))
-    return listed_model(told, name, Precision.named(precision or default))
+        return build_model(_shape(document["shape"], name, sizes, fused=fused))
+    return listed_model(document, name, Precision.named(precision or default))
 
 
 def _shape(
-    told: Mapping[str, Any], name: str, precision: Precision, *, fused: bool | None
-) -> Shape:
-    given = dict(told)
+    document: Mapping[str, Any], name: str, precision: Precision, *, fused: bool | None
+) -> TransformerShape:
+    given = dict(document)
     hidden, heads = given["hidden"], given["heads"]
     if "head_width" not in given and hidden % heads:
         raise ConfigError(
@@ -107,14 +335,14 @@ def _shape(
     given.setdefault("positions", given["sequence"])
     if fused is not None:
         given.setdefault("fused_attention", fused)
-    return Shape(name=name, precision=precision, **given)
+    return TransformerShape(name=name, precision=precision, **given)
 
 
-def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Make a model of a list of layers, which was checked against its schema.
+def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
+    """Makes a model of a list of layers, which was checked against its schema.
 
     Args:
-        told: has ``layers``; may have ``tokens_per_sample``, ``tied_parameters`` and
+        document: has ``layers``; may have ``tokens_per_sample``, ``tied_parameters`` and
             ``tied_layers``.
         name: of the model.
         precision: bytes of numbers.
@@ -124,7 +352,7 @@ def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Mo
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
-    for index, one in enumerate(told["layers"]):
+    for index, one in enumerate(document["layers"]):
         sizes = {key: value for key, value in one.items() if key not in ("kind", "count")}
         kind = LayerKind(name=one["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
@@ -137,17 +365,17 @@ def listed_model(told: Mapping[str, Any], name: str, precision: Precision) -> Mo
         name=name,
         kinds=kinds,
         layers=tuple(layers),
-        tokens_per_sample=told.get("tokens_per_sample", 1),
-        tied_parameters=float(told.get("tied_parameters", 0.0)),
-        tied_layers=tuple(told.get("tied_layers", ())),
+        tokens_per_sample=document.get("tokens_per_sample", 1),
+        tied_parameters=float(document.get("tied_parameters", 0.0)),
+        tied_layers=tuple(document.get("tied_layers", ())),
         precision=precision,
     )
 
 
-def _of_profile(told: Mapping[str, Any], where: str, precision: str | None) -> Model:
-    """Return the model that a profile was measured with."""
-    schema.check(told, "profile", where)
-    model = told["model"]
+def _of_profile(document: Mapping[str, Any], where: str, precision: str | None) -> Model:
+    """Returns the model that a profile was measured with."""
+    check_schema(document, "profile", where)
+    model = document["model"]
     if model.get("layers"):
         return listed_model(
             model, model["name"], Precision.named(precision or model.get("precision", "fp32"))

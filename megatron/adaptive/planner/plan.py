@@ -1,22 +1,43 @@
-"""A plan, and what is predicted of it. The plan file belongs to ``config.plan``."""
+"""Holds a plan and its prediction, and writes both: as plan file, ``conf.sh`` and tables.
+
+Reading plan files is ``config.plan``'s.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+from megatron.adaptive.config.model import MODELS
+from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.schedule import registry
 
 __all__ = [
     "Limit",
     "Plan",
     "Prediction",
     "Replica",
+    "PlanRow",
     "StageMemory",
     "StagePlace",
     "StagePrediction",
+    "conf_text",
+    "explain",
     "place_ranks",
+    "placement_groups",
+    "placement_text",
+    "plan_document",
+    "table",
+    "write_conf",
+    "write_plan",
 ]
 
 
@@ -37,12 +58,13 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """Where one pipeline rank lies.
+    """GPUs of one pipeline rank.
 
     Attributes:
         replicas: in the order of data-parallel ranks.
         micro_batch: samples of one microbatch on each replica. Where numbers of replicas differ,
-            it is the same everywhere if microbatches are dealt out to replicas (see ``dealt``),
+            it is the same everywhere if microbatches are dealt out to replicas (see
+            ``microbatch_assignment``),
             else ``micro_batch * len(replicas)`` is.
     """
 
@@ -51,7 +73,7 @@ class StagePlace:
 
     @property
     def num_gpus(self) -> int:
-        """Of all replicas."""
+        """GPUs of all replicas."""
         return sum(replica.tp for replica in self.replicas)
 
 
@@ -106,12 +128,12 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica in a step."""
+        """Microbatches of each replica in a step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def num_gpus(self) -> int:
-        """That the plan uses."""
+        """GPUs that the plan uses."""
         return sum(place.num_gpus for place in self.places)
 
     @property
@@ -151,7 +173,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return (
             self.parameter_bytes
             + self.gradient_bytes
@@ -162,7 +184,7 @@ class StageMemory:
 
     @property
     def missing_bytes(self) -> float:
-        """How much the GPU lacks; 0 where it fits."""
+        """Bytes that the GPU lacks; 0 where it fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -194,7 +216,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What holds a plan back.
+    """Largest limit of a plan.
 
     Attributes:
         what: ``memory``, ``compute``, ``transfer``, ``reduction``, ``bubble`` and the like.
@@ -209,7 +231,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to take.
+    """Predicted time, memory and price of a plan.
 
     Attributes:
         seconds: of one step.
@@ -244,14 +266,14 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """On the fullest GPU of all."""
+        """Bytes on the fullest GPU of all."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
 def place_ranks(
     cluster: Cluster, order: Sequence[int], *, tp: int, dp: int, pp: int, micro_batch: int
 ) -> tuple[StagePlace, ...]:
-    """Lay equal stages on nodes as the ranks of a run are numbered.
+    """Lays equal stages on nodes as the ranks of a run are numbered.
 
     Rank = (pipeline rank * dp + replica) * tp + its place in the layer; nodes one after the other.
 
@@ -285,3 +307,248 @@ def place_ranks(
             replicas.append(Replica(node=node, gpu=gpu, tp=tp))
         places.append(StagePlace(replicas=tuple(replicas), micro_batch=micro_batch))
     return tuple(places)
+
+
+def plan_document(
+    plan: Plan, model: Model, cluster: Cluster, prediction: Prediction
+) -> dict[str, Any]:
+    """Returns a plan as its file holds it.
+
+    Plans whose stages have unequal widths also say those of each stage; the trainer runs those
+    without tensor parallelism.
+    """
+    document: dict[str, Any] = {
+        "format": PLAN_FORMAT,
+        "model": model.name,
+        "precision": model.precision.name,
+        "degrees": {
+            "tensor": plan.tp,
+            "pipeline": plan.pp,
+            "data": plan.dp,
+            "chunks": plan.chunks,
+        },
+        "placement": placement_groups(plan, cluster),
+        "micro_batch_size": plan.micro_batch,
+        "global_batch_size": plan.global_batch,
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "distributed_optimizer": plan.distributed_optimizer,
+        "overlap_grad_reduce": plan.overlap_reduce,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+    if plan.pp * plan.chunks > 1:
+        document["partition"] = list(model.counted(plan.partition))
+    if not plan.uniform:
+        document["stages"] = [
+            {
+                "tensor": [replica.tp for replica in place.replicas],
+                "nodes": [replica.node for replica in place.replicas],
+                "micro_batch_size": place.micro_batch,
+            }
+            for place in plan.places
+        ]
+    document["prediction"] = {
+        "step_s": prediction.seconds,
+        "tokens_per_s": prediction.tokens_per_s,
+        "price_per_step": prediction.price_per_step,
+        "estimated": prediction.estimated,
+        "memory_bytes": [stage.memory.total_bytes for stage in prediction.stages],
+        "memory_limit_bytes": [stage.memory.limit_bytes for stage in prediction.stages],
+    }
+    return document
+
+
+def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
+    """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
+    used: dict[int, int] = {}
+    for place in plan.places:
+        for replica in place.replicas:
+            used[replica.node] = used.get(replica.node, 0) + replica.tp
+    groups = []
+    kinds = [(cluster.nodes[node].name, count) for node, count in used.items()]
+    for (name, processes), members in groupby(kinds):
+        nodes = len(list(members))
+        groups.append({"type": name, "nodes": nodes, "processes_per_node": processes})
+    return groups
+
+
+def write_plan(document: Mapping[str, Any], path: Path) -> None:
+    """Writes a plan file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    _write(json.dumps(document, indent=2) + "\n", path)
+
+
+def conf_text(document: Mapping[str, Any]) -> str:
+    """Returns a plan as variables of ``conf.sh``.
+
+    Raises:
+        ConfigError: its stages have unequal widths that the trainer cannot run.
+    """
+    values = plan_variables(dict(document), "the plan")
+    lines = [
+        "# shellcheck shell=bash disable=SC2034",
+        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned."
+        " Source it in conf.sh, or copy it there.",
+    ]
+    if document["model"] in MODELS:
+        lines.append(f"MODEL={document['model']}")
+    for name, value in values.items():
+        lines.append(f"{name}='{value}'" if " " in value else f"{name}={value}")
+    return "\n".join(lines) + "\n"
+
+
+def write_conf(document: Mapping[str, Any], path: Path) -> None:
+    """Writes a plan as variables of ``conf.sh``.
+
+    Raises:
+        ConfigError: the file cannot be written, or the trainer cannot run such stages.
+    """
+    _write(conf_text(document), path)
+
+
+def _write(text: str, path: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+
+
+_GB = 1e9
+_BAR = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """A plan and what is predicted of it."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float = 0.0) -> str:
+    """Returns plans as a table, best first.
+
+    Args:
+        rows: the plans.
+        model: what is planned.
+        cluster: on which nodes.
+        tokens: of the whole run, for its price and time; 0 leaves them out.
+    """
+    priced = any(row.prediction.price_per_hour for row in rows)
+    head = ["", "tp", "dp", "pp", "batch", "schedule", "recompute", "optimizer", "step", "tokens/s"]
+    head += ["bubble", "memory"]
+    head += (
+        ["price/step"] * priced + ["run"] * bool(tokens) + ["price/run"] * (priced and tokens > 0)
+    )
+    lines = [head]
+    for number, row in enumerate(rows, start=1):
+        plan, seen = row.plan, row.prediction
+        steps = tokens / (plan.global_batch * model.tokens_per_sample)
+        full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
+        chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+        cells = [
+            *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
+            f"{plan.num_microbatches}x{plan.micro_batch}",
+            *(plan.schedule, plan.recompute),
+            "sharded" if plan.distributed_optimizer else "whole",
+            seconds_text(seen.seconds),
+            f"{seen.tokens_per_s:,.0f}",
+            f"{_bubble(seen):.1%}",
+            f"{full.total_bytes / _GB:.1f}/{full.limit_bytes / _GB:.1f} GB",
+        ]
+        cells += [f"{seen.price_per_step:.4g}"] * priced
+        cells += [seconds_text(steps * seen.seconds)] * bool(tokens)
+        cells += [f"{steps * seen.price_per_step:,.0f}"] * (priced and tokens > 0)
+        lines.append(cells)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
+    for number, row in enumerate(rows, start=1):
+        layers = format_partition(model.counted(row.plan.partition))
+        places = placement_text(row.plan, cluster)
+        text.insert(2 * number, f"{'':{widths[0]}}  layers {layers} on {places}")
+    return "\n".join(text)
+
+
+def placement_text(plan: Plan, cluster: Cluster) -> str:
+    """Returns the plan's nodes in the order of the ranks, as in ``2 a100 x 8, 1 v100 x 4``."""
+    return ", ".join(
+        f"{one['nodes']} {one['type']} x {one['processes_per_node']}"
+        for one in placement_groups(plan, cluster)
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a duration with the unit that suits it."""
+    for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
+        if seconds >= least:
+            return f"{seconds / unit:.4g} {word}"
+    if not seconds:
+        return "0"
+    return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
+
+
+def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
+    """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
+    plan, seen = row.plan, row.prediction
+    lines = [f"a step of {seconds_text(seen.seconds)}:"]
+    for name, seconds in seen.parts.items():
+        share = seconds / seen.seconds if seen.seconds else 0.0
+        bar = "█" * round(_BAR * share)
+        lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
+    lines.append("")
+    lines.append(_stage_table(plan, seen, model, cluster))
+    if seen.binding is not None:
+        lines += ["", f"held back by {seen.binding.what}: {seen.binding.text}"]
+    lines += list(seen.notes)
+    return "\n".join(lines)
+
+
+def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -> str:
+    head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
+    head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
+    lines = [head]
+    counted = model.counted(plan.partition)
+    placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+    for rank, (place, stage) in enumerate(zip(plan.places, seen.stages, strict=True)):
+        names = dict.fromkeys(cluster.nodes[replica.node].name for replica in place.replicas)
+        layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
+        memory = stage.memory
+        held = (
+            memory.parameter_bytes,
+            memory.gradient_bytes,
+            memory.optimizer_bytes,
+            memory.activation_bytes,
+            memory.workspace_bytes,
+            memory.total_bytes,
+            memory.limit_bytes,
+        )
+        times = (stage.forward_s, stage.backward_s, stage.send_s)
+        lines.append(
+            [
+                *(str(rank), "+".join(names), "+".join(map(str, layers))),
+                *map(seconds_text, times),
+                f"{stage.bubble:.1%}",
+                *(f"{value / _GB:.2f}" for value in held),
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def _replicas(plan: Plan) -> str:
+    """Returns the number of replicas, of each stage where they differ."""
+    counts = [len(place.replicas) for place in plan.places]
+    return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
+
+
+def _bubble(seen: Prediction) -> float:
+    return sum(stage.bubble for stage in seen.stages) / len(seen.stages)

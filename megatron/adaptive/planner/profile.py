@@ -1,4 +1,4 @@
-"""What the planner knows of durations: layers by GPU, tensor parallelism and microbatch size.
+"""Holds durations of layers by GPU, tensor parallelism and microbatch size, for the planner.
 
 Every number carries its source, measured or estimated, so that a prediction can say on what it
 stands. Reading and writing of profile files is not done here.
@@ -24,7 +24,7 @@ Key = tuple[str, str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Seconds of one layer for one microbatch on one tensor-parallel rank.
+    """Holds seconds of one layer for one microbatch on one tensor-parallel rank.
 
     Attributes:
         forward_s: its forward.
@@ -50,11 +50,11 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """The whole backward."""
+        """Seconds of the whole backward."""
         return self.backward_input_s + self.backward_weight_s
 
     def scaled(self, factor: float) -> LayerTimes:
-        """The same for work that is so many times larger; launching it takes what it took."""
+        """Returns the same for work so many times larger; launching it takes what it took."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -67,7 +67,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured and estimated durations.
+    """Holds measured and estimated durations.
 
     Attributes:
         layers: durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
@@ -98,7 +98,7 @@ class Profile:
     estimator: Callable[[str, str, int, int], LayerTimes] | None = None
 
     def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
-        """Durations of one layer.
+        """Returns durations of one layer.
 
         A microbatch size between two measured ones is interpolated, one above the largest lies on
         the line through the two largest, and one below the smallest shrinks in proportion; where
@@ -130,7 +130,7 @@ class Profile:
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Whether ``times`` has an answer."""
+        """Returns whether ``times`` has an answer."""
         return self.estimator is not None or (kind, gpu, tp) in self._sizes
 
     @cached_property
@@ -143,7 +143,7 @@ class Profile:
     def _beyond(
         self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        """Along the line through the two largest sizes, at least at half the largest's rate."""
+        """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
         high = self.layers[kind, gpu, tp, sizes[-1]]
         whole = replace(high.scaled(micro_batch / sizes[-1]), source="estimated")
         if len(sizes) < 2:

@@ -1,72 +1,118 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``data/profile.schema.json``; ``docs/planner.md`` describes it.
+The form is ``data/profile.schema.json``; ``docs/planner.md`` describes it. Who trains a model of
+his own through a pipeline knows where it can be cut, and can time the pieces between two cut
+points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
+keys, a row for each piece, GPU and microbatch size::
+
+    cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
+    0,v100,4,0.0021,0.0043,31000000,2097152,8388608
+    1,v100,4,0.0034,0.0069,12600000,2097152,14680064
+
+``cut_point`` numbers the pieces in pipeline order from 0; bytes are those of the whole microbatch.
+``backward_weight_s``, ``tp`` and ``kept_bytes`` may be left out.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner import schema
-from megatron.adaptive.planner.cluster import LinkSpeed
-from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.gpus import known_gpu
+from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
+from megatron.adaptive.planner.files import check_schema, read_file
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.presets import arguments_model
+from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 __all__ = [
     "FORMAT",
     "check_model",
+    "cut_kind",
+    "document",
     "load",
     "make_profile",
     "measured_memory",
     "merge",
+    "profile_of_cut_points",
     "renamed",
+    "timestamp",
     "write",
 ]
 
 FORMAT = 1
-_NOT_OF_THE_MODEL = ("name", "counted", "group", "kept_bytes")
+_NEEDED = ("cut_point", "gpu", "micro_batch", "forward_s", "backward_s", "parameters")
+_KNOWN = (*_NEEDED, "output_bytes", "kept_bytes", "backward_weight_s", "tp")
+_ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _SAME = 0.02  # relative difference up to which two counts of parameters are the same
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read and check a profile file.
+    """Reads and checks a profile file.
 
     Raises:
         ConfigError: it cannot be read, has another format, or breaks a rule.
     """
-    told = read_file(path, "profile")
-    if isinstance(told, dict) and told.get("format") != FORMAT:
-        given = told.get("format", "none")
+    content = read_file(path, "profile")
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        given = content.get("format", "none")
         raise ConfigError(
             f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
             " again with python -m megatron.adaptive profile"
         )
-    schema.check(told, "profile", str(path))
-    checked: dict[str, Any] = told
+    check_schema(content, "profile", str(path))
+    checked: dict[str, Any] = content
     return checked
 
 
-def write(told: Mapping[str, Any], path: Path) -> None:
-    """Write a profile file.
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Checks and writes a profile file.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the content breaks a rule, or the file cannot be written.
     """
+    check_schema(content, "profile", str(path))
     try:
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
+def document(
+    model: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Puts measurements together as a profile file holds them.
+
+    Args:
+        model: its name, and its arguments or its layers.
+        layers: rows of durations.
+        more: other entries of the file.
+
+    Raises:
+        ConfigError: an entry breaks a rule.
+    """
+    content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
+    check_schema(content, "profile", "profile")
+    return content
+
+
+def timestamp() -> str:
+    """Returns the present moment as ``made`` of a profile file holds it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def cut_kind(number: int) -> str:
+    """Returns the kind of layer that stands for a piece between two cut points."""
+    return f"cut-{number}"
+
+
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Put profiles of one model together, as from nodes of different types.
+    """Puts profiles of one model together, as from nodes of different types.
 
     Where two hold the same measurement, the later one counts.
 
@@ -102,19 +148,19 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def make_profile(
-    told: Mapping[str, Any], estimator: Callable[[str, str, int, int], LayerTimes] | None = None
+    content: Mapping[str, Any], estimator: Callable[[str, str, int, int], LayerTimes] | None = None
 ) -> Profile:
-    """Make a profile of what a checked file holds.
+    """Makes a profile of what a checked file holds.
 
     Args:
-        told: see :func:`load`.
+        content: see :func:`load`.
         estimator: answers for what was not measured.
 
     Raises:
         ConfigError: the same layer was measured twice, or a link has no bandwidth.
     """
     layers: dict[tuple[str, str, int, int], LayerTimes] = {}
-    for index, row in enumerate(told["layers"]):
+    for index, row in enumerate(content["layers"]):
         key = (row["kind"], _gpu(row["gpu"]), row["tp"], row["micro_batch"])
         if key in layers:
             raise ConfigError(
@@ -129,23 +175,23 @@ def make_profile(
             kept_bytes=row.get("kept_bytes"),
             source=row.get("source", "measured"),
         )
-    links = told.get("links", [])
+    links = content.get("links", [])
     within = _curves((row["nodes"][0], row, False) for row in links if row["within"])
     between = _curves(
         ((row["nodes"][0], row["nodes"][1]), row, True) for row in links if not row["within"]
     )
     return Profile(
         layers=layers,
-        model=told["model"]["name"],
+        model=content["model"]["name"],
         links=between,
         intra_links=within,
         all_reduce={
             (row["node"], row["ranks"]): _curve(row, shared=False)
-            for row in told.get("all_reduce", [])
+            for row in content.get("all_reduce", [])
         },
-        optimizer_s_per_parameter=_by_gpu(told.get("optimizer_s_per_parameter", {})),
-        launch_s=_by_gpu(told.get("launch_s", {})),
-        action_sigma=told.get("action_sigma", 0.0),
+        optimizer_s_per_parameter=_by_gpu(content.get("optimizer_s_per_parameter", {})),
+        launch_s=_by_gpu(content.get("launch_s", {})),
+        action_sigma=content.get("action_sigma", 0.0),
         estimator=estimator,
     )
 
@@ -155,12 +201,12 @@ def _gpu(name: str) -> str:
     return name if found is None else found.name
 
 
-def _by_gpu(told: Mapping[str, float]) -> dict[str, float]:
-    return {_gpu(name): value for name, value in told.items()}
+def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
+    return {_gpu(name): value for name, value in values.items()}
 
 
 def _curves(rows: Iterable[tuple[Any, Mapping[str, Any], bool]]) -> dict[Any, LinkSpeed]:
-    """Put the measurements of one link with different numbers of pairs together."""
+    """Puts the measurements of one link with different numbers of pairs together."""
     found: dict[Any, dict[int, Mapping[str, Any]]] = {}
     shared = False
     for key, row, shared in rows:  # noqa: B007
@@ -184,7 +230,7 @@ def _curve(
     times: int = 1,
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = (),
 ) -> LinkSpeed:
-    """``times``: pairs whose bandwidths add up, for the file holds that of one."""
+    """Makes a link of a row; bandwidths of ``times`` pairs add up: the file holds that of one."""
     sizes = tuple((float(size), float(speed) * times) for size, speed in sorted(row["sizes"]))
     return LinkSpeed(
         bytes_per_s=sizes[-1][1],
@@ -195,54 +241,160 @@ def _curve(
     )
 
 
-def measured_memory(told: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes of each GPU by its name, as the nodes of a profile showed them."""
+def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
+    """Returns bytes of each GPU by its name, as the nodes of a profile showed them."""
     return {
         _gpu(one["gpu"]): float(one["memory_bytes"])
-        for one in told.get("nodes", {}).values()
+        for one in content.get("nodes", {}).values()
         if "gpu" in one and "memory_bytes" in one
     }
 
 
-def renamed(told: Mapping[str, Any], gpus: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Give the node types of a profile the names that a cluster has for them.
+def renamed(
+    content: Mapping[str, Any], gpus: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Gives the node types of a profile the names that a cluster has for them.
 
     A type that the cluster does not name is taken for the one with the same GPU, if there is one
     such. Links and all-reduces of types that stay unknown are not used.
 
     Args:
-        told: a checked profile file.
+        content: a checked profile file.
         gpus: GPU of each node type of the cluster.
 
     Returns:
         The profile, and the names of types with measured links that the cluster does not have.
     """
     names: dict[str, str] = {}
-    for name, facts in told.get("nodes", {}).items():
+    for name, facts in content.get("nodes", {}).items():
         alike = [own for own, gpu in gpus.items() if gpu == _gpu(facts.get("gpu", name))]
         names[name] = alike[0] if name not in gpus and len(alike) == 1 else name
-    changed = dict(told)
+    changed = dict(content)
     changed["links"] = [
         {**row, "nodes": [names.get(one, one) for one in row["nodes"]]}
-        for row in told.get("links", [])
+        for row in content.get("links", [])
     ]
     changed["all_reduce"] = [
-        {**row, "node": names.get(row["node"], row["node"])} for row in told.get("all_reduce", [])
+        {**row, "node": names.get(row["node"], row["node"])}
+        for row in content.get("all_reduce", [])
     ]
     used = {one for row in changed["links"] for one in row["nodes"]}
     used |= {row["node"] for row in changed["all_reduce"]}
     return changed, sorted(used - set(gpus))
 
 
-def check_model(told: Mapping[str, Any], model: Model, where: str) -> None:
-    """Refuse a profile of other layers than a model's; the number of layers may differ.
+def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dict[str, Any]:
+    """Reads measurements per cut point.
+
+    Args:
+        path: CSV, or JSON by the ending of its name.
+        name: of the model.
+        precision: type of what goes from piece to piece.
+
+    Returns:
+        What a profile file holds, the model's layers included.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row breaks a rule; names the row.
+    """
+    rows = [_numbers(row, f"{path}: row {at}") for at, row in enumerate(_rows(path), start=1)]
+    if not rows:
+        raise ConfigError(f"{path}: no measurements: give a row for each piece of the model")
+    count = 1 + max(int(row["cut_point"]) for row in rows)
+    found = {int(row["cut_point"]) for row in rows}
+    if found != set(range(count)):
+        lost = min(set(range(count)) - found)
+        raise ConfigError(f"{path}: cut point {lost} has no row: number them from 0 without gaps")
+    layers = []
+    for row in rows:
+        entry = {
+            "kind": cut_kind(int(row["cut_point"])),
+            "gpu": row["gpu"],
+            "tp": int(row.get("tp", 1)),
+            "micro_batch": int(row["micro_batch"]),
+            "forward_s": row["forward_s"],
+            "backward_input_s": row["backward_s"],
+            "backward_weight_s": row.get("backward_weight_s", 0.0),
+        }
+        if "kept_bytes" in row:
+            entry["kept_bytes"] = row["kept_bytes"]
+        layers.append(entry)
+    pieces = [
+        _piece(
+            number,
+            [row for row in rows if int(row["cut_point"]) == number],
+            _ELEMENT_BYTES[precision],
+        )
+        for number in range(count)
+    ]
+    return document({"name": name, "precision": precision, "layers": pieces}, layers)
+
+
+def _piece(number: int, rows: Sequence[Mapping[str, Any]], element_bytes: int) -> dict[str, Any]:
+    """Returns sizes of one piece, of one sample."""
+    row = max(rows, key=lambda one: one["micro_batch"])
+    samples = row["micro_batch"]
+    return {
+        "kind": cut_kind(number),
+        "parameters": row["parameters"],
+        "output_elements": row.get("output_bytes", 0.0) / samples / element_bytes,
+        "activation_bytes": row.get("kept_bytes", 0.0) / samples,
+    }
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(f"{path}: {why}; name a file of measurements per cut point") from error
+    if path.suffix.lower() != ".json":
+        return list(csv.DictReader(io.StringIO(text)))
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: no JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path}: it must be a list of objects, one for each measurement")
+    return rows
+
+
+def _numbers(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in row:
+        if key not in _KNOWN:
+            raise ConfigError(f"{where}: {key!r} is not known: columns are {', '.join(_KNOWN)}")
+    numbers: dict[str, Any] = {}
+    for key in _KNOWN:
+        text = row.get(key)
+        if text is None or text == "":
+            if key in _NEEDED:
+                raise ConfigError(f"{where}: {key} is missing: needed are {', '.join(_NEEDED)}")
+            continue
+        if key == "gpu":
+            numbers[key] = str(text)
+            continue
+        whole = key in ("cut_point", "micro_batch", "tp")
+        least = 1 if key in ("micro_batch", "tp") else 0
+        try:
+            value = float(text)
+        except (TypeError, ValueError):
+            value = -1.0
+        if not least <= value < float("inf") or (whole and value != int(value)):
+            rule = f"a whole number from {least} on" if whole else "a number, not negative"
+            raise ConfigError(f"{where}: {key} is {text!r}: it must be {rule}")
+        numbers[key] = value
+    return numbers
+
+
+def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
+    """Refuses a profile of other layers than a model's; the number of layers may differ.
 
     Raises:
         ConfigError: they differ.
     """
-    measured = told["model"]
+    measured = content["model"]
     advice = "measure the model that is planned, or leave --profile out"
-    kinds = {row["kind"] for row in told["layers"]}
+    kinds = {row["kind"] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind not in kinds]
     if missing:
         raise ConfigError(
@@ -260,13 +412,13 @@ def check_model(told: Mapping[str, Any], model: Model, where: str) -> None:
                         f" {getattr(other.kinds[name], field):.4g} {field.replace('_', ' ')};"
                         f" that of {model.name} has {getattr(kind, field):.4g}: {advice}"
                     )
-        told_precision = _precision(arguments)
-        if told_precision != model.precision.name:
+        precision = _precision(arguments)
+        if precision != model.precision.name:
             raise ConfigError(
-                f"{where} was measured in {told_precision}, {model.name} is planned in"
-                f" {model.precision.name}: give --precision {told_precision}, or {advice}"
+                f"{where} was measured in {precision}, {model.name} is planned in"
+                f" {model.precision.name}: give --precision {precision}, or {advice}"
             )
-    for row in told["layers"]:
+    for row in content["layers"]:
         counted = row.get("parameters")
         if counted is None or row["kind"] not in ("transformer", "encoder"):
             continue

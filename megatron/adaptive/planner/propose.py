@@ -1,40 +1,50 @@
-"""From a request to plans: the search, the choice of a schedule, and why nothing was found.
+"""Answers a planning request: the best plans under their schedules, or why there is none.
 
-Owns the rules of a request as users give it; finding plans is ``search``'s.
+Without a plan, the error names the stage that lacks memory or the limits that contradict each
+other. What would help is found by trying it: fewer restrictions, more nodes, more memory for each
+GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.estimate import estimate_optimizer_s, make_estimator
-from megatron.adaptive.planner.gpus import find_gpu, known_gpu
-from megatron.adaptive.planner.infeasible import explain_limits, explain_memory
+from megatron.adaptive.planner.layers import estimate_optimizer_s, make_estimator
 from megatron.adaptive.planner.microbatch_assignment import as_run
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.plan import Plan
+from megatron.adaptive.planner.plan import (
+    Plan,
+    PlanRow,
+    Prediction,
+    StagePlace,
+    place_ranks,
+    placement_text,
+    seconds_text,
+)
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.report import Row
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
+from megatron.adaptive.planner.search_space import Objective
 
 __all__ = [
-    "SCHEDULES",
     "Proposal",
     "Request",
+    "SCHEDULES",
     "check_request",
     "complete_profile",
+    "explain_limits",
+    "explain_memory",
     "propose",
     "scheduled",
     "whole_partition",
 ]
+
 
 SCHEDULES = ("1f1b", "zb-h1", "adaptive")
 """Orders that are weighed for the best pipelines; those that a run can take with one chunk."""
@@ -45,7 +55,7 @@ _SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """A question to the planner.
 
     Attributes:
         global_batch: samples of a step.
@@ -62,19 +72,19 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What was found.
+    """Plans found for a request.
 
     Attributes:
         rows: plans, best first.
         result: of the search.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     result: SearchResult
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Return a profile that knows every GPU of a cluster, by estimates where nothing was measured.
+    """Returns a profile that knows every GPU of a cluster, by estimates where nothing was measured.
 
     Args:
         profile: what was measured, ``None`` for nothing.
@@ -109,7 +119,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
 
 
 def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) -> Proposal:
-    """Find the best plans.
+    """Finds the best plans.
 
     Args:
         model: what is trained.
@@ -141,7 +151,7 @@ def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) 
     ]
     goal = request.objective
 
-    def value(row: Row) -> float:
+    def value(row: PlanRow) -> float:
         return goal.value(row.prediction.seconds, row.prediction.price_per_hour)
 
     return Proposal(rows=tuple(sorted(rows, key=value)), result=result)
@@ -149,8 +159,8 @@ def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) 
 
 def scheduled(
     plan: Plan, model: Model, cluster: Cluster, profile: Profile, schedules: Sequence[str]
-) -> Row:
-    """Give a pipeline the order of work that is fastest for it and fits.
+) -> PlanRow:
+    """Gives a pipeline the order of work that is fastest for it and fits.
 
     Args:
         plan: as the search found it.
@@ -159,9 +169,9 @@ def scheduled(
         profile: durations.
         schedules: orders to choose from; that of the search stays where none of them is possible.
     """
-    row = Row(plan=plan, prediction=predict(plan, model, cluster, profile))
+    row = PlanRow(plan=plan, prediction=predict(plan, model, cluster, profile))
     if (run := as_run(plan)) != plan:
-        row = Row(plan=run, prediction=predict(run, model, cluster, profile))
+        row = PlanRow(plan=run, prediction=predict(run, model, cluster, profile))
         plan = run
     if plan.pp == 1 or plan.chunks > 1:
         return row
@@ -173,13 +183,13 @@ def scheduled(
         except ScheduleError:
             continue  # not with these stages or so few microbatches
         if seen.fits:
-            rows.append(Row(plan=candidate, prediction=seen))
+            rows.append(PlanRow(plan=candidate, prediction=seen))
     # The first of equal ones: what was asked for first.
     return min(rows or [row], key=lambda row: row.prediction.seconds)
 
 
 def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Turn layers as ``--partition`` counts them into all layers of each stage.
+    """Turns layers as ``--partition`` counts them into all layers of each stage.
 
     Layers that are not counted go with the stage before them, those at the start with the first.
 
@@ -188,7 +198,7 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         model: whose layers they are.
 
     Raises:
-        ConfigError: it does not sum to the model's layers.
+        ConfigError: it does not sum to the model's layers, or a stage holds none.
     """
     if not partition:
         return ()
@@ -206,11 +216,17 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
         # With no layer of its own, the first stage has what comes before the first layer.
         ends.append(counted[done - 1] + 1 if done else counted[0])
     bounds = [0, *ends, model.num_layers]
-    return tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    whole = tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    if min(whole) < 1:
+        raise ConfigError(
+            f"--partition {format_partition(partition)}: stage {whole.index(min(whole))} holds no"
+            " layer: give each one"
+        )
+    return whole
 
 
 def check_request(request: Request, options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Refuse what contradicts itself before anything is searched.
+    """Refuses contradictory requests before anything is searched.
 
     Args:
         request: what is asked for.
@@ -273,3 +289,284 @@ def _check_batch(global_batch: int, options: SearchOptions) -> None:
 
 def _words(values: Sequence[int]) -> str:
     return ",".join(map(str, values))
+
+
+_GB = 1e9
+_TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_MOST_TRIED = 300
+_CLOSE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def stage(self) -> int:
+        """The stage that lacks most."""
+        stages = self.prediction.stages
+        return max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
+
+    @property
+    def missing_bytes(self) -> float:
+        return self.prediction.stages[self.stage].memory.missing_bytes
+
+
+def explain_memory(
+    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
+) -> str:
+    """Names the stage of the nearest plan that lacks memory, and what would make it fit.
+
+    Args:
+        model: what is planned.
+        cluster: the nodes that do not suffice.
+        profile: durations.
+        global_batch: samples of a step.
+        options: the restrictions under which nothing fits.
+    """
+    nearest = _nearest(model, cluster, profile, global_batch, options)
+    if nearest is None:
+        return (
+            f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
+            f" {global_batch}: no widths that are allowed use nodes whole and divide the batch;"
+            " allow others with --tp, --dp, --pp and --micro-batch-sizes, or change"
+            " --global-batch-size"
+        )
+    plan, memory = nearest.plan, nearest.prediction.stages[nearest.stage].memory
+    place = plan.places[nearest.stage]
+    node = cluster.nodes[place.replicas[0].node]
+    shape = f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch}"
+    if nearest.missing_bytes <= 0:
+        return (
+            f"no plan for {model.name} keeps the restrictions on this cluster, though {shape} with"
+            f" recompute {plan.recompute} fits on {placement_text(plan, cluster)}: allow more with"
+            " --tp, --dp, --pp, --micro-batch-sizes or --partition"
+        )
+    text = (
+        f"{model.name} fits nowhere on this cluster: at best ({shape}, recompute"
+        f" {plan.recompute}) stage {nearest.stage} on {node.name} needs"
+        f" {memory.total_bytes / _GB:.1f} GB of {memory.limit_bytes / _GB:.1f} GB, it lacks"
+        f" {nearest.missing_bytes / _GB:.1f} GB"
+    )
+    remedies = list(_remedies(model, cluster, profile, global_batch, options, memory.total_bytes))
+    return f"{text}; what would fit: {', or '.join(remedies)}"
+
+
+def _remedies(
+    model: Model,
+    cluster: Cluster,
+    profile: Profile,
+    global_batch: int,
+    options: SearchOptions,
+    needed_bytes: float,
+) -> Iterator[str]:
+    """Yields changes that make a plan fit, the smallest of each kind."""
+    free = SearchOptions()
+    names = {
+        "recompute": "any --recompute",
+        "distributed_optimizer": "--distributed-optimizer",
+        "micro_batch": "any --micro-batch-sizes",
+        "partition": "no --partition",
+        "tp": "any --tp",
+        "dp": "any --dp",
+        "pp": "any --pp",
+    }
+    for name, words in names.items():
+        if getattr(options, name) == getattr(free, name):
+            continue
+        wider = replace(options, **{name: getattr(free, name)})
+        if _fits(model, cluster, profile, global_batch, wider):
+            yield words
+            break
+    for index, group in enumerate(cluster.groups):
+        for times in _TIMES:
+            groups = list(cluster.groups)
+            groups[index] = replace(group, count=group.count * times)
+            try:
+                larger = replace(cluster, groups=tuple(groups))
+            except ConfigError:
+                break  # no link is known between nodes of a type that there is one of
+            if _fits(model, larger, profile, global_batch, options):
+                yield f"{group.count * times} nodes of {group.type.name} in place of {group.count}"
+                break
+    yield f"GPUs of {math.ceil(needed_bytes / _GB)} GB"
+
+
+def _fits(
+    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
+) -> bool:
+    nearest = _nearest(model, cluster, profile, global_batch, options)
+    return nearest is not None and nearest.missing_bytes <= 0
+
+
+def _nearest(
+    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
+) -> _Attempt | None:
+    """Returns the plan that lacks least memory among the leanest of each shape."""
+    best: _Attempt | None = None
+    for plan in _leanest(model, cluster, global_batch, options):
+        try:
+            attempt = _Attempt(plan=plan, prediction=predict(plan, model, cluster, profile))
+        except (ConfigError, ScheduleError):
+            continue  # a width that nobody measured, or a schedule that wants more microbatches
+        if best is None or attempt.missing_bytes < best.missing_bytes:
+            best = attempt
+        if best.missing_bytes <= 0:
+            break
+    return best
+
+
+def _leanest(
+    model: Model, cluster: Cluster, global_batch: int, options: SearchOptions
+) -> Iterator[Plan]:
+    """Yields a plan for each shape, with all that saves memory."""
+    order = sorted(range(len(cluster.nodes)), key=lambda node: -cluster.nodes[node].memory_bytes)
+    widest = max(node.gpus for node in cluster.types)
+    widths = [
+        tp
+        for tp in options.tp or range(widest, 0, -1)
+        if model.max_tp % tp == 0 and any(node.gpus % tp == 0 for node in cluster.types)
+    ]
+    recompute = "full" if "full" in options.recompute else options.recompute[-1]
+    tried = 0
+    for tp in widths:
+        most = min(cluster.num_gpus // tp, model.num_layers)
+        for pp in options.pp or _steps(most):
+            for dp in options.dp or _copies(cluster.num_gpus // (tp * pp), global_batch):
+                sizes = [
+                    size for size in options.micro_batch or (1,) if global_batch % (dp * size) == 0
+                ]
+                if not sizes or tp * pp * dp > cluster.num_gpus or tried >= _MOST_TRIED:
+                    continue
+                partition = options.partition or _even_bytes(model, pp, tp)
+                if len(partition) != pp:
+                    continue
+                try:
+                    places = place_ranks(
+                        cluster, order, tp=tp, dp=dp, pp=pp, micro_batch=min(sizes)
+                    )
+                except ConfigError:
+                    continue  # a group would cross nodes
+                if not _whole_nodes(places, cluster):
+                    continue
+                tried += 1
+                yield Plan(
+                    tp=tp,
+                    dp=dp,
+                    pp=pp,
+                    micro_batch=min(sizes),
+                    global_batch=global_batch,
+                    partition=partition,
+                    places=places,
+                    recompute=recompute,
+                    distributed_optimizer=dp > 1 and True in options.distributed_optimizer,
+                    sequence_parallel=options.sequence_parallel,
+                )
+
+
+def _whole_nodes(places: Sequence[StagePlace], cluster: Cluster) -> bool:
+    """Returns whether every node that is used is used whole, as the search wants it."""
+    used: dict[int, int] = {}
+    for place in places:
+        for replica in place.replicas:
+            used[replica.node] = used.get(replica.node, 0) + replica.tp
+    return all(count == cluster.nodes[node].gpus for node, count in used.items())
+
+
+def _steps(most: int) -> list[int]:
+    """Returns the numbers of stages to try, the largest first."""
+    return sorted({most, *(2**power for power in range(20) if 2**power <= most)}, reverse=True)
+
+
+def _copies(most: int, global_batch: int) -> list[int]:
+    return [dp for dp in range(most, 0, -1) if global_batch % dp == 0]
+
+
+def _even_bytes(model: Model, stages: int, tp: int) -> tuple[int, ...]:
+    """Cuts the layers so that every stage holds about the same bytes of weights and state."""
+    sizes = model.precision
+    each = sizes.parameter_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
+    weights = [
+        model.layer(i).held_parameters(tp) * each + model.layer(i).kept_bytes(tp, "full")
+        for i in range(model.num_layers)
+    ]
+    total, cuts, reached = sum(weights), [0], 0.0
+    for index, weight in enumerate(weights):
+        left = model.num_layers - index
+        if (
+            len(cuts) < stages
+            and index > cuts[-1]
+            and (reached + weight / 2 >= total * len(cuts) / stages or left <= stages - len(cuts))
+        ):
+            cuts.append(index)
+        reached += weight
+    while len(cuts) < stages:
+        cuts.append(model.num_layers)
+    bounds = [*cuts, model.num_layers]
+    return tuple(bounds[i + 1] - bounds[i] for i in range(stages))
+
+
+def explain_limits(searcher: Searcher, objective: Objective) -> str:
+    """Names the limits that no plan keeps, where plans without limits exist.
+
+    Args:
+        searcher: has searched in vain.
+        objective: with the limits.
+    """
+    limits = {
+        "most_seconds_per_step": ("--time-limit", "a step takes at least {seconds}"),
+        "most_price_per_hour": ("--max-price", "nodes cost at least {price:g} per hour"),
+        "most_price_per_step": ("--budget", "a step costs at least {cost:.4g}"),
+    }
+    given = [name for name in limits if getattr(objective, name) < math.inf]
+    for name in given:
+        if not searcher.search(Objective(**{name: getattr(objective, name)})).found:
+            flag, words = limits[name]
+            return f"{flag} cannot be kept: {words.format(**_extremes(searcher, name))}; raise it"
+    for index, one in enumerate(given):
+        for other in given[index + 1 :]:
+            pair = {one: getattr(objective, one), other: getattr(objective, other)}
+            if not searcher.search(Objective(**pair)).found:
+                return (
+                    f"{limits[one][0]} and {limits[other][0]} contradict each other:"
+                    f" {_within(searcher, one, objective)};"
+                    f" {_within(searcher, other, objective)}; raise one of them"
+                )
+    names = ", ".join(limits[name][0] for name in given)
+    return f"{names} cannot be kept together, though any two can: raise one of them"
+
+
+def _within(searcher: Searcher, name: str, objective: Objective) -> str:
+    """Returns what the best plan takes that keeps one limit alone."""
+    least = "cost" if name == "most_seconds_per_step" else "time"
+    found = searcher.search(
+        Objective(**{name: getattr(objective, name)}, least=least)  # type: ignore[arg-type]
+    ).found[0]
+    if name == "most_seconds_per_step":
+        return (
+            f"in that time the cheapest costs {found.price_per_hour:g} per hour,"
+            f" {found.price_per_hour * found.seconds / 3600:.4g} for a step"
+        )
+    return f"for that price the fastest takes {seconds_text(found.seconds)} for a step"
+
+
+def _extremes(searcher: Searcher, name: str) -> dict[str, object]:
+    fastest = searcher.search(Objective()).found[0]
+    found: dict[str, object] = {"seconds": seconds_text(fastest.seconds)}
+    if name == "most_price_per_hour":
+        found["price"] = _least_price(searcher, fastest.price_per_hour)
+    if name == "most_price_per_step":
+        cheapest = searcher.search(Objective(least="cost")).found[0]
+        found["cost"] = cheapest.price_per_hour * cheapest.seconds / 3600
+    return found
+
+
+def _least_price(searcher: Searcher, most: float) -> float:
+    """Returns the least price for an hour at which a plan exists, by halving."""
+    low, high = 0.0, most
+    while high - low > _CLOSE * most:
+        middle = (low + high) / 2
+        found = searcher.search(Objective(most_price_per_hour=middle)).found
+        low, high = (low, found[0].price_per_hour) if found else (middle, high)
+    return high

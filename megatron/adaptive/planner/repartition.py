@@ -1,4 +1,4 @@
-"""Layers per stage for ranks whose speed was measured while they train.
+"""Finds layers per stage for ranks whose speed was measured while they train.
 
 Layers are alike and stages keep their ranks, so a partition is a number of layers for each stage.
 The quickest pace, that of the slowest rank, is found exactly::
@@ -24,10 +24,9 @@ from dataclasses import dataclass
 
 from megatron.adaptive.schedule.compare import Candidate, evaluate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.profile import Profile
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
-__all__ = ["Loads", "Proposal", "propose", "quickest_pace", "simulated_step", "travelling"]
+__all__ = ["Loads", "PartitionMove", "propose", "quickest_pace", "simulated_step", "travelling"]
 
 Partition = tuple[int, ...]
 Times = tuple[float, float, float]
@@ -42,7 +41,7 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """What the stages of a pipeline take for one microbatch, and what its ranks can hold.
+    """Seconds of a pipeline's stages for one microbatch, and the layers that its ranks can hold.
 
     Attributes:
         placement: which rank holds which stage.
@@ -60,13 +59,13 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """How many times longer a layer takes on each rank than on the middle one of them."""
+        """Time of a layer on each rank, over that on the middle one of them."""
         layers = [sum(times) for times in self.layer_s]
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
-        """What the stages would take under a partition."""
+        """Returns the seconds of each stage under a partition."""
         kinds = []
         for kind in range(3):
             kinds.append(
@@ -79,7 +78,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Seconds that each rank takes for a microbatch under a partition."""
+        """Returns the seconds that each rank takes for a microbatch under a partition."""
         paces = self.beside()
         for stage, layers in enumerate(partition):
             rank = self._rank_of(stage)
@@ -87,26 +86,26 @@ class Loads:
         return paces
 
     def beside(self) -> list[float]:
-        """Seconds that each rank takes for what is no layer."""
+        """Returns the seconds of each rank outside its layers."""
         found = [0.0] * self.placement.num_ranks
         for stage, times in enumerate(self.beside_s):
             found[self._rank_of(stage)] += sum(times)
         return found
 
     def layers_of(self, partition: Sequence[int]) -> list[int]:
-        """Layers of each rank under a partition."""
+        """Returns the layers of each rank under a partition."""
         found = [0] * self.placement.num_ranks
         for stage, layers in enumerate(partition):
             found[self._rank_of(stage)] += layers
         return found
 
     def fits(self, partition: Sequence[int]) -> bool:
-        """Whether every rank's memory allows a partition."""
+        """Returns whether every rank's memory allows a partition."""
         pairs = zip(self.layers_of(partition), self.most_layers, strict=True)
         return all(layers <= most for layers, most in pairs)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds."""
+        """Returns the stages that a rank holds."""
         chunks = range(self.placement.num_chunks)
         return [self.placement.stage_of(rank, chunk) for chunk in chunks]
 
@@ -115,7 +114,7 @@ class Loads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
+class PartitionMove:
     """A partition that is worth a move.
 
     Attributes:
@@ -135,7 +134,7 @@ class Proposal:
 
 
 def quickest_pace(loads: Loads) -> float:
-    """The least seconds in which the slowest rank can do a microbatch, exactly.
+    """Returns the least seconds in which the slowest rank can do a microbatch, exactly.
 
     Returns:
         The pace; infinite where memory does not hold all layers.
@@ -155,7 +154,7 @@ def quickest_pace(loads: Loads) -> float:
 
 
 def _room(loads: Loads, pace: float) -> list[int]:
-    """Layers that each rank can do at a pace."""
+    """Returns the layers that each rank can do at a pace."""
     total, found = sum(loads.partition), []
     for own, times, most in zip(loads.beside(), loads.layer_s, loads.most_layers, strict=True):
         count = math.floor((pace - own) / max(sum(times), _LEAST_S) + 1e-6)
@@ -164,7 +163,7 @@ def _room(loads: Loads, pace: float) -> list[int]:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Layers that lie on another rank under ``new`` than under ``old``."""
+    """Returns the layers that lie on another rank under ``new`` than under ``old``."""
     pairs = zip(_ranks_of_layers(old, placement), _ranks_of_layers(new, placement), strict=True)
     return sum(before != after for before, after in pairs)
 
@@ -179,7 +178,7 @@ def _ranks_of_layers(partition: Sequence[int], placement: Placement) -> list[int
 def simulated_step(
     loads: Loads, candidate: Candidate, num_microbatches: int
 ) -> Callable[[Partition], float]:
-    """Return what tells the seconds of a step under a partition and the job's order of work.
+    """Returns a function that simulates a step under a partition and the job's order of work.
 
     Args:
         loads: of the stages.
@@ -191,7 +190,7 @@ def simulated_step(
 
     def step_s(partition: Partition) -> float:
         if partition not in known:
-            profile = Profile(times=loads.stage_times(partition))
+            profile = StageProfile(times=loads.stage_times(partition))
             compiled = actions >= _COMPILED_FROM
             outcome = evaluate(candidate, num_microbatches, profile, (0,), compiled=compiled)
             known[partition] = outcome.mean_s
@@ -200,8 +199,10 @@ def simulated_step(
     return step_s
 
 
-def propose(loads: Loads, step_s: Callable[[Partition], float], gain: float) -> Proposal | None:
-    """Find the partition to move to.
+def propose(
+    loads: Loads, step_s: Callable[[Partition], float], gain: float
+) -> PartitionMove | None:
+    """Finds the partition to move to.
 
     Args:
         loads: of the stages.
@@ -235,12 +236,12 @@ def propose(loads: Loads, step_s: Callable[[Partition], float], gain: float) -> 
         (partition for partition, seconds in tried.items() if seconds <= limit),
         key=lambda partition: (travelling(present, partition, loads.placement), tried[partition]),
     )
-    found = Proposal(partition=choice, present_s=tried[present], step_s=tried[choice])
+    found = PartitionMove(partition=choice, present_s=tried[present], step_s=tried[choice])
     return found if choice != present and found.gain >= gain else None
 
 
 def _balanced(loads: Loads, pace: float) -> Partition:
-    """A partition of that pace: what is too much goes where it makes fewest layers travel."""
+    """Returns a partition of that pace; surplus layers go where fewest layers travel."""
     layers = list(loads.partition)
     room = [
         most - held for most, held in zip(_room(loads, pace), loads.layers_of(layers), strict=True)
@@ -266,7 +267,7 @@ def _balanced(loads: Loads, pace: float) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
-    """Partitions with one layer elsewhere, from the slowest rank first, to the quickest first."""
+    """Yields partitions with one layer moved, slowest giver and quickest taker first."""
     paces = loads.paces(partition)
 
     def pace(stage: int) -> float:

@@ -24,12 +24,10 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import layer_table
-from megatron.adaptive.planner.memory import in_flight, state_bytes
+from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.runtime import Runtime
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
@@ -66,11 +64,11 @@ class Running:
     cap: float | None = None
 
     def placement(self, pipeline_size: int) -> Placement:
-        """Where stages live."""
+        """Returns the placement of the stages."""
         return registry.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def profile(self, pipeline_size: int) -> Profile:
-        """Durations of a pipeline of that size."""
+        """Returns the durations of a pipeline of that size."""
         return self.whole if pipeline_size == 1 or self.split is None else self.split
 
 
@@ -121,7 +119,7 @@ def choose_option(
     most: int = 0,
     timed: bool = True,
 ) -> list[Option]:
-    """Return the best shape and the next best ones, as far as they were timed.
+    """Returns the best shape and the next best ones, as far as they were timed.
 
     Args:
         running: the job.
@@ -165,7 +163,7 @@ def choose_option(
 def _shapes(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], most: int
 ) -> Iterator[tuple[int, int]]:
-    """Pipeline sizes and microbatches that divide what there is."""
+    """Returns the pipeline sizes and microbatches that divide what there is."""
     world = running.cluster.num_gpus
     for size in pipeline_sizes or range(1, world + 1):
         if world % size or running.batch % (world // size):
@@ -197,7 +195,7 @@ class _Shape:
         self._ranks = [self._rank(rank) for rank in range(size)]
 
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
-        """Seconds and bytes ``[pieces + 1, pieces + 1]`` of every run of pieces, and the limit."""
+        """Returns seconds and bytes, ``[pieces + 1, pieces + 1]``, of runs of pieces; the limit."""
         running = self._running
         count = running.model.num_layers
         seconds, needed = np.zeros((2, count + 1, count + 1))
@@ -216,7 +214,7 @@ class _Shape:
         return seconds, needed, min(one.memory_bytes for one in nodes)
 
     def best(self, given: tuple[int, ...] | None) -> Option:
-        """Return the best partition, or the given one, with a bound of its seconds.
+        """Returns the best partition, or the given one, with a bound of its seconds.
 
         Where none fits into memory, the one that is best without regard to it.
         """
@@ -246,7 +244,7 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """With several chunks on a rank, each gets its part of the memory."""
+        """Divides the pieces; with several chunks on a rank, each gets its part of the memory."""
         costs = []
         for stage in range(self.placement.num_stages):
             seconds, needed, limit = self._ranks[self.placement.locate(stage)[0]]
@@ -255,7 +253,7 @@ class _Shape:
         return least_largest(costs)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
-        """Predict a step.
+        """Predicts a step.
 
         Raises:
             ScheduleError: the schedule refuses the number of microbatches.
@@ -277,7 +275,7 @@ class _Shape:
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
-    """Divide pieces so that the largest stage is as small as possible; ``None`` if none can be.
+    """Divides pieces so that the largest stage is as small as possible; ``None`` if none can be.
 
     Exact. Of several such divisions the one with the least sum of squares.
 
@@ -311,7 +309,7 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divide pieces of known weight likewise; ``None`` if there are too few.
+    """Divides pieces of known weight likewise; ``None`` if there are too few.
 
     Args:
         weights: of each piece.
@@ -321,13 +319,13 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 
 
 def _sums(values: Any) -> Any:
-    """``[begin, end]`` sums of a row."""
+    """Returns ``[begin, end]`` sums of a row."""
     before = np.concatenate([[0.0], np.cumsum(values)])
     return before[None, :] - before[:, None]
 
 
 def _largest(values: Any) -> Any:
-    """``[begin, end]`` the largest of a row; 0 of none."""
+    """Returns ``[begin, end]`` the largest of a row; 0 of none."""
     count = len(values)
     found = np.zeros((count + 1, count + 1))
     for begin in range(count):

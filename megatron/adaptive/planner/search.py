@@ -1,9 +1,10 @@
-"""The search: the best plan for a model on a cluster, with a proof where that is affordable.
+"""Searches for the best plan for a model on a cluster, with a proof where that is affordable.
 
 A shape is one choice of widths, microbatch, recompute and optimizer. For each, bounds over all
 node orders, lengths of pipelines and partitions come from one table (``kernel``). The shapes are
 then searched by bound, best first, until no bound is below what is known. Where the number of
-pipelines timed is limited before that, the gap to the least bound left is reported.
+pipelines timed is limited before that, the gap to the least bound left is reported. Where there are
+too many orders of nodes to go through, weaker bounds hold for all of them at once.
 
 The search stands on 1F1B, whose order is fixed: no plan gets slower when a duration shrinks.
 """
@@ -12,36 +13,50 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.bounds import capacity_bound, most_rate
-from megatron.adaptive.planner.classes import StageClass, place_on, stage_classes
+from megatron.adaptive.planner.chunks import candidates, interleave
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.dp_states import Levels, make_levels
-from megatron.adaptive.planner.found import Best, Collector, Found, SearchResult
-from megatron.adaptive.planner.interleave import candidates, interleave
-from megatron.adaptive.planner.memory import in_flight
+from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.objective import Objective
-from megatron.adaptive.planner.options import SearchOptions, check_options
 from megatron.adaptive.planner.plan import Plan, StagePlace
 from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.shapes import Choice, Tables
+from megatron.adaptive.planner.search_space import (
+    Best,
+    Collector,
+    Found,
+    Objective,
+    SearchOptions,
+    SearchResult,
+    StageClass,
+    place_on,
+    stage_classes,
+)
+from megatron.adaptive.planner.shapes import DpStates, ShapeChoice, Tables, make_dp_states
 
-__all__ = ["Found", "SearchOptions", "SearchResult", "Searcher", "Shape", "search"]
+__all__ = [
+    "Found",
+    "SearchOptions",
+    "SearchResult",
+    "Searcher",
+    "SearchShape",
+    "capacity_bound",
+    "most_rate",
+    "search",
+]
 
 
 _FEW_LEVELS = 2000
 
 
 @dataclass(kw_only=True, eq=False)
-class Shape:
+class SearchShape:
     """One choice of widths, microbatch, recompute and optimizer.
 
     Attributes:
@@ -54,14 +69,14 @@ class Shape:
     """
 
     classes: tuple[StageClass, ...]
-    choice: Choice
+    choice: ShapeChoice
     bound_s: float
     least_s: float = 0.0
     least_value: float = math.inf
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """What plans differ in that are listed side by side: not in how memory is saved."""
+        """Identifies plans that compete for one place: only their ways to save memory differ."""
         widths = tuple((one.tp, one.dp, one.micro_batch) for one in self.classes)
         return widths, used, stages
 
@@ -75,9 +90,6 @@ class Searcher:
         profile: how long it takes.
         global_batch: samples of a step.
         options: what may be chosen.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
 
     def __init__(
@@ -93,17 +105,16 @@ class Searcher:
         self.options = options or SearchOptions()
         self.global_batch = global_batch
         self._tables = Tables(model, cluster, profile)
-        self._levels: dict[Any, Levels] = {}
+        self._levels: dict[Any, DpStates] = {}
         self._counts = tuple(group.count for group in cluster.groups)
         self._whole = True
         self._until = math.inf
         self.timed = 0
         self.configurations = 0
         self.placements = 0
-        check_options(self.options, model, global_batch)
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Find the best plans for an objective.
+        """Finds the best plans for an objective.
 
         Args:
             objective: what to minimise under which limits; least time without limits by default.
@@ -138,17 +149,17 @@ class Searcher:
             configurations=self.configurations,
         )
 
-    def shapes(self) -> list[Shape]:
-        """Every choice, by a bound that costs nothing."""
+    def shapes(self) -> list[SearchShape]:
+        """Returns every choice, by a bound that costs nothing."""
         return sorted(self._shapes(), key=lambda one: one.bound_s)
 
-    def _shapes(self) -> Iterator[Shape]:
+    def _shapes(self) -> Iterator[SearchShape]:
         for classes, microbatches in self._class_sets():
             for recompute in self.options.recompute:
                 for sharded in self.options.distributed_optimizer:
                     if sharded and all(one.dp == 1 for one in classes):
                         continue
-                    choice = Choice(
+                    choice = ShapeChoice(
                         microbatches=microbatches,
                         recompute=recompute,
                         distributed_optimizer=sharded,
@@ -158,10 +169,10 @@ class Searcher:
                     known = tuple(one for one in classes if self._known(one))
                     if known:
                         bound = self._quick_bound(known, choice)
-                        yield Shape(classes=known, choice=choice, bound_s=bound)
+                        yield SearchShape(classes=known, choice=choice, bound_s=bound)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
-        """Sets of classes whose stages may meet in one pipeline, and its microbatches."""
+        """Yields classes whose stages may meet in one pipeline, and its microbatches."""
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch in self._widths():
             classes, whole = stage_classes(self.cluster, tp=tp, dp=dp, micro_batch=micro_batch)
@@ -192,15 +203,15 @@ class Searcher:
                         yield tp, dp, micro_batch
 
     def _known(self, one: StageClass) -> bool:
-        """Whether the profile knows every layer on every node of a class."""
+        """Returns whether the profile knows every layer on every node of a class."""
         return all(
             self.profile.knows(kind, node.gpu, one.tp)
             for node in self._tables.types(one)
             for kind in set(self.model.layers)
         )
 
-    def _quick_bound(self, classes: Sequence[StageClass], choice: Choice) -> float:
-        """No pipeline is faster than one whose work is divided evenly over all GPUs."""
+    def _quick_bound(self, classes: Sequence[StageClass], choice: ShapeChoice) -> float:
+        """Returns the seconds of work divided evenly over all GPUs: no pipeline is faster."""
         rates = []
         for index, group in enumerate(self.cluster.groups):
             for one in classes:
@@ -220,14 +231,14 @@ class Searcher:
     def _least_price(self) -> float:
         return min(group.type.price_per_hour for group in self.cluster.groups)
 
-    def _arrays(self, shape: Shape, most_levels: int = 0) -> tuple[Any, Levels]:
+    def _arrays(self, shape: SearchShape, most_levels: int = 0) -> tuple[Any, DpStates]:
         from megatron.adaptive.planner import kernel  # numba takes half a second
 
         most = self._most_stages(shape.classes)
         limit = most_levels or self.options.most_levels
         key = (tuple((one.nodes, one.block) for one in shape.classes), most, limit)
         if key not in self._levels:
-            self._levels[key] = make_levels(
+            self._levels[key] = make_dp_states(
                 shape.classes, self._counts, most_stages=most, most_levels=limit
             )
         levels = self._levels[key]
@@ -235,7 +246,7 @@ class Searcher:
         if self.options.partition:
             arrays["after"] = _only(arrays["after"], self.options.partition)
         held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
-        made = kernel.Shape(
+        made = kernel.ShapeArrays(
             **arrays,
             level_class=levels.stage_class,
             level_follow=levels.follow,
@@ -256,9 +267,9 @@ class Searcher:
         return ends, done, trips
 
     def _goals(
-        self, made: Any, levels: Levels, done: Any, best: Collector
+        self, made: Any, levels: DpStates, done: Any, best: Collector
     ) -> list[tuple[float, float, int, float]]:
-        """Complete pipelines by bound: value, seconds, level and price."""
+        """Returns the complete pipelines by bound: value, seconds, level and price."""
         goals = []
         complete = np.array(levels.complete, dtype=np.int64)
         reached = complete[done[complete, 0] < np.inf]
@@ -283,8 +294,10 @@ class Searcher:
         goals.sort()
         return goals
 
-    def visit(self, shape: Shape, best: Collector, most_leaves: int) -> list[tuple[float, float]]:
-        """Search all pipelines of a shape that may matter.
+    def visit(
+        self, shape: SearchShape, best: Collector, most_leaves: int
+    ) -> list[tuple[float, float]]:
+        """Searches all pipelines of a shape that may matter.
 
         Args:
             shape: of ``shapes``.
@@ -316,8 +329,8 @@ class Searcher:
                 missed.append((bound, price))
         return missed
 
-    def _look(self, shape: Shape, best: Best) -> None:
-        """Bound a shape, and try a few pipelines of its best set of nodes.
+    def _look(self, shape: SearchShape, best: Best) -> None:
+        """Bounds a shape, and try a few pipelines of its best set of nodes.
 
         Where there are very many orders of nodes, only with equal nodes side by side.
         """
@@ -332,8 +345,8 @@ class Searcher:
         for _, _, level, price in goals[:1]:
             self._try(shape, made, levels, bounds, level, price, best, 10)
 
-    def _exhaust(self, shape: Shape, best: Best) -> float:
-        """Search a shape to its end; returns the least value that was left out."""
+    def _exhaust(self, shape: SearchShape, best: Best) -> float:
+        """Searches a shape to its end; returns the least value that was left out."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -344,9 +357,9 @@ class Searcher:
 
     def _try(
         self,
-        shape: Shape,
+        shape: SearchShape,
         made: Any,
-        levels: Levels,
+        levels: DpStates,
         bounds: tuple[Any, Any, Any],
         level: int,
         price: float,
@@ -372,8 +385,8 @@ class Searcher:
             best.add(shape.key(levels.used[level], stages), plan, float(seconds), price)
         return float(left_out)
 
-    def _interleave(self, shapes: Sequence[Shape], best: Best) -> None:
-        """Try the most promising interleaved pipelines; their last word is a prediction."""
+    def _interleave(self, shapes: Sequence[SearchShape], best: Best) -> None:
+        """Tries the most promising interleaved pipelines; their last word is a prediction."""
         if self.options.partition or self.options.unequal:
             return
         price = self.cluster.price_per_hour
@@ -395,15 +408,15 @@ class Searcher:
                 continue
             classes = [one.classes[c] for c in one.ranks]
             plan = self._plan(classes, one.choice, list(cuts), one.chunks)
-            told = predict(plan, self.model, self.cluster, self.profile)
-            if told.fits and told.seconds < best.most_seconds(price):
+            seen = predict(plan, self.model, self.cluster, self.profile)
+            if seen.fits and seen.seconds < best.most_seconds(price):
                 key = (plan.tp, plan.dp, plan.pp, plan.micro_batch, one.chunks, one.ranks)
-                best.add(key, plan, told.seconds, price)
+                best.add(key, plan, seen.seconds, price)
 
     def _plan(
-        self, classes: Sequence[StageClass], choice: Choice, cuts: list[int], chunks: int = 1
+        self, classes: Sequence[StageClass], choice: ShapeChoice, cuts: list[int], chunks: int = 1
     ) -> Plan:
-        """A plan by the classes of its ranks, on the first nodes of each type."""
+        """Returns a plan by the classes of its ranks, on the first nodes of each type."""
         starts = [0]
         for group in self.cluster.groups:
             starts.append(starts[-1] + group.count)
@@ -444,7 +457,7 @@ def search(
     options: SearchOptions | None = None,
     objective: Objective | None = None,
 ) -> SearchResult:
-    """Find the best plans for a model on a cluster.
+    """Finds the best plans for a model on a cluster.
 
     Args:
         model: what is trained.
@@ -453,17 +466,96 @@ def search(
         global_batch: samples of a step.
         options: what may be chosen.
         objective: what to minimise under which limits.
-
-    Raises:
-        ConfigError: the options contradict each other or the model.
     """
     searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=options)
     return searcher.search(objective)
 
 
 def _only(after: Any, partition: Sequence[int]) -> Any:
-    """Forbid every range of layers that is not a stage of a given partition."""
+    """Forbids every range of layers that is not a stage of a given partition."""
     cuts = np.concatenate([[0], np.cumsum(partition)])
     allowed = np.zeros(after.shape[-2:], dtype=bool)
     allowed[cuts[:-1], cuts[1:]] = True
     return np.where(allowed, after, np.inf)
+
+
+def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
+    """Returns the microbatches per second if the work of one could be divided freely.
+
+    Args:
+        rates: type of node, microbatches per second of one stage that holds all layers, and how
+            many stages the nodes of the type are enough for; several where widths differ.
+        most_stages: of a pipeline.
+    """
+    by_type: dict[int, tuple[float, float]] = {}
+    for index, rate, stages in rates:
+        fastest, most = by_type.get(index, (0.0, 0.0))
+        # The fastest stage and the most throughput may belong to different widths.
+        fastest, most = max(fastest, rate), max(most, rate * stages)
+        by_type[index] = (fastest, most)
+    left, whole = float(most_stages), 0.0
+    for fastest, most in sorted(by_type.values(), reverse=True):
+        stages = min(most / fastest, left) if fastest else 0.0
+        whole += fastest * stages
+        left -= stages
+    return max(whole, 1e-30)
+
+
+def capacity_bound(
+    tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
+) -> float:
+    """Returns the seconds below which the stages of all nodes together cannot hold all layers.
+
+    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through
+    in time. Mixed stages are no better than their parts.
+
+    Args:
+        tables: for durations and bytes.
+        cluster: the nodes.
+        classes: of the shape.
+        choice: what its stages share.
+
+    Returns:
+        Seconds; infinite if they do not fit at all.
+    """
+    n = tables.model.num_layers
+    least: dict[int, list[tuple[float, Any]]] = {}
+    for index, group in enumerate(cluster.groups):
+        for tp, dp, micro_batch in {(one.tp, one.dp, one.micro_batch) for one in classes}:
+            if group.type.gpus % tp == 0:
+                stages = group.count * group.type.gpus / (tp * dp)
+                one = StageClass((), tp, dp, micro_batch, 1)
+                row = _least_s(tables.ranges(group.type, one, choice), choice.microbatches)
+                least.setdefault(index, []).append((stages, row))
+    rows = [row for found in least.values() for row in found]
+    times = np.unique(np.concatenate([row[1] for row in rows]))
+    times = times[np.isfinite(times)]
+
+    def held(seconds: float) -> float:
+        total = 0.0
+        for found in least.values():
+            # Of several widths on the same nodes, the one that holds most.
+            total += max(
+                stages * float(np.searchsorted(row, seconds, side="right")) for stages, row in found
+            )
+        return total
+
+    if not len(times) or held(float(times[-1])) < n:
+        return math.inf
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if held(float(times[middle])) >= n:
+            high = middle
+        else:
+            low = middle + 1
+    return float(times[low])
+
+
+def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
+    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
+    forward, backward, weight, _, _, base, kept = ranges
+    whole = microbatches * (forward + backward + weight)
+    whole = np.where(base + kept <= 0, whole, np.inf)
+    each = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
+    return np.maximum.accumulate(each)

@@ -1,19 +1,24 @@
-"""Arrays for the search: what every class of stages takes for every range of layers.
+"""Computes arrays for the search: seconds and bytes of every class for every range of layers.
 
 One shape is one choice of widths, microbatch, recompute and optimizer; its arrays come from the
 same functions as a prediction, so that both agree on every plan.
+
+The states of the search's dynamic programming are every way in which the last stages of a pipeline
+can stand on a cluster's nodes. A state is reached from the end of the pipeline. It knows the nodes
+used, how many stages there are, the class of the foremost and how many more of the same class have
+to come before another node may be opened. Orders of equal nodes that use the same nodes meet in one
+state, so that there are few states where there are many orders.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner import memory
-from megatron.adaptive.planner.classes import StageClass, place_on
 from megatron.adaptive.planner.cluster import Cluster, NodeType
 from megatron.adaptive.planner.communication import (
     all_reduce_s,
@@ -23,17 +28,157 @@ from megatron.adaptive.planner.communication import (
     measured_all_reduce,
     ring_segments,
 )
-from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s
+from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s, stage_memory
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import StagePlace
 from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.search_space import StageClass, place_on
 
-__all__ = ["Choice", "Tables"]
+__all__ = ["ShapeChoice", "DpStates", "Tables", "make_dp_states"]
+
+
+_FEW = 2000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DpStates:
+    """The levels, each after those that it stands on.
+
+    Attributes:
+        stage_class: ``[levels] int64``, class of the foremost stage.
+        follow: ``[levels] int64``, stages behind it.
+        first_edge: ``[levels + 1] int64``.
+        edge_from: ``[edges] int64``, the level without the foremost stage.
+        edge_kind: ``[edges] int64``, 1 where both stages share a node.
+        used: per level, nodes of each type.
+        complete: levels that leave no node half used.
+        placements: orders of nodes among the complete ones.
+        whole: whether every order is among them.
+    """
+
+    stage_class: Any
+    follow: Any
+    first_edge: Any
+    edge_from: Any
+    edge_kind: Any
+    used: tuple[tuple[int, ...], ...]
+    complete: tuple[int, ...]
+    placements: int
+    whole: bool
+
+
+def make_dp_states(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    *,
+    most_stages: int,
+    most_levels: int = 20_000,
+) -> DpStates:
+    """Finds all levels, or those of whole runs of equal nodes where there are too many.
+
+    Args:
+        classes: of stages.
+        counts: nodes of each type.
+        most_stages: longest pipeline.
+        most_levels: above it, only runs of equal nodes are kept, so long that there are few levels.
+    """
+    run, most = 1, most_levels
+    while True:
+        found = _found_states(classes, counts, most_stages, most, run)
+        if found is not None:
+            return found
+        # Without a proof a finer choice is hardly worth its time.
+        run, most = run * 2, min(most, _FEW)
+
+
+_Key = tuple[int, tuple[int, ...], int, int, int]
+
+
+def _found_states(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    most_stages: int,
+    most_levels: int,
+    run: int,
+) -> DpStates | None:
+    """Finds the states; ``run``: blocks of a class that come one after the other, as nodes last."""
+    # Key: stages behind, nodes used, class, stages left of the block, further blocks of the run.
+    edges: dict[_Key, list[tuple[_Key | None, int]]] = {}
+    wave: dict[_Key, None] = {}
+    nothing = (0,) * len(counts)
+    for key in _opened(classes, counts, nothing, 0, run):
+        edges.setdefault(key, []).append((None, 0))
+        wave[key] = None
+    for _ in range(most_stages - 1):
+        ahead: dict[_Key, None] = {}
+        for key in wave:
+            j, used, c, left, more = key
+            kind = 0
+            if left:
+                steps, kind = [(j + 1, used, c, left - 1, more)], 1
+            elif more:
+                nodes = tuple(a + b for a, b in zip(used, classes[c].nodes, strict=True))
+                steps = [(j + 1, nodes, c, classes[c].block - 1, more - 1)]
+            else:
+                steps = list(_opened(classes, counts, used, j + 1, run))
+            for step in steps:
+                edges.setdefault(step, []).append((key, kind))
+                ahead[step] = None
+        if len(edges) > most_levels and run < max(counts):
+            return None
+        wave = ahead
+    return _pack(edges, run == 1)
+
+
+def _opened(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    used: tuple[int, ...],
+    follow: int,
+    run: int,
+) -> list[_Key]:
+    keys = []
+    for c, one in enumerate(classes):
+        room = min((n - u) // a for n, u, a in zip(counts, used, one.nodes, strict=True) if a)
+        if room > 0:
+            nodes = tuple(a + b for a, b in zip(used, one.nodes, strict=True))
+            keys.append((follow, nodes, c, one.block - 1, min(run, room) - 1))
+    return keys
+
+
+def _count_orders(used: tuple[int, ...]) -> int:
+    """Returns the distinct orders of so many nodes of each type."""
+    orders = math.factorial(sum(used))
+    for count in used:
+        orders //= math.factorial(count)
+    return orders
+
+
+def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpStates:
+    numbers = {key: number for number, key in enumerate(edges)}
+    first, sources, kinds = [0], [], []
+    for key in edges:
+        for source, kind in edges[key]:
+            if source is not None:
+                sources.append(numbers[source])
+                kinds.append(kind)
+        first.append(len(sources))
+    return DpStates(
+        stage_class=np.array([key[2] for key in edges], dtype=np.int64),
+        follow=np.array([key[0] for key in edges], dtype=np.int64),
+        first_edge=np.array(first, dtype=np.int64),
+        edge_from=np.array(sources, dtype=np.int64),
+        edge_kind=np.array(kinds, dtype=np.int64),
+        used=tuple(key[1] for key in edges),
+        complete=tuple(numbers[key] for key in edges if not key[3]),
+        placements=sum(_count_orders(key[1]) for key in edges if not key[3]),
+        whole=whole,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What all stages of a plan share.
+class ShapeChoice:
+    """Settings that all stages of a plan share.
 
     Attributes:
         microbatches: of a step.
@@ -79,7 +224,7 @@ class Tables:
         self._sizes = [0.0, *(size * model.precision.element_bytes for size in outputs)]
 
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """A stage of a class on the first nodes, or on those after ``skip``; None if too few."""
+        """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
         if (one, skip) in self._places:
             return self._places[one, skip]
         nodes: list[int] = []
@@ -95,13 +240,13 @@ class Tables:
         return place
 
     def types(self, one: StageClass) -> list[NodeType]:
-        """The node types of a class."""
+        """Returns the node types of a class."""
         return [
             group.type for group, count in zip(self.cluster.groups, one.nodes, strict=True) if count
         ]
 
-    def layers(self, node: NodeType, one: StageClass, choice: Choice) -> LayerTable:
-        """Durations and bytes of every layer.
+    def layers(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> LayerTable:
+        """Returns the durations and bytes of every layer.
 
         Raises:
             ConfigError: the profile lacks a duration.
@@ -119,8 +264,8 @@ class Tables:
             )
         return self._layers[key]
 
-    def arrays(self, classes: Sequence[StageClass], choice: Choice) -> dict[str, Any]:
-        """The arrays of ``kernel.Shape`` that belong to classes, by name."""
+    def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
+        """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
         rows = [self._class(one, choice) for one in classes]
         tables = max(len(row[3]) for row in rows)
         for row in rows:
@@ -143,14 +288,14 @@ class Tables:
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _sums(self, key: Any, values: Any) -> Any:
-        """``[n + 1, n + 1]`` sums over every range of layers."""
+        """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
         if key not in self._ranges:
             total = np.concatenate([[0.0], np.cumsum(values)])
             self._ranges[key] = total[None, :] - total[:, None]
         return self._ranges[key]
 
-    def _class(self, one: StageClass, choice: Choice) -> tuple[Any, ...]:
-        """Forward, backward, what follows, bytes without and per microbatch, launching."""
+    def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
+        """Returns forward, backward, what follows, bytes without and per microbatch, launching."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
         action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
@@ -163,8 +308,8 @@ class Tables:
         after = self._after(one, choice, rows[0][4], backward)
         return forward, backward, after, [row[5] for row in rows], [row[6] for row in rows], launch
 
-    def ranges(self, node: NodeType, one: StageClass, choice: Choice) -> list[Any]:
-        """Sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
+    def ranges(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> list[Any]:
+        """Computes sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
 
         Returns:
             Seconds of forward, backward by inputs, by weights and of launching; parameters; bytes
@@ -176,7 +321,7 @@ class Tables:
         values = (table.forward_s, table.backward_s, table.weight_s, table.launch_s)
         sums = [self._sums((key, index), value) for index, value in enumerate(values)]
         parameters = self._sums((key, "parameters"), table.parameters)
-        need = memory.stage_memory(
+        need = stage_memory(
             self.model,
             parameters=parameters,
             kept_bytes=0.0,
@@ -189,7 +334,7 @@ class Tables:
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
         return [*sums, parameters, base, self._sums((key, "kept"), table.kept_bytes)]
 
-    def _after(self, one: StageClass, choice: Choice, parameters: Any, backward: Any) -> Any:
+    def _after(self, one: StageClass, choice: ShapeChoice, parameters: Any, backward: Any) -> Any:
         key = (one.nodes, one.tp, one.dp)
         if key not in self._reduce:
             place = self.place(one)
@@ -227,8 +372,8 @@ class Tables:
         ]
         return whole + np.maximum(parameters, 0.0) * max(updates)
 
-    def _messages_of(self, classes: Sequence[StageClass], choice: Choice) -> tuple[Any, Any]:
-        """Latency and occupancy ``[2, 2, c, c, n + 1]``."""
+    def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
+        """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
         number, cuts = len(classes), len(self._sizes)
         latency = np.zeros((2, 2, number, number, cuts))
         occupancy = np.zeros((2, 2, number, number, cuts))
@@ -247,7 +392,7 @@ class Tables:
         return latency, occupancy
 
     def _message(
-        self, one: StageClass, other: StageClass, kind: int, size: float, choice: Choice
+        self, one: StageClass, other: StageClass, kind: int, size: float, choice: ShapeChoice
     ) -> tuple[float, float]:
         key = (one, other, kind, size, choice.sequence_parallel)
         if key not in self._messages:
@@ -266,7 +411,7 @@ class Tables:
     def _pair(
         self, one: StageClass, other: StageClass, kind: int
     ) -> tuple[StagePlace, StagePlace] | None:
-        """Two neighbours of these classes; None where the cluster has no nodes for both."""
+        """Returns two neighbours of these classes; None if the cluster has no nodes for both."""
         first = self.place(one)
         second = first if kind else self.place(other, skip=one.nodes)
         return None if first is None or second is None else (first, second)
@@ -291,7 +436,7 @@ class Tables:
 
 
 def _largest(values: Any) -> Any:
-    """``[n + 1, n + 1]`` largest of every range; 0 for none."""
+    """Returns ``[n + 1, n + 1]`` largest of every range; 0 for none."""
     n = len(values)
     if not np.any(values):
         return np.zeros((n + 1, n + 1))

@@ -1,4 +1,4 @@
-"""Exact times of a fixed order of work: a longest path, computed in one pass.
+"""Times a fixed order of work exactly: a longest path, computed in one pass.
 
 A static schedule says which action a rank does next, so a step's length is the longest path through
 its actions and messages. It never falls when a duration grows, which a rule that chooses at run
@@ -8,6 +8,10 @@ The order of the pass depends on the schedule alone and is kept. An action start
 free and its input is there; a message leaves when the action ends and the one before it has left
 the link, keeps the link busy for its occupancy and arrives after the latency. Launching an action
 needs no input: that part of it is hidden where the rank would wait anyway.
+
+Jitter adds to such a time: actions that take longer by chance hold up those that wait for them. A
+rank alone loses nothing on average. In a pipeline every hand-over waits for the later of two, so
+that the mean step is longer than the step of the means.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Steps", "StepTimes", "step_times", "steps_of"]
+__all__ = ["ScheduleTimes", "Steps", "jitter_s", "run_steps", "step_times", "steps_of"]
+
 
 _F, _B, _W = range(3)
 _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
@@ -46,8 +51,8 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepTimes:
-    """When the ranks are done.
+class ScheduleTimes:
+    """Ends and work of the ranks of a step.
 
     Attributes:
         end_s: ``[ranks]``, end of each rank's last action.
@@ -59,13 +64,13 @@ class StepTimes:
 
     @property
     def seconds(self) -> float:
-        """Until the last action of all."""
+        """Seconds until the last action of all."""
         return float(self.end_s.max())
 
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
-    """Put a static schedule's actions in order.
+    """Puts a static schedule's actions in order.
 
     Raises:
         ScheduleError: no static schedule of that name, or it refuses the numbers.
@@ -114,8 +119,8 @@ def step_times(
     occupancy_s: Any,
     *,
     launch_s: Any = None,
-) -> StepTimes:
-    """Time one step.
+) -> ScheduleTimes:
+    """Times one step.
 
     Args:
         steps: of the schedule.
@@ -136,7 +141,7 @@ def step_times(
     ranks = steps.placement.num_ranks
     end = np.zeros(ranks)
     busy = np.zeros(ranks)
-    _run(
+    run_steps(
         steps.rows,
         durations,
         launch,
@@ -147,10 +152,10 @@ def step_times(
         end,
         busy,
     )
-    return StepTimes(end_s=end, busy_s=busy)
+    return ScheduleTimes(end_s=end, busy_s=busy)
 
 
-def _run(
+def run_steps(
     rows: Any,
     durations: Any,
     launch: Any,
@@ -177,3 +182,44 @@ def _run(
             leave = max(finish, free[kind, stage]) + occupancy[kind, stage]
             free[kind, stage] = leave
             arrival[kind, target, microbatch] = leave + latency[kind, stage]
+
+
+DRAWS = 32
+"""Steps that are drawn at once; the mean of what they take longer is within a tenth or so."""
+
+
+def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
+    """Returns the seconds by which a step is longer on average, at least 0.
+
+    Every action has a factor of its own, lognormal with mean 1. Draws depend on the place of the
+    action in the order alone, so that plans with the same order get the same.
+
+    Args:
+        steps: of the schedule.
+        durations_s: ``[3, stages]``: forward, backward by inputs, by weights.
+        message_s: ``[2, stages]``: of the message after each stage's forward and backward.
+        sigma: spread of the logarithm of the factors.
+    """
+    if sigma <= 0:
+        return 0.0
+    durations = np.array(durations_s, dtype=np.float64)
+    if not steps.split:
+        durations[1] += durations[2]
+        durations[2] = 0.0
+    rng = np.random.default_rng(0)
+    factors = np.exp(sigma * rng.standard_normal((len(steps.rows), DRAWS)) - sigma**2 / 2)
+    # The last column has no jitter; the others are compared with the mean over their own draws.
+    factors = np.concatenate([factors, np.ones((len(factors), 1))], axis=1)
+    last = steps.placement.num_stages - 1
+    ends = np.zeros((steps.placement.num_ranks, DRAWS + 1))
+    arrivals: dict[tuple[int, int, int], Any] = {}
+    for row, (kind, stage, microbatch, rank) in zip(factors, steps.rows.tolist(), strict=True):
+        start = ends[rank]
+        if kind < 2 and stage != (0 if kind == 0 else last):
+            start = np.maximum(start, arrivals.pop((kind, stage, microbatch)))
+        ends[rank] = start + durations[kind, stage] * row
+        target = stage + (1 if kind == 0 else -1)
+        if kind < 2 and 0 <= target <= last:
+            arrivals[kind, target, microbatch] = ends[rank] + message_s[kind, stage]
+    whole = ends.max(axis=0)
+    return max(0.0, float(whole[:-1].mean() - whole[-1]))

@@ -1,33 +1,57 @@
-"""Predicted against measured: how far off, whether plans rank right, whether the best is found.
-
-Owns the comparison and which folder holds which published set. Reading a set is ``datasets``'s.
-"""
+"""Compares predictions with measured runs: error, order of the plans, and the place of the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.datasets.amp import SETS, read_amp
-from megatron.adaptive.planner.datasets.measured import Measured
-from megatron.adaptive.planner.datasets.sailor import read_sailor
-from megatron.adaptive.planner.plan import Prediction
+from megatron.adaptive.planner.layers import OURS, Runtime
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.plan import Plan, Prediction
+from megatron.adaptive.planner.profile import Profile
 
-__all__ = ["Comparison", "Row", "compare", "rank_correlation", "read_sets"]
+__all__ = ["Comparison", "ComparedRun", "compare", "MeasuredRun", "rank_correlation"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MeasuredRun:
+    """A measured run, with all that is needed to predict it.
+
+    Attributes:
+        name: of the run within its set.
+        plan: what ran where.
+        model: its layers.
+        cluster: the nodes and links.
+        profile: durations, measured apart from the run.
+        seconds: of one step; None where only memory counts.
+        peak_bytes: on the fullest GPU; None where unknown.
+        doubt: why a figure is left out; empty for none.
+        runtime: behaviour of the training program.
+    """
+
+    name: str
+    plan: Plan
+    model: Model
+    cluster: Cluster
+    profile: Profile
+    seconds: float | None
+    peak_bytes: float | None = None
+    doubt: str = ""
+    runtime: Runtime = OURS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
     """One run beside its prediction."""
 
-    measured: Measured
+    measured: MeasuredRun
     predicted: Prediction
 
     @property
@@ -53,26 +77,26 @@ class Comparison:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRun, ...]
 
     @cached_property
-    def timed(self) -> tuple[Row, ...]:
+    def timed(self) -> tuple[ComparedRun, ...]:
         """Runs whose time counts."""
         return tuple(row for row in self.rows if row.measured.seconds is not None)
 
     @property
     def median_error(self) -> float:
-        """Of the times, without sign."""
+        """Median error of the times, without sign."""
         return median(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
     def worst_error(self) -> float:
-        """Of the times, without sign."""
+        """Largest error of the times, without sign."""
         return max(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
     def correlation(self) -> float:
-        """Of the ranks by predicted and by measured time; 1 for the same order."""
+        """Correlation of the ranks by predicted and by measured time; 1 for the same order."""
         return rank_correlation(
             [row.predicted.seconds for row in self.timed],
             [row.measured.seconds or 0.0 for row in self.timed],
@@ -80,50 +104,49 @@ class Comparison:
 
     @property
     def place_of_best(self) -> int:
-        """Where the fastest run is in the predicted order, 1 for first."""
+        """Place of the fastest run in the predicted order, 1 for first."""
         order = sorted(self.timed, key=lambda row: row.predicted.seconds)
         best = min(self.timed, key=lambda row: row.measured.seconds or 0.0)
         return order.index(best) + 1
 
     @property
     def loss_of_choice(self) -> float:
-        """How much longer the run predicted fastest took than the fastest, as a fraction."""
+        """Time of the run predicted fastest over that of the fastest, less 1."""
         chosen = min(self.timed, key=lambda row: row.predicted.seconds).measured.seconds or 0.0
         return chosen / min(row.measured.seconds or 0.0 for row in self.timed) - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:
-        """Of the runs whose memory counts, with sign."""
+        """Errors of the runs whose memory counts, with sign."""
         found = (row.memory_error for row in self.rows)
         return tuple(error for error in found if error is not None)
 
 
-def compare(name: str, runs: Sequence[Measured], fewest: int = 2) -> Comparison:
-    """Predict every run of a set.
+def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
+    """Predicts every run of a set.
 
     Args:
         name: of the set.
         runs: what was measured.
-        fewest: runs that must have a time.
 
     Raises:
-        ConfigError: fewer runs have a time, or one cannot be predicted.
+        ConfigError: no run has a time, or one cannot be predicted.
     """
     rows = tuple(
-        Row(
+        ComparedRun(
             measured=one,
             predicted=predict(one.plan, one.model, one.cluster, one.profile, one.runtime),
         )
         for one in runs
     )
     found = Comparison(name=name, rows=rows)
-    if len(found.timed) < fewest:
-        raise ConfigError(f"{name}: {len(found.timed)} runs have a time: comparing needs {fewest}")
+    if not found.timed:
+        raise ConfigError(f"{name}: no run has a time: comparing needs one")
     return found
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing the mean of theirs."""
+    """Returns Spearman's correlation of ranks; equal values share the mean of theirs."""
     a, b = _ranks(one), _ranks(other)
     if a.std() == 0 or b.std() == 0:
         return 0.0
@@ -136,38 +159,3 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     equal = (array[None, :] == array[:, None]).sum(axis=1)
     ranks: np.ndarray = below + (equal - 1) / 2
     return ranks
-
-
-def read_sets(folder: Path, needed: bool = True) -> dict[str, list[Measured]]:
-    """Every published set in a folder or in the folders right below it.
-
-    Args:
-        folder: of one set, or of several folders of sets.
-        needed: whether there must be one.
-
-    Raises:
-        ConfigError: none is there, or a file of one is damaged.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
-    found: dict[str, list[Measured]] = {}
-    below = sorted(one for one in folder.iterdir() if one.is_dir())
-    for place in (folder, *below):
-        for name, (file, read) in _SETS.items():
-            if (place / file).is_file():
-                found[name] = read(place)
-    if needed and not found:
-        files = ", ".join(file for file, _ in _SETS.values())
-        raise ConfigError(f"{folder}: no data set: it has none of {files}, nor a folder below it")
-    return found
-
-
-def _amp(name: str) -> Callable[[Path], list[Measured]]:
-    return lambda folder: read_amp(folder, name)
-
-
-_SETS: dict[str, tuple[str, Callable[[Path], list[Measured]]]] = {
-    **{f"amp {name}": (f"measured_{name}.csv", _amp(name)) for name in SETS},
-    "sailor mit": ("measured_mit.json", read_sailor),
-}
-"""By name: the file by which a set is known, and its reader."""

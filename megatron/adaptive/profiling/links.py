@@ -1,8 +1,15 @@
 """Measures links between ranks and all-reduces within nodes, as a run would use them.
 
-Messages go over the transport that a run chooses for the pair. Each link is measured with one pair
-of ranks, and with as many at the same time as the nodes have processes, for a network card is
-shared and a switch between GPUs is not.
+:func:`measure_link` is the one meter: ``auto``, profiles and ``transport --check`` call it.
+
+::
+
+    round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
+    round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
+
+For a profile, messages go over the transport that a run chooses for the pair. Each link is measured
+with one pair of ranks, and with as many at the same time as the nodes have processes, for a network
+card is shared and a switch between GPUs is not.
 """
 
 from __future__ import annotations
@@ -10,8 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +25,10 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.profiling.running_pipeline import measure_link
+from megatron.adaptive.errors import DeadlineError
+from megatron.adaptive.profiling.timing import now
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.connect import (
     Payloads,
     connect_ranks,
@@ -27,67 +36,174 @@ from megatron.adaptive.transport.connect import (
     own_endpoint,
 )
 from megatron.adaptive.transport.groups import ProcessGroups
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import Arrival, Endpoint, Label, Transport
 
 __all__ = [
+    "NO_STEP",
     "SIZES",
-    "LinkSample",
-    "ReduceSample",
     "as_curve",
-    "link_rows",
+    "connect",
+    "measure_link",
     "measure_links",
     "measure_reductions",
+    "own_end",
     "pairings",
-    "reduce_rows",
+    "receive",
     "sizes_up_to",
 ]
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Bytes of messages. The smallest stands for the latency."""
-_LONG_S = 0.2  # a message that takes longer is the last: larger ones tell nothing new
+NO_STEP = -1
+"""Step of messages that belong to none."""
+_ROUNDS = 8
+_BURST = 4
+_GO, _STOP = 0, 1  # chunk of a label: whether another round follows
+_LONG_S = 0.2  # a message that takes longer is the last: larger ones add nothing new
 _LIMIT_S = 60.0
-_IN_FLIGHT = 8
 _SLOT_BYTES = 4 << 20
 _REPEATS = 6
-_NO_STEP = -1
 
 Pair = tuple[int, int]
+Points = list[tuple[int, float]]
+"""Bytes and seconds, ascending."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSample:
-    """One kind of link.
+def measure_link(
+    transport: Transport,
+    peer: int,
+    *,
+    leads: bool,
+    payload: torch.Tensor,
+    timeout_s: float,
+    burst: int = _BURST,
+    rounds: int = _ROUNDS,
+    seconds: float = 0.0,
+    step: int = NO_STEP,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Link:
+    """Sends messages to and fro between two ranks that do nothing else meanwhile.
 
-    Attributes:
-        nodes: names of the node types at its ends.
-        within: both ends are on one node.
-        pairs: pairs of ranks that sent at the same time.
-        points: message bytes and seconds from the start of a message to its arrival, ascending.
+    Args:
+        transport: the channels; nothing may be under way on them.
+        peer: global rank of the other one, which calls this too.
+        leads: whether this rank sends first; exactly one of the two does.
+        payload: a tensor as it travels in a step.
+        timeout_s: limit of each wait.
+        burst: messages of a long round, at least 2.
+        rounds: short and long ones each, at least 2; the first does not count.
+        seconds: more rounds of each are added for so long. Rounds and seconds of the leader count.
+        step: a number that no step has.
+        clock: seconds.
+
+    Raises:
+        DeadlineError: the peer did not answer.
+        TransportError: the peer is gone.
     """
+    medians = []
+    for count in (1, burst):
+        taken_s: list[float] = []
+        first_s = clock()
+        is_last = False
+        while not is_last:
+            begin_s = clock()
+            if leads:
+                is_last = len(taken_s) + 1 >= rounds and begin_s - first_s >= seconds
+                _send(transport, peer, payload, step, count, _STOP if is_last else _GO)
+                receive(transport, peer, timeout_s).take()
+            else:
+                for _ in range(count):
+                    arrival = receive(transport, peer, timeout_s)
+                    arrival.take()
+                is_last = arrival.label.action.chunk == _STOP
+                _send(transport, peer, payload, step, 1, _GO)
+            taken_s.append(clock() - begin_s)
+        medians.append(statistics.median(taken_s[1:]))
+    there_and_back_s, burst_s = medians
+    occupancy_s = max(0.0, (burst_s - there_and_back_s) / (burst - 1))
+    occupancy_s = min(occupancy_s, there_and_back_s / 2)
+    return Link(latency_s=there_and_back_s / 2 - occupancy_s, occupancy_s=occupancy_s)
 
-    nodes: tuple[str, str]
-    within: bool
-    pairs: int
-    points: tuple[tuple[int, float], ...]
+
+def _send(
+    transport: Transport, peer: int, payload: torch.Tensor, step: int, count: int, chunk: int
+) -> None:
+    for index in range(count):
+        transport.send(peer, Label(step, Action(ActionKind.F, chunk, index)), payload)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReduceSample:
-    """All-reduces within nodes of one type.
+def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
+    """Waits for the next message of a measurement.
 
-    Attributes:
-        node: name of the node type.
-        ranks: of the group.
-        points: bytes and seconds, ascending.
+    Raises:
+        DeadlineError: none came in time.
     """
+    arrival = transport.completions.wait(time.monotonic() + timeout_s)
+    if arrival is None:
+        raise DeadlineError(
+            f"rank {peer} did not answer within {timeout_s:g} s while links were measured"
+        )
+    assert isinstance(arrival, Arrival), "members of a group report only during steps"
+    return arrival
 
-    node: str
-    ranks: int
-    points: tuple[tuple[int, float], ...]
+
+def own_end(job: Job, options: TransportConfig) -> Endpoint:
+    """Returns this rank's end of connections for a measurement."""
+    return own_endpoint(
+        job.rank,
+        job.places[job.rank],
+        device=job.accelerator.device,
+        own_gpu=job.accelerator.backend == "nccl",
+        options=options,
+        address=network_address(
+            options.transport_interface or job.environment.socket_interface,
+            job.environment.master_addr,
+            alone=len({place["machine"] for place in job.places}) == 1,
+        ),
+    )
+
+
+def connect(
+    job: Job,
+    own: Endpoint,
+    peers: list[int],
+    options: TransportConfig,
+    *,
+    in_flight: int = 2 * _BURST,
+    timeout_s: float = _LIMIT_S,
+) -> Transport | None:
+    """Connects this rank with its peers, as a run would. Collective over all ranks.
+
+    Returns:
+        The transport, ``None`` without peers; the caller closes it.
+    """
+    payloads = Payloads(shape=None, dtype=torch.uint8, in_flight=in_flight)
+
+    def describe(other: int) -> str:
+        return f"rank {other} on {job.places[other]['host']}"
+
+    return connect_ranks(
+        own=own,
+        peers=peers,
+        gather=job.gather,
+        groups=ProcessGroups(
+            members=list(range(dist.get_world_size())),
+            gather=job.gather,
+            accelerator=job.accelerator,
+            payloads=payloads,
+            describe=describe,
+            timeout_s=timeout_s,
+        ),
+        options=options,
+        payloads=payloads,
+        device=job.accelerator.device,
+        describe=describe,
+        timeout_s=timeout_s,
+    )
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Choose which pairs of ranks to measure, one after the other.
+    """Chooses which pairs of ranks to measure, one after the other.
 
     Args:
         machines: of each rank.
@@ -128,53 +244,55 @@ def _one_and_all(pairs: list[Pair]) -> list[list[Pair]]:
 
 def measure_links(
     job: Job, names: Sequence[str], *, most_bytes: float = math.inf
-) -> list[LinkSample]:
-    """Measure every kind of link once. Collective over all ranks.
+) -> list[dict[str, Any]]:
+    """Measures every kind of link once. Collective over all ranks.
 
     Args:
         job: this process within the job.
         names: node type of each rank.
         most_bytes: size of the largest message that matters.
+
+    Returns:
+        Rows of ``links`` as a profile file holds them.
     """
-    machines = [str(place["machine"]) for place in job.places]
-    samples = []
-    for within, ends, pairs in pairings(machines, names):
+    options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
+    own = own_end(job, options)
+    rows = []
+    for within, ends, pairs in pairings([str(place["machine"]) for place in job.places], names):
         peer = next((sum(pair) - job.rank for pair in pairs if job.rank in pair), None)
         leads = any(job.rank == pair[0] for pair in pairs)
-        transport = _connect(job, [] if peer is None else [peer])
+        transport = connect(job, own, [] if peer is None else [peer], options)
         mine = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
-        told = [points for points in job.gather(mine if leads else None) if points]
+        measured = [points for points in job.gather(mine if leads else None) if points]
         if transport is not None:
             transport.close()
-        samples.append(
-            LinkSample(
-                nodes=(names[ends[0]], names[ends[1]]),
-                within=within,
-                pairs=len(pairs),
-                points=_mean(told),
-            )
+        rows.append(
+            {
+                "nodes": [names[end] for end in ends],
+                "within": within,
+                "pairs": len(pairs),
+                **as_curve(_mean(measured)),
+            }
         )
-    return samples
+    return rows
 
 
 def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
-    """Return the sizes to measure where messages have at most so many bytes; two at least."""
+    """Returns the sizes to measure where messages have at most so many bytes; two at least."""
     needed = sum(size < most_bytes for size in SIZES) + 1
     return SIZES[: max(2, needed)]
 
 
 def _measure(
     job: Job, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
-) -> list[tuple[int, float]]:
-    points: list[tuple[int, float]] = []
+) -> Points:
+    points: Points = []
     for size in sizes:
         dist.barrier(group=job.control_group)
         seconds = 0.0
         if transport is not None and peer is not None:
             payload = torch.zeros(size, dtype=torch.uint8, device=job.accelerator.device)
-            link = measure_link(
-                transport, peer, leads=leads, payload=payload, step=_NO_STEP, timeout_s=_LIMIT_S
-            )
+            link = measure_link(transport, peer, leads=leads, payload=payload, timeout_s=_LIMIT_S)
             seconds = link.latency_s + link.occupancy_s
             points.append((size, seconds))
         if max(job.gather(seconds)) > _LONG_S:
@@ -182,63 +300,26 @@ def _measure(
     return points
 
 
-def _mean(told: Sequence[list[tuple[int, float]]]) -> tuple[tuple[int, float], ...]:
-    columns = zip(*told, strict=True)
-    return tuple((column[0][0], statistics.fmean(s for _, s in column)) for column in columns)
-
-
-def _connect(job: Job, peers: list[int]) -> Transport | None:
-    """Connect this rank with its peer, as a run would. Collective over all ranks."""
-    payloads = Payloads(shape=None, dtype=torch.uint8, in_flight=_IN_FLIGHT)
-    options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
-    accelerator, rank = job.accelerator, job.rank
-
-    def describe(other: int) -> str:
-        return f"rank {other} on {job.places[other]['host']}"
-
-    return connect_ranks(
-        own=own_endpoint(
-            rank,
-            job.places[rank],
-            device=accelerator.device,
-            own_gpu=accelerator.backend == "nccl",
-            options=options,
-            address=network_address(
-                job.environment.socket_interface,
-                job.environment.master_addr,
-                alone=len({place["machine"] for place in job.places}) == 1,
-            ),
-        ),
-        peers=peers,
-        gather=job.gather,
-        groups=ProcessGroups(
-            members=list(range(dist.get_world_size())),
-            gather=job.gather,
-            accelerator=accelerator,
-            payloads=payloads,
-            describe=describe,
-            timeout_s=_LIMIT_S,
-        ),
-        options=options,
-        payloads=payloads,
-        device=accelerator.device,
-        describe=describe,
-        timeout_s=_LIMIT_S,
-    )
+def _mean(measured: Sequence[Points]) -> Points:
+    columns = zip(*measured, strict=True)
+    return [(column[0][0], statistics.fmean(s for _, s in column)) for column in columns]
 
 
 def measure_reductions(
     job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
-) -> list[ReduceSample]:
-    """Measure all-reduces of neighbouring ranks within nodes. Collective over all ranks.
+) -> list[dict[str, Any]]:
+    """Measures all-reduces of neighbouring ranks within nodes. Collective over all ranks.
 
     Args:
         job: this process within the job.
         names: node type of each rank.
         widths: numbers of ranks, each dividing the ranks of every node.
         most_bytes: size of the largest tensor that matters.
+
+    Returns:
+        Rows of ``all_reduce`` as a profile file holds them.
     """
-    samples = []
+    rows = []
     for width in widths:
         group = None
         for first in range(0, dist.get_world_size(), width):
@@ -246,31 +327,29 @@ def measure_reductions(
             made = dist.new_group(ranks)
             if job.rank in ranks:
                 group = made
-        told = job.gather(_reduce(job, group, sizes_up_to(most_bytes)))
+        measured = job.gather(_reduce(job, group, sizes_up_to(most_bytes)))
         dist.destroy_process_group(group)
-        by_node: dict[str, list[list[tuple[int, float]]]] = {}
-        for rank, points in enumerate(told):
+        by_node: dict[str, list[Points]] = {}
+        for rank, points in enumerate(measured):
             by_node.setdefault(names[rank], []).append(points)
-        samples += [
-            ReduceSample(node=node, ranks=width, points=_mean(points))
+        rows += [
+            {"node": node, "ranks": width, **as_curve(_mean(points))}
             for node, points in by_node.items()
         ]
-    return samples
+    return rows
 
 
-def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> list[tuple[int, float]]:
-    points = []
-    accelerator = job.accelerator
+def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> Points:
+    points: Points = []
+    device = job.accelerator.device
     for size in sizes:
-        payload = torch.zeros(size // 4, device=accelerator.device)
+        payload = torch.zeros(size // 4, device=device)
         times = []
         for _ in range(_REPEATS):
             dist.barrier(group=job.control_group)
-            accelerator.synchronize()
-            begin_s = time.perf_counter()
+            begin_s = now(device)
             dist.all_reduce(payload, group=group)
-            accelerator.synchronize()
-            times.append(time.perf_counter() - begin_s)
+            times.append(now(device) - begin_s)
         points.append((size, statistics.median(times[1:])))
         if max(job.gather(points[-1][1])) > _LONG_S:
             break
@@ -278,7 +357,7 @@ def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> list[tuple[int, float
 
 
 def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Turn sizes and seconds into latency and bandwidths, as a profile file holds them.
+    """Turns sizes and seconds into latency and bandwidths, as a profile file holds them.
 
     The smallest message is taken for the latency; what larger ones take beyond it is their size
     over a bandwidth.
@@ -289,23 +368,4 @@ def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
     ]
     if not curve:
         curve = [[size, size / max(seconds, 1e-9)] for size, seconds in points[-1:]]
-    told: Mapping[str, Any] = {"latency_s": latency_s, "sizes": curve}
-    return dict(told)
-
-
-def link_rows(samples: Sequence[LinkSample]) -> list[dict[str, Any]]:
-    """Return links as a profile file holds them."""
-    return [
-        {
-            "nodes": list(one.nodes),
-            "within": one.within,
-            "pairs": one.pairs,
-            **as_curve(one.points),
-        }
-        for one in samples
-    ]
-
-
-def reduce_rows(samples: Sequence[ReduceSample]) -> list[dict[str, Any]]:
-    """Return all-reduces as a profile file holds them."""
-    return [{"node": one.node, "ranks": one.ranks, **as_curve(one.points)} for one in samples]
+    return {"latency_s": latency_s, "sizes": curve}

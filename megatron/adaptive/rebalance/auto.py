@@ -8,8 +8,9 @@ placement: then the loop moves the stages first (``change_placement.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,31 +19,30 @@ from megatron.core import parallel_state
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
+from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
-from megatron.adaptive.profiling.running_pipeline import (
-    Sample,
-    measure_link,
-    most_of,
-    profile_of,
-)
+from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.change_placement import can_move
 from megatron.adaptive.schedule.auto import Choice, choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "decide", "make_tuner", "memory_of", "use"]
+__all__ = ["Decision", "Tuner", "decide", "decide_on_first", "memory_of", "use"]
+
+Measured = TypeVar("Measured")
+T = TypeVar("T")
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
-_NO_STEP = -1
 _OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all ranks do from here on.
+    """Holds the schedule that all ranks run from here on.
 
     Attributes:
         text: what was chosen and why, for the log.
@@ -55,15 +55,8 @@ class Decision:
     move: Candidate | None = None
 
 
-def make_tuner(run: Run) -> Tuner | None:
-    """Return what watches a run whose schedule is ``auto``, ``None`` for others."""
-    if run.job.config.schedule.pipeline_schedule != "auto":
-        return None
-    return Tuner(run)
-
-
 class Tuner:
-    """Watches the steps of a run and makes the choice; every rank has one.
+    """Measures the first steps of a run and makes the choice; every rank has one.
 
     Args:
         run: the built run.
@@ -75,7 +68,7 @@ class Tuner:
         self._sample = Sample(pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
-        """Take note of a training step; after the last measured one, decide. Collective then.
+        """Adds a training step; after the last measured one, decides. Collective then.
 
         What needs no move is in use when this returns.
 
@@ -97,13 +90,9 @@ class Tuner:
             return None
         self._note_memory()
         self._sample.links = self._links()
-        samples: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(samples, self._sample, group=self._run.job.control_group)
-        answer: list[Any] = [None]
-        if dist.get_rank() == 0:
-            answer = [self._choose(samples, num_microbatches)]
-        dist.broadcast_object_list(answer, src=0, group=self._run.job.control_group)
-        decision: Decision = answer[0]
+        decision = decide_on_first(
+            self._run.job, self._sample, lambda samples: self._choose(samples, num_microbatches)
+        )
         if decision.stay is not None and decision.move is None:
             use(self._run, decision.stay)
         return decision
@@ -126,7 +115,7 @@ class Tuner:
         return decide(choice, run.placement, movable=can_move(run.job))
 
     def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
-        """How stages may lie, and the activations that memory allows then."""
+        """Returns the activations that memory allows, by the ways in which stages may lie."""
         present = self._run.placement
         # What runs now fits, whatever the estimate.
         found = {present.kind: max(1.0, most_of(samples, present, present))}
@@ -143,7 +132,7 @@ class Tuner:
         self._sample.free_bytes, self._sample.kept_bytes, self._sample.held_bytes = memory
 
     def _links(self) -> dict[int, Link]:
-        """Measure the links to the neighbours, one pair of the pipeline after the other."""
+        """Measures the links to the neighbours, one pair of the pipeline after the other."""
         run = self._run
         transport = None if run.wiring is None else run.wiring.transport
         if transport is None:
@@ -165,15 +154,34 @@ class Tuner:
                     pp_ranks[other],
                     leads=me == low,
                     payload=payload,
-                    step=_NO_STEP,
                     timeout_s=config.schedule.pipeline_timeout_s,
                 )
         dist.barrier(group=run.job.control_group)
         return found
 
 
+def decide_on_first(
+    job: TrainingJob, measured: Measured, decide: Callable[[list[Measured]], T]
+) -> T:
+    """Lets the first rank decide on what all ranks measured. Collective over all ranks.
+
+    Args:
+        job: this process within the job.
+        measured: by this rank.
+        decide: makes the decision from what all ranks measured, by rank.
+
+    Returns:
+        The decision, on all ranks.
+    """
+    gathered = job.gather(measured)
+    box: list[Any] = [decide(gathered) if job.is_first else None]
+    dist.broadcast_object_list(box, src=0, group=job.control_group)
+    decision: T = box[0]
+    return decision
+
+
 def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Memory of this rank between two steps.
+    """Returns the memory of this rank between two steps.
 
     Returns:
         Bytes that activations may take; by chunk, bytes that one microbatch keeps and bytes of
@@ -189,7 +197,7 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:
-    """Turn a choice into what is done, and said.
+    """Turns a choice into a decision and its text.
 
     Args:
         choice: of ``schedule.auto``.
@@ -214,6 +222,6 @@ def decide(choice: Choice, present: Placement, *, movable: bool) -> Decision:
 
 
 def use(run: Run, candidate: Candidate) -> None:
-    """Take a schedule or rule from the next step on; all ranks do so alike."""
+    """Takes a schedule or rule from the next step on; all ranks do so alike."""
     assert isinstance(run.forward_backward, ForwardBackward)
     run.forward_backward.use(candidate)

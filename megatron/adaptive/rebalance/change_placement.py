@@ -2,12 +2,11 @@
 
 The training state goes through a checkpoint in a temporary folder, for that loads into any shape::
 
-    pack ──> take_down ──> (the caller drops the old run) ──> unpack ──> discard
-    write    channels,                                        new groups, model, optimizer; load
-             traces
+    write the folder ──> release, take down ──> build anew and load ──> remove the folder
+                         channels, traces       groups, model, optimizer
 
-Until ``take_down`` nothing has changed, so that a folder that cannot be written only means to stay.
-Counters, logs and the data loader are the training loop's.
+Until something is taken down nothing has changed, so that a folder that cannot be written only
+means to stay. Counters, logs and the data loader are the training loop's.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from megatron.adaptive.gpt.setup import Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.schedule.placement import PlacementKind
 
-__all__ = ["can_move", "change_placement", "discard", "pack", "take_down", "unpack"]
+__all__ = ["can_move", "change_placement", "take_down"]
 
 _FOLDER = ".moving"  # in that of --save; what loads checkpoints does not look there
 
 
 def can_move(job: TrainingJob) -> bool:
-    """Whether there is a folder that all ranks reach: on one machine always, else ``--save``."""
+    """Returns whether all ranks reach one folder: on one machine always, else with ``--save``."""
     machines = {place["machine"] for place in job.places}
     return len(machines) == 1 or job.config.checkpoint.save is not None
 
@@ -61,31 +60,31 @@ def change_placement(
             ``release``, it could not be read back and is lost.
     """
     job = box[0].job
-    folder = pack(box[0], progress)
+    folder = _write(box[0], progress)
     failed = True
     try:
         release()
         take_down(box.pop())
-        run = unpack(job, kind, folder)
+        run = _build(job, kind, folder)
         failed = False
     finally:
-        discard(job, folder, failed=failed)
+        if not failed:
+            dist.barrier(group=job.control_group)  # all have read it
+        if failed or job.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
     return run
 
 
-def pack(run: Run, progress: Progress) -> Path:
-    """Writes the training state into a temporary folder. Collective over all ranks.
+def take_down(run: Run) -> None:
+    """Closes the run's channels and traces; it cannot take another step. Collective."""
+    run.tracing.close()
+    if run.wiring is not None:
+        run.wiring.close()
+    run.job.accelerator.synchronize()
 
-    Args:
-        run: the built run, between two steps.
-        progress: how far it has come.
 
-    Returns:
-        The folder, for :func:`unpack` and :func:`discard`.
-
-    Raises:
-        CheckpointError: it could not be written, on all ranks; nothing of it is left.
-    """
+def _write(run: Run, progress: Progress) -> Path:
+    """Writes the training state into a temporary folder; leaves none where it cannot."""
     job = run.job
     box: list[Any] = [None]
     if job.is_first:
@@ -106,30 +105,8 @@ def pack(run: Run, progress: Progress) -> Path:
     return folder
 
 
-def take_down(run: Run) -> None:
-    """Closes the run's channels and traces; it cannot take another step. Collective."""
-    run.tracing.close()
-    if run.wiring is not None:
-        run.wiring.close()
-    run.job.accelerator.synchronize()
-
-
-def unpack(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
-    """Builds the run anew under another placement and load the state. Collective over all ranks.
-
-    The caller has let go of everything of the old run, whose memory is freed first.
-
-    Args:
-        job: this process within the job.
-        kind: how stages lie from here on.
-        folder: what :func:`pack` returned.
-
-    Returns:
-        The run, whose job has ``kind`` in its settings.
-
-    Raises:
-        CheckpointError: the state could not be read back; it is lost.
-    """
+def _build(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
+    """Builds the run anew under another placement and loads the state."""
     gc.collect()
     if job.accelerator.is_cuda:
         torch.cuda.empty_cache()
@@ -140,14 +117,6 @@ def unpack(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:
     run = build_run(job)
     _checkpoints(run, folder).load()
     return run
-
-
-def discard(job: TrainingJob, folder: Path, *, failed: bool) -> None:
-    """Removes the folder of :func:`pack`. Collective, unless something failed."""
-    if not failed:
-        dist.barrier(group=job.control_group)
-    if failed or job.is_first:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_folder(save: str | None) -> Path:
@@ -174,5 +143,5 @@ def _checkpoints(run: Run, folder: Path) -> Checkpoints:
         finetune=False,
         exit_on_missing_checkpoint=True,
     )
-    job = dataclasses.replace(run.job, config=dataclasses.replace(config, checkpoint=settings))
-    return Checkpoints(job, run.chunks, run.optimizer, run.scheduler)
+    config = dataclasses.replace(config, checkpoint=settings)
+    return Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)

@@ -55,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What a rank had and what it wants, for the others.
+    """Lists the state that a rank had and wants, for the others.
 
     Attributes:
         tp_rank: its position among tensor-parallel ranks; state passes only between equal ones.
@@ -98,7 +98,7 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Return what this rank holds, by name; tensors are those in use, not copies.
+    """Returns this rank's shares by name; tensors are those in use, not copies.
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
@@ -138,7 +138,7 @@ def _named(
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
-    """What the optimizer updates for a parameter, and which elements these are."""
+    """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
@@ -155,7 +155,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Updates that an optimizer has done, 0 before the first and where it does not count."""
+    """Returns the updates that an optimizer has done, 0 where it does not count them."""
     (leaf,) = optimizer.chained_optimizers
     inner = leaf.optimizer
     counted = [float(state["step"]) for state in inner.state.values() if "step" in state]
@@ -164,7 +164,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Say what goes where; the same on every rank that has the same tables.
+    """Lists the passages; the same on every rank that has the same tables.
 
     Weights come from the same replica, state from the replica that has it, both from this rank
     itself where it can be. A share that stays as it is needs no passage.
@@ -200,7 +200,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Put elements together from the shares of several ranks, the first ones preferred."""
+    """Puts elements together from the shares of several ranks, the first ones preferred."""
     missing = [(start, end)] if start < end else []
     for rank, low, high in had:
         rest = []
@@ -223,7 +223,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup | None,
 ) -> int:
-    """Let every passage happen. All ranks that are source or target of one call it.
+    """Sends and receives the state of every passage; sources and targets call it.
 
     Blocks until everything that comes here has come and everything that leaves has left.
 
@@ -270,7 +270,7 @@ def exchange(
 
 
 def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
-    """The tensors of a passage on one of its ends, in an order that both ends know."""
+    """Returns the tensors of a passage on one of its ends, in an order that both ends know."""
     share = shares[way.name]
     if way.is_weight:
         return [share.weight.detach().view(-1)]
@@ -279,7 +279,7 @@ def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor begins in the message, and where the message ends."""
+    """Returns the byte at which each tensor begins in the message."""
     places = [0]
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -307,7 +307,7 @@ def _pass(
     leaving: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Receive into ``arrived`` and send ``leaving``, both by peer."""
+    """Receives into ``arrived`` and sends ``leaving``, both by peer."""
     receives = [
         (dist.irecv, peer, part) for peer in sorted(arrived) for part in _cut(arrived[peer])
     ]

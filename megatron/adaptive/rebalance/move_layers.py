@@ -45,7 +45,7 @@ __all__ = ["move_layers", "with_partition"]
 
 
 def move_layers(run: Run, partition: Sequence[int]) -> Run:
-    """Go on with other layers per stage. Collective over all ranks, between two steps.
+    """Goes on with other layers per stage. Collective over all ranks, between two steps.
 
     ``run`` must not be used any more. Losses, gradients and checkpoints are those of a run that had
     this partition from the start.
@@ -79,7 +79,7 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
 
 
 def with_partition(job: TrainingJob, partition: Sequence[int]) -> TrainingJob:
-    """The job with other layers per stage in its settings."""
+    """Returns the job with other layers per stage in its settings."""
     schedule = dataclasses.replace(job.config.schedule, partition=tuple(partition))
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
 
@@ -99,7 +99,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _ranges(layers_per_stage: Sequence[int]) -> list[range]:
-    """Numbers of each stage's layers, from 1, by stage."""
+    """Returns the numbers of each stage's layers, from 1, by stage."""
     found, done = [], 0
     for layers in layers_per_stage:
         found.append(range(done + 1, done + layers + 1))
@@ -108,7 +108,7 @@ def _ranges(layers_per_stage: Sequence[int]) -> list[range]:
 
 
 def _stand_by(run: Run) -> None:
-    """Take part in what other ranks do together with all."""
+    """Takes part in what other ranks do together with all."""
     # megatron-core compares the groups of parameters over all ranks, once for dense parameters
     # and once for experts.
     (leaf,) = run.optimizer.chained_optimizers
@@ -146,7 +146,7 @@ def _rebuilt(run: Run, job: TrainingJob, stages: Sequence[int], layers: Sequence
 
 
 def _unwrap(chunk: Any) -> torch.nn.Module:
-    """Take the data-parallel wrapper off a chunk and free its buffers."""
+    """Takes the data-parallel wrapper off a chunk and free its buffers."""
     chunk.grad_accs.clear()  # with them its hooks
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook(param_sync=False)
@@ -162,7 +162,7 @@ def _unwrap(chunk: Any) -> torch.nn.Module:
 
 
 def _let_buffers_go(optimizer: Any) -> None:
-    """Free what a distributed optimizer holds of the gradient buffers."""
+    """Frees what a distributed optimizer holds of the gradient buffers."""
     (leaf,) = optimizer.chained_optimizers
     for name in ("buffers", "per_model_buffers", "per_model_bucket_groups"):
         getattr(leaf, name, []).clear()
@@ -171,7 +171,7 @@ def _let_buffers_go(optimizer: Any) -> None:
 def _set_layers(
     run: Run, config: TrainerConfig, block: Any, numbers: range, here: Mapping[int, Any]
 ) -> None:
-    """Give a block the layers of these numbers: those that are here, and new ones."""
+    """Gives a block the layers of these numbers: those that are here, and new ones."""
     layers = []
     for index, number in enumerate(numbers):
         layer = here.get(number)
@@ -206,7 +206,7 @@ def _table(old: Mapping[str, Share], new: Mapping[str, Share], steps: float) -> 
 def _make_room(
     old: Mapping[str, Share], new: Mapping[str, Share], parts: Mapping[str, torch.dtype]
 ) -> None:
-    """Take over state that stays as it is, and make tensors for the rest."""
+    """Takes over state that stays as it is, and make tensors for the rest."""
     for name, share in new.items():
         if share.held is None:
             continue
@@ -222,7 +222,7 @@ def _make_room(
 
 
 def _settle(former: Any, optimizer: Any, new: Mapping[str, Share], steps: float) -> None:
-    """Give the optimizer its state, and the former one's settings and loss scale."""
+    """Gives the optimizer its state, and the former one's settings and loss scale."""
     (was,) = former.chained_optimizers
     (leaf,) = optimizer.chained_optimizers
     counts_alone = isinstance(leaf.optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -244,7 +244,7 @@ def _settle(former: Any, optimizer: Any, new: Mapping[str, Share], steps: float)
 
 
 def _with_new_trace(run: Run) -> Run:
-    """Go on tracing in new files, whose head tells the new partition. Collective."""
+    """Goes on tracing in new files, whose header has the new partition. Collective."""
     assert run.wiring is not None
     run.tracing.close()
     dist.barrier(group=run.job.control_group)  # then the files are put aside

@@ -1,6 +1,6 @@
 """``--repartition auto``: gives layers of a slow rank to others, where measured times say it pays.
 
-Every ``--repartition-interval`` iterations all ranks tell what their actions took, the first rank
+Every ``--repartition-interval`` iterations all ranks report their measurements, the first rank
 finds the partition that would be fastest, and all ranks move to it together if it promises enough::
 
     steps since the last look ──> loads of ranks and stages ──> quickest partition, simulated
@@ -32,16 +32,15 @@ from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
-    Proposal,
+    PartitionMove,
     Times,
     propose,
     simulated_step,
     travelling,
 )
-from megatron.adaptive.profiling.layer_share import LayerShare
 from megatron.adaptive.profiling.memory import KEPT_FREE
-from megatron.adaptive.profiling.running_pipeline import Sample
-from megatron.adaptive.rebalance.auto import LAST, memory_of
+from megatron.adaptive.profiling.pipeline import LayerShare, Sample
+from megatron.adaptive.rebalance.auto import LAST, decide_on_first, memory_of
 from megatron.adaptive.rebalance.move_layers import with_partition
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.compare import Candidate
@@ -49,11 +48,10 @@ from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 
 __all__ = [
-    "Heard",
     "Move",
     "Repartitioner",
+    "StepMeasurements",
     "loads_of",
-    "make_repartitioner",
     "resume_partition",
 ]
 
@@ -68,8 +66,8 @@ Lanes = dict[tuple[ActionKind, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
-    """What a rank tells of the steps since the last look.
+class StepMeasurements:
+    """Holds what a rank measured in the steps since the last decision.
 
     Attributes:
         pp_rank: its position in the pipeline.
@@ -90,7 +88,7 @@ class Heard:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """What all ranks do after this step.
+    """Holds the partition that all ranks take after this step.
 
     Attributes:
         partition: layers of each stage from here on.
@@ -109,27 +107,17 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What the first rank says to all."""
+    """Holds the first rank's decision, and the step that it is based on."""
 
     move: Move | None
     step_s: float
 
 
-def make_repartitioner(run: Run, tell: Callable[[str], None]) -> Repartitioner | None:
-    """Return what watches a run under ``--repartition auto``, ``None`` for others.
-
-    Args:
-        run: the built run.
-        tell: writes a line of the log.
-    """
-    return None if run.job.config.schedule.repartition == "off" else Repartitioner(run, tell)
-
-
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Take the partition that the job had when the checkpoint to load was written. Collective.
+    """Takes the partition that the job had when the checkpoint to load was written. Collective.
 
     Only under ``--repartition auto``, and where the checkpoint is of a pipeline of this shape. One
-    that cannot be read is not told of here, but where it is loaded.
+    that cannot be read is reported where it is loaded.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -160,16 +148,16 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
 
 
 class Repartitioner:
-    """Watches the steps of a run and says when layers shall move; every rank has one.
+    """Measures the steps of a run and decides when layers move; every rank has one.
 
     Args:
         run: the built run.
-        tell: writes a line of the log.
+        message: writes a line of the log.
     """
 
-    def __init__(self, run: Run, tell: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, message: Callable[[str], None]) -> None:
         settings = run.job.config.schedule
-        self._tell = tell
+        self._message = message
         self._interval = settings.repartition_interval
         self._gain = settings.repartition_gain
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
@@ -181,7 +169,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Watch a run that was built anew or cut anew from here on."""
+        """Measures a run that was built anew or cut anew from here on."""
         self._run = run
         if self._share is not None:
             self._share.close()
@@ -195,7 +183,7 @@ class Repartitioner:
         self._share.begin()
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
-        """Take note of a training step; every interval, look. Collective then.
+        """Adds a training step; every interval, decides. Collective then.
 
         Args:
             times: of the step.
@@ -212,12 +200,11 @@ class Repartitioner:
         self._steps.append((_medians(times), times.span_s))
         if self._since < self._interval:
             return None
-        told = self._run.job.gather(self._heard())
-        box: list[Any] = [None]
-        if self._run.job.is_first:
-            box = [self._look(told, num_microbatches)]
-        dist.broadcast_object_list(box, src=0, group=self._run.job.control_group)
-        answer: _Answer = box[0]
+        answer = decide_on_first(
+            self._run.job,
+            self._measurements(),
+            lambda measured: self._decide(measured, num_microbatches),
+        )
         self._compare(answer.step_s)
         self._forget()
         if answer.move is None or answer.move.gain < self._gain:
@@ -225,7 +212,7 @@ class Repartitioner:
         return answer.move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Go on after a move.
+        """Reports a move and goes on after it.
 
         Args:
             move: what was done.
@@ -233,7 +220,7 @@ class Repartitioner:
             seconds: how long it took.
         """
         before = format_partition(self._run.job.config.layers_per_stage)
-        self._tell(
+        self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
             f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {move.layers} layer"
             f"{'s' * (move.layers != 1)} moved in {seconds:.3f} s"
@@ -243,12 +230,12 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> None:
-        """Hold the first look after a move against what the move promised."""
+        """Reports what the first steps after a move gained, against what it promised."""
         promise, self._promise = self._promise, None
         if promise is None:
             return
         gained = 1 - step_s / promise.before_s
-        self._tell(
+        self._message(
             f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
             f"({promise.gain:.1%} was simulated)"
         )
@@ -256,11 +243,11 @@ class Repartitioner:
         kept = gained >= promise.gain / 2
         self._gain = settings.repartition_gain if kept else 2 * self._gain
 
-    def _heard(self) -> Heard:
+    def _measurements(self) -> StepMeasurements:
         assert self._share is not None
         free, kept, held = memory_of(self._run)
         chunks = range(self._run.placement.num_chunks)
-        return Heard(
+        return StepMeasurements(
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             steps=tuple(lanes for lanes, _ in self._steps),
             spans_s=tuple(span for _, span in self._steps),
@@ -270,20 +257,20 @@ class Repartitioner:
             held_bytes=held,
         )
 
-    def _look(self, told: Sequence[Heard], num_microbatches: int) -> _Answer:
+    def _decide(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> _Answer:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.candidate(num_microbatches)
-        count = min(len(heard.steps) for heard in told)
+        count = min(len(one.steps) for one in measured)
         span_s = statistics.median(
-            max(heard.spans_s[step] for heard in told) for step in range(count)
+            max(one.spans_s[step] for one in measured) for step in range(count)
         )
         if count < _LEAST_STEPS:
             return _Answer(move=None, step_s=span_s)
 
         def loads(steps: slice) -> Loads:
             return loads_of(
-                told,
+                measured,
                 run.placement,
                 run.job.config.layers_per_stage,
                 units=candidate.cap or default_cap(run.placement, num_microbatches),
@@ -314,8 +301,8 @@ def _propose(
     candidate: Candidate,
     num_microbatches: int,
     gain: float,
-) -> Proposal | None:
-    """What pays in all steps, if it pays in each half of them."""
+) -> PartitionMove | None:
+    """Returns the partition that pays in all steps, if it pays in each half of them."""
     found = propose(whole, simulated_step(whole, candidate, num_microbatches), gain)
     if found is None:
         return None
@@ -327,7 +314,7 @@ def _propose(
 
 
 def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
-    """The chunks that hold more than layers, with their blocks of layers."""
+    """Returns the chunks that hold more than layers, with their blocks of layers."""
     models = [(chunk, unwrapped(model)) for chunk, model in enumerate(run.chunks)]
     return {
         chunk: (model, model.decoder)
@@ -343,20 +330,20 @@ def _medians(times: RankTimes) -> Lanes:
 
 
 def loads_of(
-    told: Sequence[Heard],
+    measured: Sequence[StepMeasurements],
     placement: Placement,
     partition: Sequence[int],
     *,
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Work out what a layer takes on each rank, and what stages take beside their layers.
+    """Works out what a layer takes on each rank, and what stages take beside their layers.
 
     Of several replicas the slowest counts, for the others wait for it. A rank without layers is
     taken for one like the middle one of the others.
 
     Args:
-        told: by every rank of the job.
+        measured: by every rank of the job.
         placement: where stages live.
         partition: layers of each stage.
         units: microbatches that a rank keeps at a time.
@@ -366,15 +353,13 @@ def loads_of(
     takes: list[Times] = [(0.0, 0.0, 0.0)] * stages
     shares = [1.0] * stages
     most = [math.inf] * ranks
-    for heard in told:
-        most[heard.pp_rank] = min(
-            most[heard.pp_rank], _most_layers(heard, placement, partition, units)
-        )
+    for own in measured:
+        most[own.pp_rank] = min(most[own.pp_rank], _most_layers(own, placement, partition, units))
         for chunk in range(placement.num_chunks):
-            stage = placement.stage_of(heard.pp_rank, chunk)
-            own = _typical(heard.steps[steps], chunk)
-            if sum(own) > sum(takes[stage]):
-                takes[stage], shares[stage] = own, heard.shares[chunk]
+            stage = placement.stage_of(own.pp_rank, chunk)
+            typical = _typical(own.steps[steps], chunk)
+            if sum(typical) > sum(takes[stage]):
+                takes[stage], shares[stage] = typical, own.shares[chunk]
     layer_s: list[Times | None] = []
     for rank in range(ranks):
         mine = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
@@ -402,7 +387,7 @@ def loads_of(
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Median seconds of forward, backward and weight gradients of a chunk over some steps."""
+    """Returns a chunk's median seconds of forward, backward and weight gradients."""
     found = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -411,21 +396,21 @@ def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
 
 
 def _most_layers(
-    heard: Heard, placement: Placement, partition: Sequence[int], units: float
+    own: StepMeasurements, placement: Placement, partition: Sequence[int], units: float
 ) -> float:
-    """Layers that a rank's memory allows; never fewer than it has."""
+    """Returns the layers that a rank's memory allows; never fewer than it has."""
     chunks = range(placement.num_chunks)
-    layers = sum(partition[placement.stage_of(heard.pp_rank, chunk)] for chunk in chunks)
-    if not layers or not heard.kept_bytes:
+    layers = sum(partition[placement.stage_of(own.pp_rank, chunk)] for chunk in chunks)
+    if not layers or not own.kept_bytes:
         return math.inf
-    kept = sum(heard.kept_bytes) * units
-    room = heard.free_bytes * (1 - KEPT_FREE) - kept
-    each = (kept + sum(heard.held_bytes)) / layers
+    kept = sum(own.kept_bytes) * units
+    room = own.free_bytes * (1 - KEPT_FREE) - kept
+    each = (kept + sum(own.held_bytes)) / layers
     return layers + max(0, math.floor(room / max(1.0, each)))
 
 
 def _reason(loads: Loads) -> str:
-    """Which ranks are slow, in one clause."""
+    """Names the ranks that are slow, in one clause."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

@@ -23,13 +23,13 @@ from megatron.adaptive.schedule.compare import (
 )
 from megatron.adaptive.schedule.memory import default_cap, least_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.registry import (
     is_rule,
     make_schedule,
     placement_for,
     splits_backward,
 )
+from megatron.adaptive.schedule.workload import StageProfile
 
 __all__ = ["Choice", "candidates", "choose"]
 
@@ -118,7 +118,7 @@ def _static(
 
 
 def choose(
-    profile: Profile,
+    profile: StageProfile,
     *,
     present: Placement,
     num_microbatches: int,
@@ -187,7 +187,7 @@ def _no_room(present: Placement, most: float) -> ScheduleError:
 def _simulated(
     offered: Sequence[Candidate],
     num_microbatches: int,
-    profile: Profile,
+    profile: StageProfile,
     most: float,
     *,
     compiled: bool,
@@ -205,7 +205,7 @@ def _simulated(
 def _choice(
     best: Outcome,
     outcomes: Sequence[Outcome],
-    profile: Profile,
+    profile: StageProfile,
     most: Mapping[PlacementKind, float],
 ) -> Choice:
     limit = most[best.candidate.placement.kind]
@@ -227,7 +227,7 @@ def _prefer_fixed(outcomes: Sequence[Outcome]) -> Outcome | None:
     return fastest
 
 
-def _reason(best: Outcome, outcomes: Sequence[Outcome], profile: Profile, most: float) -> str:
+def _reason(best: Outcome, outcomes: Sequence[Outcome], profile: StageProfile, most: float) -> str:
     fixed = next((o for o in outcomes if not is_rule(o.candidate.name)), None)
     text = (
         f"auto takes {best.candidate}: {best.mean_s * 1e3:.4g} ms simulated a step, bubble"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.profile import Profile
 from megatron.adaptive.schedule.registry import (
     is_rule,
     make_policies,
@@ -21,7 +20,7 @@ from megatron.adaptive.schedule.registry import (
     splits_backward,
 )
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.workload import Jitter, draw
+from megatron.adaptive.schedule.workload import Jitter, StageProfile, draw
 
 __all__ = ["Candidate", "Outcome", "evaluate", "make_candidate"]
 
@@ -123,7 +122,7 @@ def make_candidate(
 def evaluate(
     candidate: Candidate,
     num_microbatches: int,
-    profile: Profile,
+    profile: StageProfile,
     seeds: Sequence[int],
     *,
     compiled: bool = True,

@@ -1,15 +1,29 @@
-"""What a simulated step has to do: how long every action and message takes.
+"""Describes what a simulated step has to do: how long every action and message takes.
 
-Owns durations, links and random factors. They are drawn before the step, per pipeline stage and
-microbatch, so that the same seed gives every schedule the same work. Whole picoseconds, so that two
-moments meant to coincide do, however their times were summed.
+Owns durations, links, the profile that they are read from, and random factors. These are drawn
+before the step, per pipeline stage and microbatch, so that the same seed gives every schedule the
+same work. Whole picoseconds, so that two moments meant to coincide do, however their times were
+summed.
+
+A profile is a JSON file::
+
+    {"version": 1, "forward_s": [0.010, 0.011], "backward_s": [0.010, 0.012],
+     "weight_s": [0.009, 0.010], "latency_s": 0.0002, "occupancy_s": 0.0011,
+     "links": [{"from": 0, "to": 1, "latency_s": 0.003}], "rank_factors": [1.0, 1.3],
+     "action_sigma": 0.1}
+
+Times are seconds of one microbatch, one entry per stage in pipeline order; everything after
+``backward_s`` may be left out. ``latency_s`` and ``occupancy_s`` are those of every link that
+``links`` does not name (see :class:`Link`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +31,28 @@ import numpy as np
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Jitter", "Link", "SlowWindow", "StageTimes", "Workload", "draw"]
+__all__ = [
+    "Jitter",
+    "Link",
+    "SlowWindow",
+    "StageProfile",
+    "StageTimes",
+    "Workload",
+    "draw",
+    "load_profile",
+]
 
 PS_PER_S = 10**12
 _LONGEST_S = 10**5
+_VERSION = 1
+_LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "rank_factors")
+_NUMBERS = ("latency_s", "occupancy_s", "action_sigma", "microbatch_sigma", "latency_sigma")
+_NAMES = ("version", *_LISTS, *_NUMBERS, "links")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """How long one microbatch takes on each stage.
+    """Holds the seconds of one microbatch on each stage.
 
     Attributes:
         forward_s: seconds of a forward, per stage in pipeline order.
@@ -46,7 +73,7 @@ class StageTimes:
     def equal(
         cls, num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0
     ) -> StageTimes:
-        """The same times on every stage."""
+        """Returns the same times on every stage."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -56,7 +83,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Random factors on durations and latencies: lognormal with mean 1.
+    """Holds spreads of random factors on durations and latencies: lognormal with mean 1.
 
     Attributes:
         seed: of all draws.
@@ -81,7 +108,7 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a message meets between two ranks.
+    """Describes what delays a message between two ranks.
 
     Attributes:
         latency_s: seconds from leaving the link to arriving.
@@ -98,6 +125,29 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("latency_s", "occupancy_s"):
             _check_number(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProfile:
+    """Holds measured times of a pipeline's stages and links.
+
+    Attributes:
+        times: per stage.
+        link: every link that ``links`` does not name.
+        links: others, by ``(from rank, to rank)``.
+        rank_factors: how many times longer each rank takes, ``None`` for 1.
+        action_sigma: spread of the actions' own factors, see :class:`Jitter`.
+        microbatch_sigma: spread of the microbatches' factors.
+        latency_sigma: spread of the latencies.
+    """
+
+    times: StageTimes
+    link: Link = field(default_factory=Link)
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)
+    rank_factors: tuple[float, ...] | None = None
+    action_sigma: float = 0.0
+    microbatch_sigma: float = 0.0
+    latency_sigma: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +181,7 @@ class SlowWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The drawn times of one step, in whole picoseconds.
+    """Holds the drawn times of one step, in whole picoseconds.
 
     Attributes:
         durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
@@ -162,7 +212,7 @@ def draw(
     rank_factors: Sequence[float] | None = None,
     slow: Sequence[SlowWindow] = (),
 ) -> Workload:
-    """Draw the times of one step.
+    """Draws the times of one step.
 
     Args:
         placement: which rank holds which stage.
@@ -211,7 +261,7 @@ def draw(
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Latency after each stage's F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
+    """Returns latency after F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
     ranks, stages = placement.num_ranks, placement.num_stages
     latency = np.zeros((2, stages))
     occupancy = np.zeros((ranks, ranks))
@@ -279,3 +329,79 @@ def _check_number(what: str, value: float) -> None:
         raise ScheduleError(
             f"{what} is {value}: it must be finite, not negative and at most {_LONGEST_S}"
         )
+
+
+def load_profile(path: Path, *, num_stages: int) -> StageProfile:
+    """Reads a profile.
+
+    Args:
+        path: the file.
+        num_stages: stages that it must describe.
+
+    Raises:
+        ScheduleError: the file cannot be read, or a value is missing, unknown or not a time.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"profile {path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        raise ScheduleError(
+            f"profile {path} has version {data.get('version') if isinstance(data, dict) else None}:"
+            f" this program reads version {_VERSION}"
+        )
+    unknown = sorted(set(data) - set(_NAMES))
+    if unknown:
+        raise ScheduleError(f"profile {path} has {unknown[0]!r}: known are {', '.join(_NAMES)}")
+    lists = {name: _read_list(path, data, name, num_stages) for name in _LISTS}
+    numbers = {name: _read_number(path, name, data.get(name, 0.0)) for name in _NUMBERS}
+    link = Link(latency_s=numbers.pop("latency_s"), occupancy_s=numbers.pop("occupancy_s"))
+    factors = lists.pop("rank_factors")
+    return StageProfile(
+        times=StageTimes(**lists),
+        link=link,
+        links=_read_links(path, data.get("links", []), link),
+        rank_factors=factors or None,
+        **numbers,
+    )
+
+
+def _read_list(path: Path, data: dict[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
+    values = data.get(name)
+    if values is None and name not in ("forward_s", "backward_s"):
+        return ()
+    given = len(values) if isinstance(values, list) else 0
+    if not given or (name != "rank_factors" and given != num_stages):
+        raise ScheduleError(
+            f"profile {path} has {given} values of {name}: it needs a list of {num_stages}, one"
+            " per stage in pipeline order"
+        )
+    assert isinstance(values, list)
+    return tuple(_read_number(path, f"{name}[{at}]", value) for at, value in enumerate(values))
+
+
+def _read_number(path: Path, name: str, value: Any) -> float:
+    sound = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not sound or not 0 <= value < float("inf"):
+        raise ScheduleError(
+            f"profile {path} has {name} = {value}: it must be a finite number, not negative"
+        )
+    return float(value)
+
+
+def _read_links(path: Path, entries: Any, link: Link) -> dict[tuple[int, int], Link]:
+    links = {}
+    for at, entry in enumerate(entries if isinstance(entries, list) else [None]):
+        known = {"from", "to", "latency_s", "occupancy_s"}
+        if not isinstance(entry, dict) or not {"from", "to"} <= set(entry) <= known:
+            raise ScheduleError(
+                f"profile {path} has links[{at}] = {entry}: it must have from and to (ranks) and"
+                " latency_s, occupancy_s or both"
+            )
+        links[int(entry["from"]), int(entry["to"])] = Link(
+            latency_s=_read_number(path, "latency_s", entry.get("latency_s", link.latency_s)),
+            occupancy_s=_read_number(
+                path, "occupancy_s", entry.get("occupancy_s", link.occupancy_s)
+            ),
+        )
+    return links

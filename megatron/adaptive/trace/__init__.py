@@ -10,8 +10,7 @@ Writing side (used while training, imports neither torch nor a drawing package):
 
 Reading side:
 
-- ``index``     where a file has what, found without reading the spans
-- ``parse``     lines of spans as numbers
+- ``index``     where a file has what, found without reading the spans; lines of spans as numbers
 - ``table``     spans of a rank as columns
 - ``clock``     how far two clocks are apart, from exchanges of messages
 - ``align``     all ranks of a run on one clock
@@ -26,8 +25,4 @@ Reading side:
 - ``files``     writes a result whole or not at all
 - ``locate``    which run the user means
 - ``diagnose``  names what slows a run: a rank, a link, the reading of data
-
-To test all of it:
-
-- ``synthetic``  made-up runs of any size, with faults that are known
 """

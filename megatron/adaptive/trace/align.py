@@ -24,11 +24,7 @@ from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.index import FileIndex
 from megatron.adaptive.trace.messages import Messages
 
-__all__ = ["Alignment", "ClockState", "align", "clock_names", "refine"]
-
-SAME_BOOT_NS = 2_000_000_000
-"""Two headers of one host without the name of a clock belong to one boot if unix minus monotonic
-differs by less than this; less than any reboot takes, more than a clock is usually corrected by."""
+__all__ = ["Alignment", "ClockState", "align", "refine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class ClockState:
     """What is known of a clock.
 
     Attributes:
-        name: as :func:`clock_names` gives it.
+        name: as the headers have it.
         ranks: global ranks that have it.
         how: ``reference``, ``samples``, ``messages`` or ``time of day``.
         fit: turns its readings into the common time.
@@ -101,23 +97,6 @@ class Alignment:
                 " us before it is sent"
             )
         return lines
-
-
-def clock_names(headers: Sequence[TraceHeader]) -> list[str]:
-    """The name of each header's clock; where the header does not say it, by host and boot."""
-    known = [(h.host, h.unix_ns - h.monotonic_ns, h.clock) for h in headers if h.clock]
-    names = []
-    for header in headers:
-        lead = header.unix_ns - header.monotonic_ns
-        name = header.clock or next(
-            (n for host, at, n in known if host == header.host and abs(at - lead) < SAME_BOOT_NS),
-            "",
-        )
-        if not name:
-            name = f"{header.host} {lead}"
-            known.append((header.host, lead, name))
-        names.append(name)
-    return names
 
 
 def align(files: Mapping[int, FileIndex], names: Mapping[tuple[int, int], str]) -> Alignment:

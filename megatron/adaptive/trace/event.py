@@ -48,9 +48,9 @@ __all__ = [
     "REASONS",
     "ClockSamples",
     "IterationStart",
-    "Layout",
     "Row",
     "Span",
+    "SpanFormat",
     "TraceHeader",
     "trace_file_name",
 ]
@@ -100,17 +100,15 @@ def trace_file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How to read the lines below a header.
+class SpanFormat:
+    """Names the numbers in the lines below a header.
 
     Attributes:
-        version: of the format; 1 has no columns, its spans are objects.
         columns: what the numbers of a line mean.
         kinds: what the numbers of the column ``kind`` mean, and of ``of``.
         reasons: what the numbers of the column ``reason`` mean.
     """
 
-    version: int = FORMAT_VERSION
     columns: tuple[str, ...] = COLUMNS
     kinds: tuple[str, ...] = KINDS
     reasons: tuple[str, ...] = REASONS
@@ -136,13 +134,12 @@ class TraceHeader:
         pid: process id.
         monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
         unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
-        clock: id of the monotonic clock; ranks with one id share one. Empty if the file does not
-            say it, as those of version 1.
+        clock: id of the monotonic clock; ranks with one id share one. Empty in the text form.
         layers: transformer layers of each stage in pipeline order; empty if the file does not say
             it.
         work: how long each stage should take beside one layer, so its layers and what else it
             holds; empty if the file does not say it.
-        layout: how the lines below it are to be read.
+        span_format: names the numbers in the lines below it.
     """
 
     run: str
@@ -163,7 +160,7 @@ class TraceHeader:
     clock: str = ""
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
-    layout: Layout = Layout()
+    span_format: SpanFormat = SpanFormat()
 
     @classmethod
     def create(
@@ -229,7 +226,7 @@ class IterationStart:
         num_microbatches: microbatches of this iteration (they change while the batch ramps up).
         start_ns: what the starts of its spans count from, on the rank's monotonic clock.
         counts: how many spans of each of the header's kinds follow.
-        size_bytes: length of their lines together, to pass over them; -1 if it is not known.
+        size_bytes: length of their lines together, to pass over them.
         is_late: the iteration has a marker before this one, these spans belong to it as well.
     """
 

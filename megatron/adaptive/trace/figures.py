@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 WAIT_CAUSES = ("unknown", *CAUSES)
-"""The last axis of ``wait_ns``; traces of version 1 do not say the cause."""
+"""The last axis of ``wait_ns``; the cause may be unknown to this program."""
 
 SERIAL_BYTES = 48 << 20
 """Up to here one process reads all files: others take longer to start than to help."""

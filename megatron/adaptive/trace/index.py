@@ -1,42 +1,43 @@
-"""Where a trace file has what, found without reading the spans; and the spans that are asked for.
+"""Indexes a trace file without reading its spans, and reads the spans that are asked for.
 
 Markers say how many bytes of spans follow, so a file is passed over in a few reads, whatever its
 size. Files may end in the middle of a line if the run was killed: that line is dropped and counted.
 Where what follows is not as long as its marker says (the end of such a file, or a file that
-somebody edited), the lines are looked at one by one.
-
-Spans of version 1 lie among other lines and have no marker to trust: they are read at once and
-kept.
+somebody edited), the lines are read one by one.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
+    COLUMNS,
     DRAWN_ACTIONS,
+    KINDS,
+    REASONS,
     ClockSamples,
     IterationStart,
-    Span,
+    SpanFormat,
     TraceHeader,
 )
 from megatron.adaptive.trace.lines import parse_line
-from megatron.adaptive.trace.parse import parse_spans
-from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
 
-__all__ = ["Block", "FileIndex", "index_file", "read_blocks"]
+__all__ = ["Block", "FileIndex", "index_file", "parse_spans", "read_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Spans of one iteration that lie together.
+    """Locates spans of one iteration that lie together.
 
     Attributes:
         marker: what stands above them.
@@ -57,7 +58,7 @@ class Block:
 
 @dataclass
 class FileIndex:
-    """What a trace file holds.
+    """Lists the contents of a trace file.
 
     Attributes:
         path: the file.
@@ -75,10 +76,10 @@ class FileIndex:
 
 
 def index_file(path: Path) -> FileIndex:
-    """Pass over a trace file.
+    """Finds headers, blocks and clock samples of a trace file.
 
     Raises:
-        TraceError: the file cannot be read, is no trace file, is damaged or of a newer version.
+        TraceError: the file cannot be read, is no trace file, is damaged or of another version.
     """
     index = FileIndex(path)
     try:
@@ -90,7 +91,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """The spans of some blocks of one segment, on the rank's own clock.
+    """Reads the spans of some blocks of one segment, on the rank's own clock.
 
     Raises:
         TraceError: the file cannot be read any more, or a line is damaged.
@@ -121,7 +122,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
         raise AssertionError("a line beyond the last block")
 
     header = index.headers[blocks[0].segment]
-    rows = parse_spans(b"".join(parts), header.layout, where)
+    rows = parse_spans(b"".join(parts), header.span_format, where)
     rows[:, 4] += np.repeat([block.marker.start_ns for block in blocks], counts)
     table = TraceTable.from_rows(
         np.repeat([block.marker.iteration for block in blocks], counts), rows
@@ -136,7 +137,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 
 class _Place:
-    """Where the walk is, as ``file:line``; lines are counted only for who wants to read it."""
+    """Names the position of the walk as ``file:line``; counts lines only when it is printed."""
 
     def __init__(self, path: Path) -> None:
         self.offset = 0
@@ -147,7 +148,7 @@ class _Place:
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """The number of the line that begins at ``offset``, from 1."""
+    """Returns the number of the line that begins at ``offset``, from 1."""
     with path.open("rb") as file:
         return 1 + file.read(offset).count(b"\n")
 
@@ -168,11 +169,9 @@ class _Walk:
         self._index = index
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
-        # Of version 1: the spans of the present segment by iteration, with their marker.
-        self._old: dict[int, tuple[IterationStart, list[Span]]] = {}
 
     def run(self) -> None:
-        """Fill in the index."""
+        """Fills in the index."""
         place = _Place(self._index.path)
         while line := self._file.readline():
             if not line.endswith(b"\n"):
@@ -180,43 +179,36 @@ class _Walk:
                 break
             self._take(parse_line(line, place), place)
             place.offset = self._file.tell()
-        self._end_segment()
 
     def _take(
-        self, record: TraceHeader | IterationStart | ClockSamples | Span | None, place: _Place
+        self, record: TraceHeader | IterationStart | ClockSamples | None, place: _Place
     ) -> None:
         index = self._index
         if isinstance(record, TraceHeader):
-            self._end_segment()
             index.headers.append(record)
         elif not index.headers:
             raise TraceError(f"{place} stands before the header; this is no trace file")
         elif isinstance(record, IterationStart):
-            if index.headers[-1].layout.version == 1:
-                self._old[record.iteration] = (record, [])
-            else:
-                self._block(record)
+            self._block(record)
         elif isinstance(record, ClockSamples):
             index.samples.append((len(index.headers) - 1, record))
-        elif isinstance(record, Span):
-            self._old_span(record, place)
 
     def _block(self, marker: IterationStart) -> None:
-        """Note the spans below a marker and go behind them."""
+        """Notes the spans below a marker and goes behind them."""
         offset, size = self._file.tell(), marker.size_bytes
-        whole = size >= 0 and self._ends_at(offset, size)
+        whole = self._ends_at(offset, size)
         if not whole:
             size = self._measure(offset)
         block = Block(marker, len(self._index.headers) - 1, offset, size, whole)
         if not whole:
             table = read_blocks(self._index, [block])  # whoever edited it should hear of it now
-            whole = marker.size_bytes < 0 or len(table) == sum(marker.counts)
+            whole = len(table) == sum(marker.counts)
             block = Block(marker, block.segment, offset, size, whole, table)
         self._index.blocks.append(block)
         self._file.seek(offset + size)
 
     def _ends_at(self, offset: int, size: int) -> bool:
-        """Whether ``size`` bytes from ``offset`` are whole lines and then comes an object."""
+        """Says whether ``size`` bytes from ``offset`` are whole lines before an object."""
         end = offset + size
         if end > self._size:
             return False
@@ -225,27 +217,117 @@ class _Walk:
         return around[:1] == b"\n" and around[1:] in (b"", b"{")
 
     def _measure(self, offset: int) -> int:
-        """The size of the whole lines from ``offset`` on that are no objects."""
+        """Returns the size of the whole lines from ``offset`` on that are no objects."""
         self._file.seek(offset)
         size = 0
         while (line := self._file.readline()).endswith(b"\n") and not line.startswith(b"{"):
             size += len(line)
         return size
 
-    def _old_span(self, span: Span, place: _Place) -> None:
-        header = self._index.headers[-1]
-        if span.action in DRAWN_ACTIONS and not 0 <= span.chunk < header.num_chunks:
-            raise TraceError(
-                f"{place}: span of chunk {span.chunk}, the header says {header.num_chunks} chunks"
-            )
-        if span.iteration not in self._old:
-            marker = IterationStart(span.iteration, header.num_microbatches)
-            self._old[span.iteration] = (marker, [])
-        self._old[span.iteration][1].append(span)
 
-    def _end_segment(self) -> None:
-        segment = len(self._index.headers) - 1
-        for marker, spans in self._old.values():
-            table = TraceTable.from_spans(spans)
-            self._index.blocks.append(Block(marker, segment, table=table))
-        self._old.clear()
+_PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
+_COMMAS = bytes.maketrans(b"]", b",")
+_ENDS = {-(2**63), 2**63 - 1}
+_MISSING = {"peer": -1, "of": -1}
+
+
+def parse_spans(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints:
+    """Reads spans.
+
+    Args:
+        data: whole lines.
+        form: of the header above them.
+        where: says where a line of ``data`` (from 0) stands, for the message of an error.
+
+    Returns:
+        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.event.COLUMNS`, with
+        kinds and reasons numbered as in this program.
+
+    Raises:
+        TraceError: a line is no list of whole numbers, or has more of them than columns.
+    """
+    width = len(form.columns)
+    numbers = _plain(data, width)
+    if numbers is None:
+        numbers = _careful(data, form, where)
+    return _as_ours(numbers, form)
+
+
+def _plain(data: bytes, width: int) -> Ints | None:
+    """Reads lines as the recorder writes them; returns ``None`` if some are not so."""
+    lines = data.count(b"\n")
+    if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
+        return None
+    if not lines:
+        return np.zeros((0, width), dtype=np.int64)
+    text = data.translate(_COMMAS, b"[\n")
+    with warnings.catch_warnings():
+        # An unreadable rest was a warning first and is an error since.
+        warnings.simplefilter("error", DeprecationWarning)
+        try:
+            numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
+        except (ValueError, DeprecationWarning):
+            return None
+    if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
+        return None  # numbers beyond the ends of the range became the ends
+    return numbers.reshape(lines, width)
+
+
+def _careful(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints:
+    width = len(form.columns)
+    defaults = [_MISSING.get(column, 0) for column in form.columns]
+    rows = []
+    for number, line in enumerate(data.splitlines()):
+        try:
+            row: Any = json.loads(line)
+        except ValueError:
+            raise TraceError(
+                f"{where(number)} is not a line of JSON; the file is damaged, remove it or that "
+                "line"
+            ) from None
+        sound = isinstance(row, list) and all(
+            type(value) is int and -(2**63) <= value < 2**63 for value in row
+        )
+        if not sound or not 6 <= len(row) <= width:
+            raise TraceError(
+                f"{where(number)} is no span: expected a list of whole numbers for "
+                f"{', '.join(form.columns)}"
+            )
+        rows.append(row + defaults[len(row) :])
+    return np.array(rows, dtype=np.int64).reshape(-1, width)
+
+
+def _as_ours(numbers: Ints, form: SpanFormat) -> Ints:
+    """Moves columns, kinds and reasons to the places that they have in this program."""
+    if form.columns != COLUMNS:
+        ours = np.zeros((len(numbers), len(COLUMNS)), dtype=np.int64)
+        for place, column in enumerate(COLUMNS):
+            if column in form.columns:
+                ours[:, place] = numbers[:, form.columns.index(column)]
+            else:
+                ours[:, place] = _MISSING.get(column, 0)
+        numbers = ours
+    kind, of, reason = (COLUMNS.index(name) for name in ("kind", "of", "reason"))
+    if form.kinds != KINDS:
+        kinds = np.array([KIND.get(word, OTHER) for word in form.kinds])
+        numbers[:, kind] = _renamed(numbers[:, kind], kinds, OTHER)
+        numbers[:, of] = _renamed(numbers[:, of], kinds, -1)
+    else:
+        _bound(numbers[:, kind], len(KINDS), OTHER)
+        _bound(numbers[:, of], len(KINDS), -1)
+    if form.reasons != REASONS:
+        reasons = np.array([REASON.get(word, 0) for word in form.reasons])
+        numbers[:, reason] = _renamed(numbers[:, reason], reasons, 0)
+    else:
+        _bound(numbers[:, reason], len(REASONS), 0)
+    return numbers
+
+
+def _renamed(values: Ints, names: Ints, otherwise: int) -> Ints:
+    known = (values >= 0) & (values < len(names))
+    renamed: Ints = np.where(known, names[np.where(known, values, 0)], otherwise)
+    return renamed
+
+
+def _bound(values: Ints, limit: int, otherwise: int) -> None:
+    values[(values < 0) | (values >= limit)] = otherwise

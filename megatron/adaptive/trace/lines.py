@@ -1,4 +1,4 @@
-"""The text form of a trace file: JSON lines, written here and read back.
+"""Writes and reads the text form of a trace file: JSON lines.
 
 ::
 
@@ -14,11 +14,8 @@ The header comes first; it comes again where a resumed run went on in the same f
 holds whole numbers only, one per column of the header, without spaces; its start counts from the
 ``start_ns`` of the marker above it. A marker says how many bytes of spans follow, so that a reader
 passes over what it was not asked for. Readers ignore fields, columns and objects that they do not
-know, so the version only rises when an old one changes its meaning.
-
-Version 1 has objects for spans, with absolute times::
-
-    {"action": "F", "chunk": 0, "microbatch": 3, "start_ns": ..., "end_ns": ..., "iteration": 7}
+know, so the version only rises when an old one changes its meaning; a file of another version is
+refused.
 
 This module opens no file and imports nothing heavy: the recorder writes with it.
 """
@@ -37,32 +34,29 @@ from megatron.adaptive.trace.event import (
     KINDS,
     ClockSamples,
     IterationStart,
-    Layout,
     Row,
-    Span,
+    SpanFormat,
     TraceHeader,
 )
 
 __all__ = ["block_text", "header_line", "parse_line", "samples_line"]
 
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
-_TEXT_FIELDS = ("run", "placement", "schedule", "host")
+_TEXT_FIELDS = ("run", "placement", "schedule", "host", "clock")
 _NUMBER_FIELDS = tuple(
     field.name for field in fields(TraceHeader) if field.type == "int" and field.init
 )
-_SPAN_REQUIRED = ("chunk", "microbatch", "start_ns", "end_ns", "iteration")
-_SPAN_OPTIONAL = ("wait_ns", "bytes", "in_flight_bytes")
 
 
 def header_line(header: TraceHeader) -> str:
-    """The header as one line of JSON with its line end, in the present version of the format."""
+    """Returns the header as one line of JSON with its line end."""
     values = asdict(header)
-    layout = values.pop("layout")
-    return json.dumps({"format": FORMAT_NAME, **layout, **values}) + "\n"
+    form = values.pop("span_format")
+    return json.dumps({"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **values}) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
-    """Clock samples as one line of JSON with its line end."""
+    """Returns clock samples as one line of JSON with its line end."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
 
 
@@ -74,7 +68,7 @@ def block_text(
     *,
     is_late: bool = False,
 ) -> str:
-    """A marker and the spans below it, ready to be appended.
+    """Returns a marker and the spans below it, ready to be appended.
 
     Args:
         iteration: number of the iteration.
@@ -104,8 +98,8 @@ def block_text(
 
 def parse_line(
     line: str | bytes, origin: object
-) -> TraceHeader | IterationStart | ClockSamples | Span | None:
-    """Read a line that is an object: anything but a span of version 2.
+) -> TraceHeader | IterationStart | ClockSamples | None:
+    """Reads a line that is an object: anything but a span.
 
     Args:
         line: the line, with or without its end.
@@ -116,7 +110,7 @@ def parse_line(
 
     Raises:
         TraceError: the line is no JSON object, lacks a field, has one of the wrong type, or
-            belongs to a newer version of the format.
+            belongs to another version of the format.
     """
     try:
         record = json.loads(line)
@@ -126,8 +120,6 @@ def parse_line(
         ) from None
     if not isinstance(record, dict):
         raise TraceError(f"{origin} is not a JSON object; this is no trace file")
-    if "action" in record:
-        return _span(record, origin)
     if "format" in record or "version" in record:
         return _header(record, origin)
     if "begin_iteration" in record or "after_iteration" in record:
@@ -142,24 +134,22 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     if name != FORMAT_NAME:
         raise TraceError(f"{origin} has format {name!r}, expected {FORMAT_NAME!r}; no trace file")
     if type(version) is not int or version < 1:
-        raise TraceError(f"{origin} has version {version!r}, expected a number from 1 on")
-    if version > FORMAT_VERSION:
+        raise TraceError(f"{origin} has version {version!r}, expected {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        remedy = "use a newer version of it" if version > FORMAT_VERSION else "record it again"
         raise TraceError(
-            f"{origin} has format version {version}, this program reads up to "
-            f"{FORMAT_VERSION}; use a newer version of it"
+            f"{origin} has format version {version}, this program reads version "
+            f"{FORMAT_VERSION}; {remedy}"
         )
     values: dict[str, Any] = {field: _integer(record, field, origin) for field in _NUMBER_FIELDS}
     for field in _TEXT_FIELDS:
         if not isinstance(record.get(field), str):
             raise TraceError(f"{origin}: header lacks the text field {field!r}")
         values[field] = record[field]
-    layout = Layout(1, (), (), ())
-    if version > 1:
-        layout = Layout(version, *(_words(record, n, origin) for n in Layout.__slots__[1:]))
-        values["clock"] = str(record.get("clock", ""))
-        values["layers"] = tuple(map(int, _numbers(record, "layers", origin)))
-        values["work"] = _numbers(record, "work", origin)
-    header = TraceHeader(**values, layout=layout)
+    values["layers"] = tuple(map(int, _numbers(record, "layers", origin)))
+    values["work"] = _numbers(record, "work", origin)
+    form = SpanFormat(*(_words(record, name, origin) for name in SpanFormat.__slots__))
+    header = TraceHeader(**values, span_format=form)
     _check_header(header, origin)
     return header
 
@@ -183,7 +173,7 @@ def _words(record: Mapping[str, Any], field: str, origin: object) -> tuple[str, 
 
 
 def _numbers(record: Mapping[str, Any], field: str, origin: object) -> tuple[float, ...]:
-    """A list of numbers of 0 or more that a header may lack."""
+    """Returns a list of numbers from 0 on; an empty one where the header lacks it."""
     value = record.get(field, [])
     sound = isinstance(value, list) and all(type(n) in (int, float) and n >= 0 for n in value)
     if not sound:
@@ -200,9 +190,9 @@ def _marker(record: Mapping[str, Any], origin: object) -> IterationStart:
     return IterationStart(
         _integer(record, word, origin),
         _integer(record, "num_microbatches", origin),
-        _integer(record, "start_ns", origin) if "start_ns" in record else 0,
+        _integer(record, "start_ns", origin),
         tuple(counts),
-        _integer(record, "size_bytes", origin) if "size_bytes" in record else -1,
+        _integer(record, "size_bytes", origin),
         is_late,
     )
 
@@ -218,23 +208,6 @@ def _samples(record: Mapping[str, Any], origin: object) -> ClockSamples:
     return ClockSamples(
         _integer(record, "reference", origin), tuple((a, b, c, d) for a, b, c, d in samples)
     )
-
-
-def _span(record: Mapping[str, Any], origin: object) -> Span:
-    action = record["action"]
-    try:
-        numbers = [record[field] for field in _SPAN_REQUIRED]
-    except KeyError as error:
-        raise TraceError(f"{origin}: span lacks the field {error.args[0]!r}") from None
-    numbers += [record.get(field, 0) for field in _SPAN_OPTIONAL]
-    if not isinstance(action, str) or any(type(number) is not int for number in numbers):
-        raise TraceError(f"{origin}: span has a field of the wrong type, expected whole numbers")
-    span = Span(action, *numbers)
-    if span.end_ns < span.start_ns:
-        raise TraceError(
-            f"{origin}: span {action} ends {span.start_ns - span.end_ns} ns before it starts"
-        )
-    return span
 
 
 def _integer(record: Mapping[str, Any], field: str, origin: object) -> int:

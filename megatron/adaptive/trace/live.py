@@ -19,9 +19,10 @@ from typing import Any
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.figures import WAIT_CAUSES
-from megatron.adaptive.trace.live_files import ProgressTail, RankIteration, RankTail
+from megatron.adaptive.trace.live_files import RankIteration, RankTail
 from megatron.adaptive.trace.live_state import ENDED, Now, read_now
 from megatron.adaptive.trace.locate import TRACES, latest_run
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 
 __all__ = ["LiveRank", "LiveRun", "Slowness", "Snapshot", "find_live", "slow_ranks"]
@@ -41,8 +42,6 @@ SILENT_S = 5.0
 
 LONG_S = 60.0
 """The same for a rank that only writes its spans, at the end of each iteration."""
-
-PROGRESS = "progress.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tails: dict[int, RankTail] = {}
-        self._progress = ProgressTail(folder / PROGRESS)
+        self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
         """Read what is new and say how the run is."""
@@ -192,8 +191,8 @@ class LiveRun:
             del self._tails[rank]
         for tail in self._tails.values():
             tail.refresh()
-        if self._progress.path.parent != folder:
-            self._progress = ProgressTail(folder / PROGRESS)
+        if self._progress.path != (path := progress_file(folder)):
+            self._progress = ProgressTail(path)
         self._progress.refresh()
         return self._snapshot(folder)
 
@@ -381,4 +380,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _holds_anything(folder: Path) -> bool:
-    return (folder / PROGRESS).exists() or bool(trace_files(folder))
+    return (folder / PROGRESS_NAME).exists() or bool(trace_files(folder))

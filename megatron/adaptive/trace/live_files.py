@@ -6,11 +6,9 @@ read. Blocks of spans are passed over by what their marker says, and only whole 
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -20,12 +18,10 @@ from megatron.adaptive.trace.figures import RankFigures, rank_figures
 from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
 from megatron.adaptive.trace.lines import parse_line
 
-__all__ = ["ProgressTail", "RankIteration", "RankTail"]
+__all__ = ["RankIteration", "RankTail"]
 
 TAIL_BYTES = 1 << 20
 """So much of a file's end is read at first, more where one iteration is longer."""
-
-PROGRESS_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,6 @@ class RankTail:
             record = parse_line(line, f"{self.path}:1")
             if not isinstance(record, TraceHeader):
                 raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
-            if record.layout.version == 1:
-                raise TraceError(f"{self.path} is of version 1, which has no sizes to go by")
             self.header, self._offset = record, file.tell()
             if self._size - self._offset > TAIL_BYTES:
                 self._offset = self._near_end(file)
@@ -188,59 +182,3 @@ def _by_iteration(figures: RankFigures, sizes: dict[int, int]) -> list[tuple[int
         for row, iteration in enumerate(figures.iterations.tolist())
         if figures.num_actions[row]
     ]
-
-
-@dataclass
-class ProgressTail:
-    """What the trainer tells of its iterations, see ``engine.progress``.
-
-    Attributes:
-        path: the file, which may be missing.
-        records: the latest lines about iterations.
-        total_iterations: of the whole training, 0 if unknown.
-        ended: why it ended, empty if it goes on.
-    """
-
-    path: Path
-    records: list[dict[str, Any]] = field(default_factory=list)
-    total_iterations: int = 0
-    ended: str = ""
-    _offset: int = 0
-    _inode: int = -1
-
-    def refresh(self) -> None:
-        """Read what is new."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self.records, self.total_iterations, self.ended = [], 0, ""
-                    self._offset, self._inode = 0, status.st_ino
-                    if status.st_size > TAIL_BYTES:
-                        self._line(file.readline())
-                        file.seek(status.st_size - TAIL_BYTES)
-                        file.readline()
-                        self._offset = file.tell()
-                file.seek(self._offset)
-                whole = file.read()
-        except OSError:
-            return
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self._line(line)
-        del self.records[:-PROGRESS_KEPT]
-
-    def _line(self, line: bytes) -> None:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            return  # cut short by a full disk
-        if not isinstance(said, dict):
-            return
-        if "ended" in said:
-            self.ended = str(said["ended"])
-        elif "iteration" in said:
-            self.records.append(said)
-        elif "total_iterations" in said:
-            self.total_iterations, self.ended = int(said["total_iterations"]), ""

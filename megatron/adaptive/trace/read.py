@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.align import Alignment, align, clock_names, refine
+from megatron.adaptive.trace.align import Alignment, align, refine
 from megatron.adaptive.trace.clock import ClockFit, shift
 from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
@@ -360,9 +360,7 @@ def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
 
 def _on_one_clock(files: Mapping[int, FileIndex]) -> tuple[dict[int, RankTrace], Alignment]:
     places = [(rank, number) for rank, i in files.items() for number in range(len(i.headers))]
-    names = dict(
-        zip(places, clock_names([files[rank].headers[n] for rank, n in places]), strict=True)
-    )
+    names = {(rank, number): files[rank].headers[number].clock for rank, number in places}
     alignment = align(files, names)
 
     def traces() -> dict[int, RankTrace]:
@@ -406,8 +404,8 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 def _count(trace: RankTrace, block: Block, kind: str) -> int:
     """How many spans of a kind a block has."""
     if block.is_whole and block.marker.counts:
-        layout = trace.index.headers[block.segment].layout
-        place = layout.kinds.index(kind) if kind in layout.kinds else -1
+        form = trace.index.headers[block.segment].span_format
+        place = form.kinds.index(kind) if kind in form.kinds else -1
         return block.marker.counts[place] if 0 <= place < len(block.marker.counts) else 0
     table = block.table if block.table is not None else read_blocks(trace.index, [block])
     done = table.of_kind(kind)

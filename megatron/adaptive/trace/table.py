@@ -100,19 +100,11 @@ class TraceTable:
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> TraceTable:
-        """A table of spans; their ``wait_ns`` become spans of kind ``wait`` before them."""
-        rows: list[tuple[int, ...]] = []
-        iterations: list[int] = []
-        for span in spans:
-            if span.wait_ns:
-                waited = (span.start_ns - span.wait_ns, span.wait_ns, 0, 0, 0, -1)
-                of = KIND.get(span.action, OTHER)
-                rows.append((KIND["wait"], span.chunk, span.microbatch, span.piece, *waited, of, 0))
-                iterations.append(span.iteration)
-            rows.append(_row(span))
-            iterations.append(span.iteration)
-        numbers = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
-        return cls.from_rows(np.array(iterations, dtype=np.int64), numbers)
+        """Makes a table of spans; their ``wait_ns``, which other spans say, are left out."""
+        spans = tuple(spans)
+        rows = np.array([_row(span) for span in spans], dtype=np.int64)
+        iterations = np.array([span.iteration for span in spans], dtype=np.int64)
+        return cls.from_rows(iterations, rows.reshape(-1, len(COLUMNS)))
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.local import LocalDisk
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress
+from megatron.adaptive.checkpoint.local_disk import LocalDisk
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -28,18 +28,17 @@ from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
 from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
-from megatron.adaptive.rebalance.auto import Decision, make_tuner, use
+from megatron.adaptive.rebalance.auto import Decision, Tuner, use
 from megatron.adaptive.rebalance.change_placement import change_placement
 from megatron.adaptive.rebalance.move_layers import move_layers
-from megatron.adaptive.rebalance.repartition import Move, make_repartitioner
+from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
-from megatron.adaptive.training.snapshots import make_copies
 
 __all__ = [
-    "Diagnosis",
+    "Diagnosing",
     "GarbageCollection",
     "Hook",
-    "LiveRun",
+    "TrainingRun",
     "OrderRecorder",
     "ProfiledWindow",
     "Rebalancing",
@@ -88,7 +87,7 @@ class Hook:
         """Frees what the hook holds, also after an error; idempotent."""
 
 
-class LiveRun:
+class TrainingRun:
     """The run that is trained and what is built around it; another run may take its place.
 
     The caller keeps no reference to the run: where the stages move, it is taken down before another
@@ -139,10 +138,15 @@ class LiveRun:
         self.run = run
         self.config = run.job.config
         self.checkpoints = Checkpoints(
-            run.job, run.chunks, run.optimizer, run.scheduler, self._local
+            run.job, run.job.config, run.chunks, run.optimizer, run.scheduler, self._local
         )
         self.step = Step(run)
-        self.snapshots = make_copies(run, self._log, lambda: self.progress)
+        self.snapshots = make_snapshots(
+            run,
+            lambda: self.progress,
+            lambda text: self._log.report(copies=text),
+            self._log.message,
+        )
 
     def release(self) -> None:
         """Drops the run and everything around it, so that its memory can be freed."""
@@ -153,7 +157,7 @@ class LiveRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no training step is left to do."""
+        """True if no training step is left to do."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
@@ -188,7 +192,7 @@ class LiveRun:
 class OrderRecorder(Hook):
     """Writes the order of every step for ``--record-schedule``."""
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: TrainingRun) -> None:
         self._live = live
         self._recording = make_recording(live.run, live.progress.iteration)
 
@@ -213,10 +217,13 @@ class Rebalancing(Hook):
     interval from then on. All ranks decide and change alike.
     """
 
-    def __init__(self, live: LiveRun, log: TrainingLog) -> None:
+    def __init__(self, live: TrainingRun, log: TrainingLog) -> None:
         self._live, self._log = live, log
-        self._tuner = make_tuner(live.run)
-        self._repartitioner = make_repartitioner(live.run, log.message)
+        settings = live.config.schedule
+        self._tuner = Tuner(live.run) if settings.pipeline_schedule == "auto" else None
+        self._repartitioner: Repartitioner | None = None
+        if settings.repartition != "off":
+            self._repartitioner = Repartitioner(live.run, log.message)
         self._due: Decision | Move | None = None
 
     def after_step(self, step: TrainedStep) -> None:
@@ -252,7 +259,7 @@ class Rebalancing(Hook):
             self._go_on_in_new_files()
         assert self._repartitioner is not None
         seconds = time.perf_counter() - begin_s
-        self._log.tell(repartitioned=live.progress.iteration, seconds=seconds)
+        self._log.report(repartitioned=live.progress.iteration, seconds=seconds)
         self._repartitioner.moved(move, live.run, seconds)
 
     def _move_stages(self, decision: Decision, begin_s: float) -> None:
@@ -288,13 +295,13 @@ class Rebalancing(Hook):
         live, job = self._live, self._live.run.job
         live.close_loader()
         live.open_loader()
-        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, tell=job.gather)
+        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
 
 
 class SettlingSnapshots(Hook):
     """Waits until the snapshot of the step before is kept everywhere, before a step is reported."""
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: TrainingRun) -> None:
         self._live = live
 
     def after_step(self, step: TrainedStep) -> None:
@@ -304,7 +311,7 @@ class SettlingSnapshots(Hook):
 class TakingSnapshots(Hook):
     """Takes a snapshot of the state that a step and its validation left."""
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: TrainingRun) -> None:
         self._live = live
 
     def after_step(self, step: TrainedStep) -> None:
@@ -317,7 +324,7 @@ class TakingSnapshots(Hook):
 class Reporting(Hook):
     """Hands every step to the log, and megatron-core's timers at its intervals."""
 
-    def __init__(self, live: LiveRun, log: TrainingLog) -> None:
+    def __init__(self, live: TrainingRun, log: TrainingLog) -> None:
         self._live, self._log = live, log
 
     def after_step(self, step: TrainedStep) -> None:
@@ -359,10 +366,10 @@ class Reporting(Hook):
             self._log.message(text)
 
 
-class Diagnosis(Hook):
+class Diagnosing(Hook):
     """Diagnoses the run from its traces, on the rank that writes the log."""
 
-    def __init__(self, live: LiveRun, log: TrainingLog) -> None:
+    def __init__(self, live: TrainingRun, log: TrainingLog) -> None:
         run, done = live.run, live.progress.iteration
         schedule = run.job.config.schedule
         interval = schedule.diagnose_interval
@@ -371,7 +378,7 @@ class Diagnosis(Hook):
             return
         if interval and run.samples.iterations - done > interval:
             self._running = RunningDiagnosis(
-                schedule.trace_dir, interval, done, log.message, log.tell
+                schedule.trace_dir, interval, done, log.message, log.report
             )
 
     def after_step(self, step: TrainedStep) -> None:
@@ -386,7 +393,7 @@ class Diagnosis(Hook):
 class GarbageCollection(Hook):
     """Collects Python's garbage at ``--manual-gc-interval`` alone, with ``--manual-gc``."""
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: TrainingRun) -> None:
         settings = live.config.run
         self._interval = settings.manual_gc_interval if settings.manual_gc else 0
         if settings.manual_gc:
@@ -400,7 +407,7 @@ class GarbageCollection(Hook):
 class Validation(Hook):
     """Runs the forward over validation and test samples, and reports the losses."""
 
-    def __init__(self, live: LiveRun, log: TrainingLog, stop: StopRequest) -> None:
+    def __init__(self, live: TrainingRun, log: TrainingLog, stop: StopRequest) -> None:
         self._live, self._log, self._stop = live, log, stop
 
     def after_step(self, step: TrainedStep) -> None:
@@ -451,7 +458,7 @@ class Saving(Hook):
     """Saves checkpoints at ``--save-interval`` and at the end."""
 
     def __init__(
-        self, live: LiveRun, log: TrainingLog, recorder: OrderRecorder, *, is_loaded: bool
+        self, live: TrainingRun, log: TrainingLog, recorder: OrderRecorder, *, is_loaded: bool
     ) -> None:
         self._live, self._log, self._recorder = live, log, recorder
         self._saved_at = live.progress.iteration if is_loaded else -1
@@ -492,7 +499,7 @@ class Saving(Hook):
                 self._report_saved(*done)
 
     def _report_saved(self, iteration: int, path: Path) -> None:
-        self._log.tell(saved=iteration, seconds=self._waited_s)
+        self._log.report(saved=iteration, seconds=self._waited_s)
         self._reported = iteration
         behind = self._live.config.checkpoint.saves_behind
         self._log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))

@@ -1,18 +1,20 @@
-"""What a run says about itself: Megatron-LM's log lines, curves in TensorBoard, a progress bar.
+"""Reports a run: Megatron-LM's log lines, curves in TensorBoard, progress.jsonl, a progress bar.
 
 Owns wording, averages and frequency. Measuring is the training loop's; it hands in one
-:class:`IterationReport` for each iteration. Everything is written by one rank, the last of those
-that hold the loss; where stages lie in a loop that is the last of all, as in Megatron-LM.
+:class:`IterationReport` for each iteration, of which one list of figures is made, rendered as a
+line, as curves and as an entry of ``progress.jsonl``. Everything is written by one rank, the last
+of those that hold the loss; where stages lie in a loop that is the last of all, as in Megatron-LM.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from tqdm import tqdm
 
@@ -20,27 +22,38 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.progress import ProgressFile
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
-from megatron.adaptive.training.tensorboard import Curves, perplexity
 
 if TYPE_CHECKING:
-    pass
+    from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["IterationReport", "TrainingLog", "startup_line"]
+__all__ = ["IterationReport", "Throughput", "TrainingLog", "startup_line"]
 
 _MAIN_LOSS = "lm loss"
-_TOLD = (  # of a report
-    "consumed_samples",
-    "learning_rate",
-    "grad_norm",
-    "memory_bytes",
-    "peak_memory_bytes",
+_SIZES = (  # of the run, see ``startup_line``
+    "world_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
 )
+_OVER_ITERATIONS_ALONE = {
+    "bubble-fraction",
+    "iteration-time",
+    "mem-allocated-bytes",
+    "mem-max-allocated-bytes",
+    "model-flops-utilization",
+    "peak-memory-bytes",
+    "throughput",
+    "tokens-per-s-per-rank",
+}
+"""Curves without a second one over samples."""
+_MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 _DEFAULT_COLUMNS = 100
 
 
 def startup_line(cfg: TrainerConfig) -> str:
-    """Return Megatron-LM's line about the parallel sizes.
+    """Returns Megatron-LM's line about the parallel sizes.
 
     Unequal stages and a context parallel size above 1 follow at the end, so that the beginning is
     always the same.
@@ -61,7 +74,7 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport:
-    """What one iteration measured.
+    """Holds what was measured of one iteration.
 
     Attributes:
         iteration: number of the iteration, the first being 1.
@@ -133,11 +146,12 @@ class TrainingLog:
         self._padded_vocab_size = padded_vocab_size
         self._is_writer = is_writer
         self._total_iterations = total_iterations
+        self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._interval = _Interval()
         self._consumed_samples: int | None = None
         self._bar: tqdm[Any] | None = None
-        self._curves: Curves | None = None
+        self._curves: _Curves | None = None
         self._progress = ProgressFile(None)
         if is_writer:
             self._open(start_iteration)
@@ -145,7 +159,7 @@ class TrainingLog:
     def _open(self, start_iteration: int) -> None:
         self._meter = _make_meter(self._cfg, self._accelerator, self._padded_vocab_size)
         if self._settings.tensorboard_dir is not None:
-            self._curves = Curves(self._cfg)
+            self._curves = _Curves(self._cfg)
         self._open_progress(start_iteration)
         if sys.stderr.isatty():
             self._bar = _make_bar(self._total_iterations, start_iteration)
@@ -153,23 +167,27 @@ class TrainingLog:
     def _open_progress(self, start_iteration: int) -> None:
         self._progress.close()
         self._progress = ProgressFile(self._cfg.progress_dir)
-        self._progress.begins(start_iteration, self._total_iterations)
+        parallel = self._cfg.parallel
+        sizes = {name: getattr(parallel, name) for name in _SIZES}
+        if start_iteration != self._begun_at:
+            sizes["moved"] = True
+        self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
     def hand_over(
-        self, iteration: int, *, is_writer: bool, tell: Callable[[object], Sequence[object]]
+        self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[object]]
     ) -> None:
-        """Let another rank write from here on, with the averages under way; all ranks call it.
+        """Lets another rank write from here on, with the averages under way; all ranks call it.
 
         Args:
             iteration: iterations done.
             is_writer: whether this rank writes from now on; one does.
-            tell: gathers an object of every rank.
+            gather: gathers an object of every rank.
         """
-        told = tell((self._interval, self._consumed_samples) if self._is_writer else None)
+        gathered = gather((self._interval, self._consumed_samples) if self._is_writer else None)
         if self._is_writer and not is_writer:
             self.close()
         elif is_writer and not self._is_writer:
-            (state,) = [one for one in told if one is not None]
+            (state,) = [one for one in gathered if one is not None]
             self._interval, self._consumed_samples = cast("tuple[_Interval, int | None]", state)
             self._open(iteration)
         elif is_writer:
@@ -182,7 +200,7 @@ class TrainingLog:
         return None if self._curves is None else self._curves.writer
 
     def iteration(self, report: IterationReport) -> None:
-        """Take in an iteration; each ``--log-interval`` prints a line about those since the last.
+        """Adds an iteration; each ``--log-interval`` prints a line about those since the last.
 
         The line has the means of time, losses (of iterations that were not skipped) and bubble,
         and the latest value of everything else.
@@ -191,17 +209,20 @@ class TrainingLog:
             return
         self._consumed_samples = report.consumed_samples
         self._interval.add(report)
-        speed = self._meter.speed(report.global_batch_size, report.elapsed_s)
+        now = self._meter.throughput(report.global_batch_size, report.elapsed_s)
         if self._bar is not None:
-            self._advance(self._bar, report, speed)
-        if (
-            self._curves is not None
-            and report.iteration % self._settings.tensorboard_log_interval == 0
-        ):
-            self._curves.iteration(report, speed)
-        self._tell_progress(report, speed)
-        if report.iteration % self._settings.log_interval == 0:
-            self.message(self._line(report))
+            self._advance(self._bar, report, now)
+        settings, is_logged = self._settings, report.iteration % self._settings.log_interval == 0
+        figures = self._figures(report, now)
+        if self._curves is not None and report.iteration % settings.tensorboard_log_interval == 0:
+            for figure in figures:
+                self._curves.add(figure, report.iteration, report.consumed_samples)
+        entry = dict(figure.entry for figure in figures if figure.entry is not None)
+        self._progress.iteration(report.iteration, entry, is_logged=is_logged)
+        if is_logged:
+            date = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+            head = f" [{date}] iteration {report.iteration:8d}/{self._total_iterations:8d}"
+            self.message(" | ".join([head, *(f.text for f in figures if f.text)]) + " |")
             self._interval = _Interval()
 
     def validation(
@@ -211,19 +232,19 @@ class TrainingLog:
         losses: Mapping[str, float],
         consumed_samples: int | None = None,
     ) -> None:
-        """Print the losses of a validation or test.
+        """Prints the losses of a validation or test.
 
         Args:
             iteration: after which it was made.
             prefix: what the line is about; with the word ``test`` in it the curves are named so.
             losses: mean of each loss, by name.
-            consumed_samples: of the whole training; by default what :meth:`iteration` said last.
+            consumed_samples: of the whole training; by default those of the last :meth:`iteration`.
         """
         if not self._is_writer:
             return
         line = f" validation loss at {prefix} | "
         for name, loss in losses.items():
-            line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+            line += f"{name} value: {loss:.6E} | {name} PPL: {_perplexity(loss):.6E} | "
         dashes = "-" * (len(line) + 1)
         self.message(f"{dashes}\n{line}\n{dashes}")
         if self._curves is not None:
@@ -233,16 +254,16 @@ class TrainingLog:
             self._curves.validation(split, losses, iteration, consumed_samples)
 
     def ends(self, reason: str) -> None:
-        """Print why the training ended, and tell those who look on."""
+        """Prints why the training ended, and reports it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         self._progress.ended(reason)
 
-    def tell(self, **values: float | str | list[float]) -> None:
-        """Tell those who look on, not the user."""
+    def report(self, **values: float | str | list[float]) -> None:
+        """Reports to ``progress.jsonl``, not to the user."""
         self._progress.report(values)
 
     def message(self, text: str) -> None:
-        """Print a text at once, above the progress bar."""
+        """Prints a text at once, above the progress bar."""
         if not self._is_writer:
             return
         if self._bar is None:
@@ -252,7 +273,7 @@ class TrainingLog:
             self._stream.flush()
 
     def close(self) -> None:
-        """Take the bar away and write what TensorBoard still waits for; may be called again."""
+        """Takes the bar away and writes what TensorBoard still waits for; may be called again."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -261,68 +282,196 @@ class TrainingLog:
             self._curves = None
         self._progress.close()
 
-    def _tell_progress(self, report: IterationReport, speed: Speed) -> None:
-        self._progress.iteration(
-            report.iteration,
-            {
-                "step_ms": round(report.elapsed_s * 1e3, 3),
-                "tokens_per_s": round(speed.tokens_per_s * self._meter.world_size, 1),
-                "loss": report.losses.get(_MAIN_LOSS),
-                **{name: getattr(report, name) for name in _TOLD},
-            },
-            is_logged=report.iteration % self._settings.log_interval == 0,
-        )
-
-    def _advance(self, bar: tqdm[Any], report: IterationReport, speed: Speed) -> None:
-        shown = {"tokens/s": f"{speed.tokens_per_s * self._meter.world_size:.0f}"}
+    def _advance(self, bar: tqdm[Any], report: IterationReport, now: Throughput) -> None:
+        shown = {"tokens/s": f"{now.tokens_per_s * self._meter.world_size:.0f}"}
         if _MAIN_LOSS in report.losses:
             shown = {"loss": f"{report.losses[_MAIN_LOSS]:.3f}", **shown}
         bar.set_postfix(shown, refresh=False)
         bar.update(report.iteration - bar.n)
 
-    def _line(self, report: IterationReport) -> str:
-        """Return the line about the interval that ends with ``report``.
+    def _shown_teraflops(self, throughput: Throughput) -> float | None:
+        if not self._settings.log_throughput or throughput.flops_per_s is None:
+            return None
+        return throughput.flops_per_s / 1e12
 
-        Source: ``training_log`` of Megatron-LM, for names, order and widths up to the number of
-        NaN iterations; what follows is ours.
+    def _figures(self, report: IterationReport, now: Throughput) -> list[_Figure]:
+        """Lists everything that is shown of an iteration, in the order of the log's line.
+
+        Source: ``training_log`` of Megatron-LM, for names, order and widths of the line up to the
+        number of NaN iterations, and for TensorBoard's tags where it has one; the rest is ours.
         """
         interval = self._interval
-        speed = self._meter.speed(interval.samples, interval.elapsed_s)
-        parts = [
-            f" [{datetime.now().strftime('%Y-%m-%d %H:%M:%S')}]"
-            f" iteration {report.iteration:8d}/{self._total_iterations:8d}",
-            f"consumed samples: {report.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {interval.mean_elapsed_s * 1000.0:.1f}",
+        mean = self._meter.throughput(interval.samples, interval.elapsed_s)
+        tokens_per_s = round(now.tokens_per_s * self._meter.world_size, 1)
+        losses = [_Figure(tag=name, value=loss) for name, loss in report.losses.items()]
+        losses += [_Figure(f"{name}: {loss:.6E}") for name, loss in interval.mean_losses().items()]
+        return [
+            _Figure(
+                f"consumed samples: {report.consumed_samples:12d}",
+                entry=("consumed_samples", report.consumed_samples),
+            ),
+            _Figure(
+                f"elapsed time per iteration (ms): {interval.mean_elapsed_s * 1000.0:.1f}",
+                "iteration-time",
+                report.elapsed_s,
+                entry=("step_ms", round(report.elapsed_s * 1e3, 3)),
+            ),
+            _Figure(
+                _text("throughput per GPU (TFLOP/s/GPU): {:.1f}", self._shown_teraflops(mean)),
+                "throughput",
+                self._shown_teraflops(now),
+            ),
+            _Figure(
+                f"learning rate: {report.learning_rate:.6E}",
+                "learning-rate",
+                report.learning_rate,
+                entry=("learning_rate", report.learning_rate),
+            ),
+            _Figure(
+                f"global batch size: {report.global_batch_size:5d}",
+                "batch-size",
+                report.global_batch_size,
+                entry=("global_batch_size", report.global_batch_size),
+            ),
+            *losses,
+            _Figure(entry=("loss", report.losses.get(_MAIN_LOSS))),
+            _Figure(f"loss scale: {report.loss_scale:.1f}", "loss-scale", report.loss_scale),
+            _Figure(
+                _text("grad norm: {:.3f}", report.grad_norm),
+                "grad-norm",
+                report.grad_norm,
+                entry=("grad_norm", report.grad_norm),
+            ),
+            _Figure(_text("num zeros: {}", report.num_zeros), "num-zeros", report.num_zeros),
+            _Figure(
+                _text("params norm: {:.3f}", report.params_norm),
+                "params-norm",
+                report.params_norm,
+            ),
+            _Figure(f"number of skipped iterations: {interval.skipped:3d}"),
+            _Figure(f"number of nan iterations: {interval.nans:3d}"),
+            _Figure(
+                f"tokens/s/rank: {mean.tokens_per_s:.1f}",
+                "tokens-per-s-per-rank",
+                now.tokens_per_s,
+                entry=("tokens_per_s", tokens_per_s),
+            ),
+            _Figure(
+                _text("MFU: {:.1%}", mean.utilization),
+                "model-flops-utilization",
+                now.utilization,
+            ),
+            _Figure(
+                _text("bubble: {:.1%}", interval.mean_bubble_fraction()),
+                "bubble-fraction",
+                report.bubble_fraction,
+            ),
+            _Figure(tag="world-size", value=self._cfg.world_size),
+            _Figure(
+                "",
+                "mem-allocated-bytes",
+                report.memory_bytes,
+                entry=("memory_bytes", report.memory_bytes),
+            ),
+            _Figure(tag="mem-max-allocated-bytes", value=report.peak_memory_bytes),
+            _Figure(
+                "",
+                "peak-memory-bytes",
+                report.peak_memory_bytes,
+                entry=("peak_memory_bytes", report.peak_memory_bytes),
+            ),
         ]
-        if self._settings.log_throughput and speed.flops_per_s is not None:
-            parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.flops_per_s / 1e12:.1f}")
-        parts += [
-            f"learning rate: {report.learning_rate:.6E}",
-            f"global batch size: {report.global_batch_size:5d}",
-        ]
-        parts += [f"{name}: {loss:.6E}" for name, loss in interval.mean_losses().items()]
-        parts.append(f"loss scale: {report.loss_scale:.1f}")
-        if report.grad_norm is not None:
-            parts.append(f"grad norm: {report.grad_norm:.3f}")
-        if report.num_zeros is not None:
-            parts.append(f"num zeros: {report.num_zeros}")
-        if report.params_norm is not None:
-            parts.append(f"params norm: {report.params_norm:.3f}")
-        parts += [
-            f"number of skipped iterations: {interval.skipped:3d}",
-            f"number of nan iterations: {interval.nans:3d}",
-            f"tokens/s/rank: {speed.tokens_per_s:.1f}",
-        ]
-        if speed.utilization is not None:
-            parts.append(f"MFU: {speed.utilization:.1%}")
-        bubble = interval.mean_bubble_fraction()
-        if bubble is not None:
-            parts.append(f"bubble: {bubble:.1%}")
-        return " | ".join(parts) + " |"
+
+
+class _Figure(NamedTuple):
+    """Holds one figure of an iteration, as each place shows it.
+
+    Attributes:
+        text: in the log's line, over the interval since the last line; empty to leave it out.
+        tag: of TensorBoard's curve, empty for none; flags may leave it out.
+        value: of the curve at this iteration, ``None`` where it is unknown.
+        entry: name and value in ``progress.jsonl``, ``None`` to leave it out.
+    """
+
+    text: str = ""
+    tag: str = ""
+    value: float | None = None
+    entry: tuple[str, float | None] | None = None
+
+
+def _text(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _perplexity(loss: float) -> float:
+    # min() passes a NaN on only as its first argument.
+    return math.exp(min(loss, _MAX_EXPONENT))
+
+
+class _Curves:
+    """Writes scalars to TensorBoard, under Megatron-LM's names where it has one.
+
+    Speed, bubble and peak memory are ours and always there; ``--log-timers-to-tensorboard``,
+    ``--log-memory-to-tensorboard`` and their like add Megatron-LM's.
+    """
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        # Slow to import, and only one rank needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._settings = settings = cfg.logging
+        shown = {
+            "learning-rate": settings.log_learning_rate_to_tensorboard,
+            "batch-size": settings.log_batch_size_to_tensorboard,
+            "loss-scale": settings.log_loss_scale_to_tensorboard,
+            "world-size": settings.log_world_size_to_tensorboard,
+            "iteration-time": settings.log_timers_to_tensorboard,
+            "mem-allocated-bytes": settings.log_memory_to_tensorboard,
+            "mem-max-allocated-bytes": settings.log_memory_to_tensorboard,
+        }
+        self._left_out = {tag for tag, is_shown in shown.items() if not is_shown}
+        folder = settings.tensorboard_dir
+        try:
+            self.writer: SummaryWriter = SummaryWriter(
+                log_dir=folder, max_queue=cfg.logging.tensorboard_queue_size
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
+                "that this user may write"
+            ) from None
+
+    def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
+        """Adds a point to the curves of a figure, if flags let it have one and its value is known.
+
+        Args:
+            figure: of the iteration.
+            iteration: where the point lies.
+            samples: where it lies in the second curve, over samples; ``None`` for no such curve.
+        """
+        if not figure.tag or figure.value is None or figure.tag in self._left_out:
+            return
+        self.writer.add_scalar(figure.tag, figure.value, iteration)
+        if samples is not None and figure.tag not in _OVER_ITERATIONS_ALONE:
+            self.writer.add_scalar(f"{figure.tag} vs samples", figure.value, samples)
+
+    def validation(
+        self, split: str, losses: Mapping[str, float], iteration: int, samples: int | None
+    ) -> None:
+        """Adds the points of a validation or a test, by the name of the split."""
+        curves = {f"{name} {split}": loss for name, loss in losses.items()}
+        if self._settings.log_validation_ppl_to_tensorboard:
+            curves |= {f"{name} {split} ppl": _perplexity(loss) for name, loss in losses.items()}
+        for tag, value in curves.items():
+            self.add(_Figure(tag=tag, value=value), iteration, samples)
+
+    def close(self) -> None:
+        """Writes what still waits."""
+        self.writer.close()
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Return a bar on standard error."""
+    """Returns a bar on standard error."""
     try:
         has_width = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:
@@ -344,7 +493,7 @@ def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
 
 @dataclass
 class _Interval:
-    """Sums over the iterations since the last line."""
+    """Sums up the iterations since the last line."""
 
     iterations: int = 0
     elapsed_s: float = 0.0
@@ -371,7 +520,7 @@ class _Interval:
         return self.elapsed_s / self.iterations
 
     def mean_losses(self) -> dict[str, float]:
-        """Return the mean of each loss; none where every iteration was skipped."""
+        """Returns the mean of each loss; none where every iteration was skipped."""
         return {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
 
     def mean_bubble_fraction(self) -> float | None:
@@ -380,8 +529,8 @@ class _Interval:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Speed of one rank.
+class Throughput:
+    """Holds the throughput of one rank.
 
     Attributes:
         tokens_per_s: tokens of the whole batch divided by all ranks.
@@ -396,22 +545,22 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Meter:
-    """Turns samples and time into speed."""
+    """Turns samples and time into throughput."""
 
     tokens_per_sample: int
     world_size: int
     flops_per_token: float | None
     peak_flops: float | None
 
-    def speed(self, samples: int, elapsed_s: float) -> Speed:
+    def throughput(self, samples: int, elapsed_s: float) -> Throughput:
         tokens = samples * self.tokens_per_sample / self.world_size
         # A clock too coarse for a tiny model must not end the run.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self.flops_per_token is None:
-            return Speed(tokens_per_s, None, None)
+            return Throughput(tokens_per_s, None, None)
         flops_per_s = tokens_per_s * self.flops_per_token
         share = flops_per_s / self.peak_flops if self.peak_flops else None
-        return Speed(tokens_per_s, flops_per_s, share)
+        return Throughput(tokens_per_s, flops_per_s, share)
 
 
 def _make_meter(

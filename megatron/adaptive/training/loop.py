@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron.adaptive.checkpoint.local import LocalDisk
+from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Progress
 from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.training.hooks import (
-    Diagnosis,
+    Diagnosing,
     GarbageCollection,
     Hook,
-    LiveRun,
     OrderRecorder,
     Rebalancing,
     Reporting,
@@ -23,6 +22,7 @@ from megatron.adaptive.training.hooks import (
     SettlingSnapshots,
     TakingSnapshots,
     TrainedStep,
+    TrainingRun,
     Validation,
 )
 from megatron.adaptive.training.logging import TrainingLog
@@ -61,7 +61,7 @@ class Trainer:
         connect: Callable[[Run | None], None],
         local: LocalDisk | None = None,
     ) -> None:
-        self._live = live = LiveRun(
+        self._live = live = TrainingRun(
             run, log, progress, report_position=report_position, connect=connect, local=local
         )
         self._stop = stop
@@ -78,7 +78,7 @@ class Trainer:
             profiler,
             SettlingSnapshots(live),
             Reporting(live, log),
-            Diagnosis(live, log),
+            Diagnosing(live, log),
             GarbageCollection(live),
             self._validation,
             TakingSnapshots(live),
@@ -87,7 +87,7 @@ class Trainer:
 
     @property
     def run(self) -> Run:
-        """What is trained; another object after a move of the stages."""
+        """The run that is trained; another object after a move of the stages."""
         return self._live.run
 
     def train(self) -> str:

@@ -29,13 +29,13 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
-# Two looks of the watchers at the store.
+# Two polls of the store by the watchers.
 _PART_S = 4.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
-    """Train as ``config`` says.
+    """Trains as ``config`` says.
 
     Does not return after an error in a job of several processes: the process reports it and exits,
     for its other threads may be blocked on peers that are gone.
@@ -58,7 +58,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     try:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, ValueError) as error:
-        raise _no_meeting(environment, error) from error
+        raise _no_rendezvous(environment, error) from error
     threading.excepthook = _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     lost: list[PeerLostError] = []
@@ -80,8 +80,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.local import finish_former, make_local_disk
-    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.checkpoint.training import finish_former, make_local_disk
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -93,15 +92,15 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
-        local = make_local_disk(job)
+        local = make_local_disk(job, config)
         if local is not None:
-            finish_former(local, job)
+            finish_former(local, config)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        progress = Checkpoints(job, run.chunks, run.optimizer, run.scheduler, local).load()
+        progress = _load(job, run, local)
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -111,7 +110,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             padded_vocab_size=run.padded_vocab_size,
         )
         if progress is not None:
-            log.tell(loaded_s=time.perf_counter() - begin_s)
+            log.report(loaded_s=time.perf_counter() - begin_s)
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             report_position = partial(setattr, watcher, "position")
@@ -128,8 +127,15 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             trainer.run.wiring.close()
 
 
+def _load(job: Any, run: Any, local: Any) -> Any:
+    """Loads the run's checkpoint; keeps no reference to the run, which the trainer may replace."""
+    from megatron.adaptive.checkpoint.training import Checkpoints
+
+    return Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local).load()
+
+
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Return what lets a run's channels hear of a rank that is lost, also of one lost before."""
+    """Returns the callback that reports lost ranks to a run's channels, also those lost before."""
 
     def connect(run: Any) -> None:
         if run is None or run.wiring is None or run.wiring.transport is None:
@@ -143,8 +149,8 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
     return connect
 
 
-def _no_meeting(environment: Environment, error: Exception) -> Exception:
-    """Return what went wrong before the ranks were connected as one line, or ``error``."""
+def _no_rendezvous(environment: Environment, error: Exception) -> Exception:
+    """Returns one line on a failure before the ranks were connected, or ``error``."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
         return error
@@ -156,7 +162,7 @@ def _no_meeting(environment: Environment, error: Exception) -> Exception:
 
 
 def _expected(error: BaseException, rank: int) -> BaseException:
-    """Return what nobody foresaw and no bug causes as an expected error, anything else as it is."""
+    """Returns failures of the system as expected errors, and any other error as it is."""
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
@@ -176,7 +182,7 @@ def _expected(error: BaseException, rank: int) -> BaseException:
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """What a library says of a connection that broke, ``None`` where an error is another one."""
+    """Returns a library's reason for a broken connection, ``None`` for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and (found := _GLOO.search(text)) is not None:
         return found[1]
@@ -186,7 +192,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Keep quiet about a full disk: TensorBoard's thread hands it on to the main thread."""
+    """Reports a thread's error, but for a full disk, which reaches the main thread."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -194,7 +200,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Report ``error`` once for the whole job and end this process."""
+    """Reports ``error`` once for the whole job and ends this process."""
     expected, follows = isinstance(error, AdaptiveError), False
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(_VERDICT_S) is not None:
         # A connection broke because another rank ended; the watcher has named it.
@@ -213,7 +219,7 @@ def _fail(
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Tell the first rank that this one has read the store; there, where it is served, wait.
+    """Marks the store as read by this rank; the first rank, which serves it, waits for the others.
 
     Without it the others would say the same error again, and that the store is gone.
     """
@@ -224,14 +230,14 @@ def _part(store: dist.Store, environment: Environment) -> None:
     try:
         parted = store.add("parted", own)
         while not own and parted < environment.world_size - 1 and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             parted = store.add("parted", 0)
     except RuntimeError:
         return  # it went with its host
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Whether this rank is the first of the job to report an error; others only follow from it."""
+    """Returns whether this rank is the first of the job to report an error."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:

@@ -1,14 +1,21 @@
-"""One process of a profiling run: meets the others, measures layers and links, tells the first.
+"""Measures the layers of a GPT, each kind by itself, and the links between the job's ranks.
 
-Owns the order of measurements and what of them goes into the profile file; how each is made is in
-``layer_profile`` and ``profiling.links``.
+A model of few layers is cut into three stages, so that every kind is alone in one::
+
+    stage 0     embedding
+    stage 1     transformer layers: once 1 of them, once 3; the difference is 2 layers
+    stage 2     last normalization, logits and loss
+
+One process takes the part of each stage in turn; no pipeline is needed. Ranks of a tensor-parallel
+group work together, and all ranks of the job measure at the same time, as they would train. Owns
+the order of measurements and how stages are built; timing and links are in ``profiling``.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,21 +24,51 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
-from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.errors import ConfigError, SetupError, TransportError
-from megatron.adaptive.profiling.nodes import gpu_name, node_facts
 
-__all__ = ["ProfileOptions", "profile_layers"]
+# Before the modules below import megatron-core.
+device.install()
+device.quiet_libraries()
 
-FORMAT = 1
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron.adaptive.accelerator import Accelerator  # noqa: E402
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
+from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
+from megatron.adaptive.engine.stages import (  # noqa: E402
+    ActivationMeter,
+    MegatronStages,
+    default_process_groups,
+)
+from megatron.adaptive.errors import ConfigError, SetupError, TransportError  # noqa: E402
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
+from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config  # noqa: E402
+from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
+from megatron.adaptive.planner import profile_file  # noqa: E402
+from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
+from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
+from megatron.adaptive.profiling.timing import (  # noqa: E402
+    WARM_UP,
+    spread,
+    time_call,
+    time_microbatches,
+)
+from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+
+__all__ = ["ProfileOptions", "StageSample", "layer_samples", "profile_layers"]
+
+STAGES = 3
+FEW, MANY = 1, 3
+"""Transformer layers of the middle stage; their difference separates a layer from a stage."""
+_LEAST_SHARE = 0.5  # of the mean that a layer takes at least, where the difference is smaller
 _TIMES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is measured.
+    """Names what is measured.
 
     Attributes:
         name: of the model.
@@ -57,7 +94,7 @@ class ProfileOptions:
 
 
 def profile_layers(options: ProfileOptions, environment: Environment) -> dict[str, Any] | None:
-    """Measure. Collective over all processes of the job.
+    """Measures. Collective over all processes of the job.
 
     Args:
         options: the same on all processes, but for ``node``.
@@ -71,11 +108,6 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         TransportError: the processes cannot meet.
     """
     accelerator = device.detect(environment.local_rank, backend=options.backend)
-    device.install()
-    device.quiet_libraries()
-    # megatron-core may only be imported from here on.
-    from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
-
     if environment.omp_num_threads is None:
         torch.set_num_threads(1)
     widths = _widths(options, environment)
@@ -89,8 +121,9 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         ) from error
     try:
         gpu = gpu_name(accelerator)
-        told = job.gather({"name": options.node or gpu, **node_facts(accelerator, environment)})
-        names = [one["name"] for one in told]
+        facts = node_facts(accelerator, environment.local_world_size)
+        nodes = job.gather({"name": options.node or gpu, **facts})
+        names = [one["name"] for one in nodes]
         layers: list[dict[str, Any]] = []
         others: dict[str, dict[str, list[float]]] = {"launch": {}, "optimizer": {}, "sigma": {}}
         for tp in widths:
@@ -101,21 +134,38 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
-            from megatron.adaptive.profiling.links import measure_links, measure_reductions
-
-            _say(job, "links")
+            _report(job, "links")
             links = measure_links(job, names)
             reductions = measure_reductions(job, names, [tp for tp in widths if tp > 1])
         dist.barrier(group=job.control_group)
         if not job.is_first:
             return None
-        return _as_file(options, told, layers, others, links, reductions)
+        if not layers:
+            raise SetupError(
+                "nothing was measured: memory does not suffice for the layers; profile with a"
+                " smaller --micro-batch-sizes or a wider --tp"
+            )
+        return profile_file.document(
+            {"name": options.name, "arguments": list(options.arguments)},
+            layers,
+            made=profile_file.timestamp(),
+            nodes={one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes},
+            links=links,
+            all_reduce=reductions,
+            optimizer_s_per_parameter=_medians(others["optimizer"]),
+            action_sigma=statistics.fmean(_medians(others["sigma"]).values()),
+            launch_s=_medians(others["launch"]),
+        )
     finally:
         end_job()
 
 
+def _medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {gpu: statistics.median(each) for gpu, each in values.items()}
+
+
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Tensor-parallel widths that fit into a node."""
+    """Returns tensor-parallel widths that fit into a node."""
     local, world = environment.local_world_size, environment.world_size
     if not options.widths:
         widths = [2**power for power in range(12)]
@@ -134,9 +184,7 @@ def _mesh_config(options: ProfileOptions, tp: int, world: int) -> TrainerConfig:
 
 
 def _stage_config(options: ProfileOptions, tp: int, size: int, layers: int, world: int) -> Any:
-    """Settings of a run with three stages, of which the middle one holds the layers."""
-    from megatron.adaptive.training.layer_profile import STAGES
-
+    """Returns settings of a run with three stages, of which the middle one holds the layers."""
     more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {STAGES}"
     more += f" --partition 0-{layers}-0 --num-layers {layers}"
     # Each stage is alone here; a head of its own costs what a copy of the embedding does.
@@ -162,19 +210,12 @@ def _measure(
     *,
     first: bool,
 ) -> list[dict[str, Any]]:
-    """Measure all kinds for one width and size; returns the rows of all GPUs, on every rank."""
-    from megatron.adaptive.training.layer_profile import (
-        FEW,
-        MANY,
-        STAGES,
-        layer_samples,
-        measure_stage,
-    )
+    """Measures all kinds for one width and size; returns the rows of all GPUs, on every rank."""
 
     def stage(number: int, layers: int, *, optimizer: bool = False) -> Any:
         config = _stage_config(options, tp, size, layers, job.environment.world_size)
         multiple = config.model.make_vocab_size_divisible_by * tp
-        return measure_stage(
+        return _measure_stage(
             config,
             job.accelerator,
             number,
@@ -183,26 +224,26 @@ def _measure(
             optimizer=optimizer,
         )
 
-    _say(job, f"tp {tp}, microbatch {size}")
+    _report(job, f"tp {tp}, microbatch {size}")
     mine = None
     try:
         few, many = stage(1, FEW, optimizer=first), stage(1, MANY)
         samples, launch_s = layer_samples(stage(0, FEW), few, many, stage(STAGES - 1, FEW))
         mine = {
             "gpu": gpu,
-            "kinds": [(one.kind, [getattr(one.sample, n) for n in _TIMES]) for one in samples],
+            "kinds": [(kind, [getattr(one, n) for n in _TIMES]) for kind, one in samples.items()],
             "launch": launch_s,
             "sigma": (few.sigma + many.sigma) / 2,
             "optimizer": few.optimizer_s / few.parameters,
         }
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-    told = [one for one in job.gather(mine) if one is not None]
+    gathered = [one for one in job.gather(mine) if one is not None]
     if mine is None:
-        _say(job, f"tp {tp}, microbatch {size}: not enough memory for {MANY} layers, left out")
+        _report(job, f"tp {tp}, microbatch {size}: not enough memory for {MANY} layers, left out")
     rows = []
-    for name in dict.fromkeys(one["gpu"] for one in told):
-        its = [one for one in told if one["gpu"] == name]
+    for name in dict.fromkeys(one["gpu"] for one in gathered):
+        its = [one for one in gathered if one["gpu"] == name]
         for key in ("launch", "sigma"):
             others[key].setdefault(name, []).append(statistics.fmean(one[key] for one in its))
         if first:
@@ -211,10 +252,10 @@ def _measure(
     return rows
 
 
-def _rows(gpu: str, tp: int, size: int, told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows(gpu: str, tp: int, size: int, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for index, (kind, _) in enumerate(told[0]["kinds"]):
-        columns = zip(*(one["kinds"][index][1] for one in told), strict=True)
+    for index, (kind, _) in enumerate(samples[0]["kinds"]):
+        columns = zip(*(one["kinds"][index][1] for one in samples), strict=True)
         means = dict(zip(_TIMES, map(statistics.fmean, columns), strict=True))
         rows.append(
             {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": True, **means}
@@ -222,42 +263,169 @@ def _rows(gpu: str, tp: int, size: int, told: Sequence[dict[str, Any]]) -> list[
     return rows
 
 
-def _as_file(
-    options: ProfileOptions,
-    told: Sequence[dict[str, Any]],
-    layers: list[dict[str, Any]],
-    others: dict[str, dict[str, list[float]]],
-    links: Sequence[Any],
-    reductions: Sequence[Any],
-) -> dict[str, Any]:
-    if not layers:
-        raise SetupError(
-            "nothing was measured: memory does not suffice for the layers; profile with a smaller"
-            " --micro-batch-sizes or a wider --tp"
-        )
-    from megatron.adaptive.profiling.links import link_rows, reduce_rows
-
-    nodes = {}
-    for one in told:
-        facts = dict(one)
-        nodes[facts.pop("name")] = facts
-    return {
-        "format": FORMAT,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": {"name": options.name, "arguments": list(options.arguments)},
-        "nodes": nodes,
-        "layers": layers,
-        "links": link_rows(links),
-        "all_reduce": reduce_rows(reductions),
-        "optimizer_s_per_parameter": {
-            gpu: statistics.median(values) for gpu, values in others["optimizer"].items()
-        },
-        "action_sigma": statistics.fmean(map(statistics.median, others["sigma"].values())),
-        "launch_s": {gpu: statistics.median(values) for gpu, values in others["launch"].items()},
-    }
-
-
-def _say(job: Any, text: str) -> None:
-    """Tell the user what is measured, for it takes minutes."""
+def _report(job: Any, text: str) -> None:
+    """Prints what is measured, for it takes minutes."""
     if job.is_first:
         print(f"profile: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSample:
+    """Holds what one stage took on this rank, medians over microbatches.
+
+    Attributes:
+        forward_s: of a microbatch.
+        backward_input_s: the same; the whole backward where it is not split.
+        backward_weight_s: the same; 0 where it is not split.
+        kept_bytes: kept from forward to backward.
+        parameters: numbers that this rank holds.
+        optimizer_s: one step of the optimizer, 0 where it was not asked for.
+        sigma: spread of the logarithm of durations around their median, from quartiles.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    kept_bytes: float
+    parameters: float
+    optimizer_s: float = 0.0
+    sigma: float = 0.0
+
+
+def layer_samples(
+    first: StageSample, few: StageSample, many: StageSample, last: StageSample
+) -> tuple[dict[str, StageSample], float]:
+    """Derives what layers take from what stages took.
+
+    Args:
+        first: of the stage with the embedding.
+        few: of the stage with ``FEW`` layers.
+        many: of that with ``MANY``.
+        last: of the stage with the loss.
+
+    Returns:
+        A sample of one layer by kind, ``embedding``, ``transformer`` or ``head``, and the seconds
+        that a forward costs beyond its layers.
+    """
+
+    def each(name: str) -> float:
+        low, high = getattr(few, name), getattr(many, name)
+        # Noise may make the difference small; a layer is never far from the mean.
+        return float(max((high - low) / (MANY - FEW), _LEAST_SHARE * high / MANY))
+
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
+    layer = StageSample(**{name: each(name) for name in names})
+    launch_s = max(0.0, few.forward_s - FEW * layer.forward_s)
+    return {"embedding": first, "transformer": layer, "head": last}, launch_s
+
+
+def _measure_stage(
+    config: TrainerConfig,
+    accelerator: Accelerator,
+    stage: int,
+    *,
+    rows: int,
+    repeats: int,
+    optimizer: bool = False,
+) -> StageSample:
+    """Builds one of the three stages and runs microbatches through it.
+
+    Collective over the tensor-parallel group. The mesh has pipeline size 1; ``config`` has 3.
+
+    Args:
+        config: settings of a run with three stages.
+        accelerator: this rank's device.
+        stage: which one.
+        rows: of the embedding.
+        repeats: microbatches that count.
+        optimizer: whether to measure a step of the optimizer too.
+    """
+    placement = Placement(num_ranks=STAGES, num_chunks=1)
+    groups = default_process_groups()
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    parallel_state.set_pipeline_model_parallel_world_size(STAGES)
+    try:
+        core = transformer_config(config, accelerator)
+        chunks = build_chunks(config, core, accelerator, placement, rows)
+        sample = _run(config, core, accelerator, placement, stage, chunks, groups, repeats)
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+    parameters = sum(parameter.numel() for parameter in chunks[0].parameters())
+    optimizer_s = 0.0
+    if optimizer:
+        step = build_optimizer(config, chunks).step
+        optimizer_s = time_call(step, accelerator.device, repeats)
+    del chunks
+    gc.collect()
+    if accelerator.is_cuda:
+        torch.cuda.empty_cache()
+    return StageSample(**sample, parameters=float(parameters), optimizer_s=optimizer_s)
+
+
+def _run(
+    config: TrainerConfig,
+    core: Any,
+    accelerator: Accelerator,
+    placement: Placement,
+    stage: int,
+    chunks: Sequence[Any],
+    groups: Any,
+    repeats: int,
+) -> dict[str, float]:
+    count = WARM_UP + repeats
+    dropout = DropoutKeys(
+        config.run.seed,
+        enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+    )
+    dropout.attach(chunks)
+    needs_data = stage in (0, STAGES - 1)
+    batches = [_batch(config)] * count if needs_data else None
+    meter = ActivationMeter()
+    split = config.splits_backward
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    stages = MegatronStages(
+        forward_step_func=GptForward(accelerator, dropout),
+        data_iterators=[ChunkFeed(batches, count=count, step=1)],
+        chunks=chunks,
+        placement=placement,
+        pp_rank=stage,
+        num_microbatches=count,
+        groups=groups,
+        meter=meter,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        split=split,
+        stores=attach_stores(chunks) if split else None,
+    )
+    shape, dtype = payload_shape(config), core.pipeline_dtype
+
+    def message() -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=accelerator.device)
+
+    lanes, _ = time_microbatches(
+        stages,
+        received=lambda: message() if stage else None,
+        gradient=lambda: message() if stage < STAGES - 1 else None,
+        device=accelerator.device,
+        repeats=repeats,
+        split=split,
+    )
+    medians = {name: statistics.median(lane) for name, lane in zip(_TIMES, lanes, strict=False)}
+    return {**medians, "kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
+
+
+def _batch(config: TrainerConfig) -> dict[str, torch.Tensor]:
+    shape = (config.batch.micro_batch_size, config.model.seq_length)
+    assert config.data.vocab_size is not None
+    generator = torch.Generator().manual_seed(config.run.seed)
+    tokens = torch.randint(config.data.vocab_size, shape, generator=generator)
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+        "loss_mask": torch.ones(shape),
+    }

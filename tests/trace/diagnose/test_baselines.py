@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose.baselines import ALIKE, Levels, levels_of
 from megatron.adaptive.trace.diagnose.measured import measure
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 
 from .conftest import NOISE
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron.adaptive.trace.diagnose.partition import LayerTimes, best_partition
+from megatron.adaptive.trace.diagnose.causes import StageCosts, best_partition
 
 
 def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -17,7 +17,7 @@ def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:
 def test_no_partition_is_quicker(seed: int, rank_of: tuple[int, ...]) -> None:
     rng = np.random.default_rng(seed)
     stages = len(rank_of)
-    times = LayerTimes(rng.uniform(1, 3, stages), rng.uniform(0, 4, stages), rank_of)
+    times = StageCosts(rng.uniform(1, 3, stages), rng.uniform(0, 4, stages), rank_of)
     found = best_partition(times, 8)
     assert sum(found) == 8
     best = min(times.pace_ns(partition) for partition in every_partition(8, stages))
@@ -25,5 +25,5 @@ def test_no_partition_is_quicker(seed: int, rank_of: tuple[int, ...]) -> None:
 
 
 def test_equal_stages_get_equal_layers() -> None:
-    times = LayerTimes(np.ones(4), np.zeros(4), (0, 1, 0, 1))
+    times = StageCosts(np.ones(4), np.zeros(4), (0, 1, 0, 1))
     assert best_partition(times, 8) == (2, 2, 2, 2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose.watch import answer
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[3]
 WATCHDOG_S = 60.0

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.synthetic import Fault, SyntheticRun, write_synthetic
-from megatron.adaptive.trace.views import page, page_choice
-from megatron.adaptive.trace.views.page import write_page
-from megatron.adaptive.trace.views.page_blocks import encode
+from megatron.adaptive.trace.views import page
+from megatron.adaptive.trace.views.page import encode, write_page
 from megatron.adaptive.trace.views.page_spans import categories
 
 Make = Callable[..., RunTrace]
@@ -186,8 +185,8 @@ def test_of_many_iterations_and_replicas_the_slowest_are_shown(make: Make) -> No
     slow = Fault(kind="slow-rank", rank=5, factor=1.5, first=41, last=42)
     run = make(num_ranks=2, replicas=6, iterations=90, num_microbatches=2, faults=(slow,))
     figures = run_figures(run)
-    choice = page_choice.choose(run, figures, run.iterations, None)
-    assert len(choice.iterations) == page_choice.MAX_ITERATIONS
+    choice = page.choose(run, figures, run.iterations, None)
+    assert len(choice.iterations) == page.MAX_ITERATIONS
     assert {1, 41, 42, 90} <= set(choice.iterations)
     assert max(np.diff(choice.iterations)) < 15
     assert choice.replicas == (0, 5)

@@ -9,7 +9,7 @@ import pytest
 from megatron.adaptive.trace.event import Span, TraceHeader
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.views.parts import PARTS, format_parts, parts_ms
+from megatron.adaptive.trace.summary import PARTS, format_parts, parts_ms
 
 MS = 1_000_000
 

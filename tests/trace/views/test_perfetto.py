@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, trace_file_name
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.views import perfetto
 from megatron.adaptive.trace.views.perfetto import perfetto_events, write_perfetto
 from tests.trace.views import event_rules as rules

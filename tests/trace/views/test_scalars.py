@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.views.parts import PARTS, parts_ms
+from megatron.adaptive.trace.summary import PARTS, parts_ms
 from megatron.adaptive.trace.views.scalars import FILE_NAME, time_of_day_lead_ns, write_scalars
 
 

@@ -15,12 +15,18 @@ from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
 from megatron.adaptive.trace.figures import WAIT_CAUSES, RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
-from megatron.adaptive.trace.views import workbook_order, workbook_tables
+from megatron.adaptive.trace.summary import PARTS, parts_ms
+from megatron.adaptive.trace.views import workbook, workbook_tables
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.parts import PARTS, parts_ms
-from megatron.adaptive.trace.views.workbook import write_workbook
-from megatron.adaptive.trace.views.workbook_order import MAX_COLUMNS, add_order, lay_out
-from megatron.adaptive.trace.views.workbook_time import MAX_BINS, Bin, fill_bins
+from megatron.adaptive.trace.views.workbook import (
+    MAX_BINS,
+    MAX_COLUMNS,
+    Bin,
+    add_order,
+    fill_bins,
+    lay_out,
+    write_workbook,
+)
 
 
 @pytest.fixture
@@ -181,7 +187,7 @@ def test_crowded_short_actions_keep_their_order() -> None:
 def test_more_actions_than_columns_go_on_in_further_sheets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workbook_order, "GRID_COLUMNS", 30)
+    monkeypatch.setattr(workbook, "GRID_COLUMNS", 30)
     row = tuple(Span("F", 0, i, i * 10, i * 10 + 10, 1) for i in range(100))
     save_order(step_of(row), tmp_path / "chart.xlsx")
     book = load_workbook(tmp_path / "chart.xlsx")

@@ -17,8 +17,7 @@ from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 from megatron.adaptive.trace.views.palette import IDLE, chunk_color
-from megatron.adaptive.trace.views.workbook import write_workbook
-from megatron.adaptive.trace.views.workbook_time import fill_bins
+from megatron.adaptive.trace.views.workbook import fill_bins, write_workbook
 
 SOFFICE = shutil.which("soffice")
 

@@ -8,13 +8,17 @@ from dataclasses import replace
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.trace.diagnose.causes import (
+    StageCosts,
+    best_partition,
+    find_slow_links,
+    find_slow_ranks,
+    find_slow_reading,
+    find_spikes,
+    stage_costs,
+)
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding, Period
-from megatron.adaptive.trace.diagnose.links import find_slow_links
 from megatron.adaptive.trace.diagnose.measured import Measured, measure
-from megatron.adaptive.trace.diagnose.partition import LayerTimes, best_partition, layer_times
-from megatron.adaptive.trace.diagnose.ranks import find_slow_ranks
-from megatron.adaptive.trace.diagnose.reading import find_slow_reading
-from megatron.adaptive.trace.diagnose.spikes import find_spikes
 from megatron.adaptive.trace.read import RunTrace
 
 __all__ = ["diagnose"]
@@ -40,7 +44,7 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
         TraceError: a file is damaged, an iteration does not exist, or nothing is there to look at.
     """
     measured = measure(run, iterations)
-    times = layer_times(measured)
+    times = stage_costs(measured)
     slow = find_slow_ranks(measured)
     found = [*slow, *find_slow_links(measured), *find_slow_reading(measured)]
     found += find_spikes(measured)
@@ -67,7 +71,7 @@ def _pace_ns(m: Measured) -> tuple[float, ...]:
     return tuple(float(takes) / work for takes, work in zip(m.microbatch_ns, works, strict=True))
 
 
-def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:
+def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
     """Stages that have more work than others by the partition itself."""
     better = best_partition(times, sum(m.layers))
     pace, best = times.pace_ns(m.layers), times.pace_ns(better)
@@ -98,7 +102,7 @@ def _uneven(m: Measured, times: LayerTimes) -> list[Finding]:
     ]
 
 
-def _advise(m: Measured, times: LayerTimes | None, finding: Finding) -> Finding:
+def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
     """Add what to do."""
     advice: list[str] = []
     partition: tuple[int, ...] = ()

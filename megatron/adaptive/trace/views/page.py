@@ -9,6 +9,8 @@ merges short spans where there are too many (see ``page_spans``); it says what i
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,24 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.errors import SetupError
-from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.errors import ScheduleError, SetupError, TraceError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
-from megatron.adaptive.trace.read import RankTrace, RunTrace
+from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_of_rank
-from megatron.adaptive.trace.table import Ints, TraceTable
-from megatron.adaptive.trace.views import page_choice
-from megatron.adaptive.trace.views.page_blocks import (
-    encode,
-    message_columns,
-    simulated_columns,
-    span_columns,
-)
-from megatron.adaptive.trace.views.page_choice import Choice
-from megatron.adaptive.trace.views.page_replay import replay
+from megatron.adaptive.trace.table import KIND, Ints, TraceTable
 from megatron.adaptive.trace.views.page_spans import (
     Category,
     Rows,
@@ -47,7 +43,20 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = ["plotly_js", "write_page"]
+__all__ = [
+    "Choice",
+    "MAX_ACTIONS",
+    "MAX_ITERATIONS",
+    "choose",
+    "encode",
+    "message_columns",
+    "plotly_js",
+    "replay",
+    "simulated_columns",
+    "span_columns",
+    "write_page",
+]
+
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -103,7 +112,7 @@ def write_page(
     if figures is None:
         ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
         figures = run_figures(run, iterations, ranks=ranks)
-    choice = page_choice.choose(run, figures, iterations, dp_rank)
+    choice = choose(run, figures, iterations, dp_rank)
     groups = _groups(run, choice)
     colors = categories(run.num_chunks)
     head = _head(run, figures, choice, groups, colors)
@@ -335,3 +344,278 @@ def _shown_ms(tables: list[TraceTable], start_ns: int, step_ns: int) -> float:
 
 def _nothing() -> TraceTable:
     return TraceTable.concat([])
+
+
+MAX_ITERATIONS = 20
+SLOWEST = 4
+"""How many of the iterations are there because they took longest."""
+MAX_REPLICAS = 4
+"""Up to so many replicas all are drawn; of more, the first and the slowest."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a page holds.
+
+    Attributes:
+        iterations: numbers, ascending.
+        replicas: data-parallel ranks drawn one by one.
+        mean_of: data-parallel ranks whose mean is drawn, empty for none.
+        tp_rank: of every tensor-parallel group.
+        notes: what is left out, a line each.
+    """
+
+    iterations: tuple[int, ...]
+    replicas: tuple[int, ...]
+    mean_of: tuple[int, ...]
+    tp_rank: int
+    notes: tuple[str, ...]
+
+
+def choose(
+    run: RunTrace, figures: RunFigures, iterations: Sequence[int], dp_rank: int | None
+) -> Choice:
+    """Choose what a page holds.
+
+    Args:
+        run: the run.
+        figures: of it.
+        iterations: those that may be shown.
+        dp_rank: the only replica, ``None`` for any.
+
+    Raises:
+        TraceError: nothing was recorded in these iterations.
+    """
+    recorded = set(figures.iterations[figures.num_actions.any(axis=1)].tolist())
+    asked = sorted(set(iterations) & recorded)
+    if not asked:
+        raise TraceError(
+            f"iterations {describe_numbers(iterations)} in {run.origin} hold no F, B or W; "
+            "there is nothing to draw"
+        )
+    notes = []
+    shown = _iterations(figures, asked)
+    if len(shown) < len(asked):
+        notes.append(
+            f"{len(shown)} of {len(asked)} iterations: first, last, the {SLOWEST} slowest and "
+            "evenly spaced ones"
+        )
+    present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
+    tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
+    mean_of: tuple[int, ...] = ()
+    if dp_rank is not None:
+        run.replica(dp_rank, tensor[0])  # refuses one that is not there
+        replicas: tuple[int, ...] = (dp_rank,)
+    else:
+        replicas = _replicas(figures, present)
+        mean_of = tuple(present) if len(present) > 1 else ()
+    if len(replicas) < len(present) and dp_rank is None:
+        notes.append(
+            f"{len(replicas)} of {len(present)} replicas one by one (the first and the slowest), "
+            "the others in the mean"
+        )
+    if len(tensor) > 1:
+        notes.append(
+            f"of every tensor-parallel group rank {tensor[0]}, not {describe_numbers(tensor[1:])}"
+        )
+    return Choice(tuple(shown), replicas, mean_of, tensor[0], tuple(notes))
+
+
+def _iterations(figures: RunFigures, asked: Sequence[int]) -> list[int]:
+    if len(asked) <= MAX_ITERATIONS:
+        return list(asked)
+    step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
+    places = {0, len(asked) - 1, *np.argsort(-step_ns, kind="stable")[:SLOWEST].tolist()}
+    spaced = np.linspace(0, len(asked) - 1, MAX_ITERATIONS).round().astype(int).tolist()
+    rest = [place for place in spaced if place not in places]
+    free = MAX_ITERATIONS - len(places)
+    picked = np.linspace(0, len(rest) - 1, min(free, len(rest))).round().astype(int)
+    places |= {rest[place] for place in picked.tolist()}
+    return [asked[place] for place in sorted(places)]
+
+
+def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
+    if len(present) <= MAX_REPLICAS:
+        return tuple(present)
+    steps = [figures.step_ns[:, figures.dp_rank == d].max(axis=1).mean() for d in present]
+    return tuple(sorted({present[0], present[int(np.argmax(steps))]}))
+
+
+PS_PER_NS = 1000
+TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float64")
+"""Of a column, narrowest first; all have an array in JavaScript."""
+
+
+def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
+    """A block.
+
+    Args:
+        columns: whole numbers below 2^53.
+        head: what else to tell, as JSON.
+    """
+    found, parts = [], []
+    for name, column in columns.items():
+        narrow = column.astype(_type_of(column))
+        found.append((name, narrow))
+    # Wide ones first, so that each begins at a multiple of its width.
+    found.sort(key=lambda pair: -pair[1].itemsize)
+    for _, column in found:
+        parts.append(column.tobytes())
+    listed = [[name, column.dtype.name, len(column)] for name, column in found]
+    packed = gzip.compress(b"".join(parts), 6, mtime=0)
+    return {**head, "columns": listed, "data": base64.b64encode(packed).decode("ascii")}
+
+
+def span_columns(rows: Rows, num_rows: int, start_ns: int, unit_ns: int) -> dict[str, Ints]:
+    """Columns of bars; ``offset`` says where each row begins.
+
+    Args:
+        rows: the bars.
+        num_rows: how many rows there are.
+        start_ns: time 0 of the page.
+        unit_ns: of all times.
+    """
+    columns = {name: column for name, column in rows.columns.items() if name != "row"}
+    columns["offset"] = np.searchsorted(rows.columns["row"], np.arange(num_rows + 1))
+    start = rows.columns["start"] - start_ns
+    end = start + rows.columns["length"]
+    columns["start"] = start // unit_ns
+    columns["length"] = end // unit_ns - columns["start"]
+    return columns
+
+
+def message_columns(
+    messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int, limit: int
+) -> dict[str, Ints]:
+    """Columns of the messages between rows, ordered by sending.
+
+    Args:
+        messages: of one iteration.
+        row_of: rows by global rank.
+        start_ns: time 0 of the page.
+        unit_ns: of all times.
+        limit: of more messages than this none is kept.
+    """
+    order = np.argsort(messages.sent_ns, kind="stable")
+    if len(order) > limit:
+        order = order[:0]
+    rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
+    rows[list(row_of)] = list(row_of.values())
+    return {
+        "sent": (messages.sent_ns[order] - start_ns) // unit_ns,
+        "arrived": (messages.arrived_ns[order] - start_ns) // unit_ns,
+        "source": rows[messages.source[order]],
+        "target": rows[messages.target[order]],
+        "m_bytes": messages.bytes[order],
+    }
+
+
+def simulated_columns(result: SimResult | None, num_chunks: int, unit_ns: int) -> dict[str, Ints]:
+    """Columns of a simulated step, from its start; empty ones for none."""
+    spans = () if result is None else result.spans
+    kinds = {kind: number for number, kind in enumerate(DRAWN_ACTIONS)}
+    flat = [
+        (
+            kinds[span.action.kind.value] * num_chunks + span.action.chunk,
+            span.action.microbatch,
+        )
+        for row in spans
+        for span in row
+    ]
+    labels = np.array(flat, dtype=np.int64).reshape(-1, 2)
+    starts = () if result is None else result.starts_ps
+    ends = () if result is None else result.ends_ps
+    none = np.zeros(0, dtype=np.int64)
+    start = np.concatenate([none, *starts]) // (PS_PER_NS * unit_ns)
+    end = np.concatenate([none, *ends]) // (PS_PER_NS * unit_ns)
+    return {
+        "s_start": start,
+        "s_length": end - start,
+        "s_category": labels[:, 0],
+        "s_microbatch": labels[:, 1],
+        "s_offset": np.cumsum([0, *(len(row) for row in spans)]),
+    }
+
+
+def _type_of(column: Ints) -> str:
+    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+    for name in TYPES[:-1]:
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return name
+    return TYPES[-1]
+
+
+MAX_ACTIONS = 40_000
+"""Steps of more actions are not simulated: a page waits some seconds for so many."""
+
+NS_PER_S = 1_000_000_000
+_PLACEMENTS: dict[str, PlacementKind] = {"loop": "loop", "v": "v", "V": "v"}
+
+
+def replay(
+    tables: list[TraceTable], messages: Messages, placement: str, num_chunks: int, microbatches: int
+) -> SimResult | None:
+    """Simulate a measured step with its own order and mean times.
+
+    Args:
+        tables: spans of the iteration by pipeline rank.
+        messages: those between these ranks.
+        placement: how stages lie on ranks and chunks.
+        num_chunks: chunks per rank.
+        microbatches: of the step.
+
+    Returns:
+        The simulated step; ``None`` where the trace does not hold all of it, where its placement is
+        unknown here, or where it is larger than :data:`MAX_ACTIONS`.
+    """
+    kind = _PLACEMENTS.get(placement)
+    actions = [_in_order(table) for table in tables]
+    if kind is None or not 0 < sum(map(len, actions)) <= MAX_ACTIONS:
+        return None
+    place = Placement(num_ranks=len(tables), num_chunks=num_chunks, kind=kind)
+    pieces = max(
+        (int(a.piece[a.kind == KIND["W"]].max(initial=-1)) + 1 for a in actions), default=0
+    )
+    policies = [Follow(_order(table), "measured order") for table in actions]
+    seen = messages.arrived_ns[messages.seen] - messages.sent_ns[messages.seen]
+    latency_s = max(0.0, float(np.median(seen)) / NS_PER_S) if len(seen) else 0.0
+    try:
+        return simulate(
+            place,
+            microbatches,
+            policies,
+            _times(actions, place, pieces),
+            latency_s=latency_s,
+            forward_only=not any((table.kind == KIND["B"]).any() for table in actions),
+            weight_pieces=pieces,
+        )
+    except ScheduleError:
+        return None  # a rank's trace lacks an action, so its order cannot be followed
+
+
+def _in_order(table: TraceTable) -> TraceTable:
+    drawn = table.of_kind(*DRAWN_ACTIONS)
+    return drawn.take(np.argsort(drawn.start_ns, kind="stable"))
+
+
+def _order(table: TraceTable) -> list[Action]:
+    columns = (table.kind, table.chunk, table.microbatch, table.piece)
+    return [
+        Action(ActionKind(DRAWN_ACTIONS[kind]), chunk, microbatch, piece)
+        for kind, chunk, microbatch, piece in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+
+
+def _times(actions: list[TraceTable], place: Placement, pieces: int) -> StageTimes:
+    """Mean seconds of whole F, B and W per stage; the simulator divides a W by its pieces."""
+    means: dict[str, list[float]] = {kind: [] for kind in DRAWN_ACTIONS}
+    for stage in range(place.num_stages):
+        rank, chunk = place.locate(stage)
+        mine = actions[rank].take(actions[rank].chunk == chunk)
+        for kind, found in means.items():
+            lengths = mine.duration_ns[mine.kind == KIND[kind]]
+            parts = pieces if kind == "W" else 1
+            found.append(float(lengths.mean()) / NS_PER_S * parts if len(lengths) else 0.0)
+    weight_s = tuple(means["W"]) if pieces else ()
+    return StageTimes(forward_s=tuple(means["F"]), backward_s=tuple(means["B"]), weight_s=weight_s)

@@ -21,7 +21,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""By the cause of a wait, as ``Span.reason`` has it; traces of version 1 do not say it."""
+"""By the cause of a wait, as ``Span.reason`` has it; it may be unknown to this program."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",

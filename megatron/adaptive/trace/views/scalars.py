@@ -20,8 +20,7 @@ import numpy as np
 from megatron.adaptive.trace.figures import Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.summary import NS_PER_MS
-from megatron.adaptive.trace.views.parts import PART_NAMES, PARTS, parts_ms
+from megatron.adaptive.trace.summary import NS_PER_MS, PART_NAMES, PARTS, parts_ms
 
 __all__ = ["FILE_NAME", "MEAN", "time_of_day_lead_ns", "write_scalars"]
 

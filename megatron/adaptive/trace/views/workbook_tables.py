@@ -23,9 +23,8 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS
 from megatron.adaptive.trace.figures import Floats, RunFigures
 from megatron.adaptive.trace.read import describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.summary import NS_PER_MS
+from megatron.adaptive.trace.summary import NS_PER_MS, PART_NAMES, PARTS, parts_ms
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.parts import PART_NAMES, PARTS, parts_ms
 from megatron.adaptive.trace.views.workbook_cells import BOLD
 
 __all__ = ["MAX_ITERATIONS", "MAX_RANK_COLUMNS", "add_charts", "add_iterations", "add_summary"]

@@ -1,0 +1,180 @@
+"""Times 1F1B where sends and receives are calls in the stream of the device, as in DeepSpeed.
+
+The published runs were made with it. Every rank calls them one after the other, between its
+forwards and backwards. A message that fits into the library's buffers leaves as soon as it is sent;
+a larger one moves when both ranks have come to it, and holds up both. The engine alternates
+forwards and backwards: before a forward a rank sends a gradient to the rank before and then
+receives an activation, before a backward it receives a gradient from the rank after and then sends
+it an activation:
+
+::
+
+    rank 0:  F0  F1 [receive g0, send a1]  B0  F2 [receive g1, send a2]  B1 ...
+    rank 1:      F0  B0 [send g0, receive a1]  F1  B1 [send g1, receive a2] ...
+
+Source: the schedule of DeepSpeed's engine (``runtime/pipe/schedule.py``, ``TrainSchedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megatron.adaptive.planner.cost import StageSums
+from megatron.adaptive.planner.layers import Runtime
+from megatron.adaptive.planner.plan import Plan
+from megatron.adaptive.planner.timing import ScheduleTimes
+
+__all__ = ["DEEPSPEED", "rendezvous_times"]
+
+_BUFFER_BYTES = 4 * 2**20
+"""Up to this size a message leaves without its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
+
+
+def _pipeline(plan: Plan, stages: StageSums) -> ScheduleTimes | None:
+    """Times a plan's pipeline; returns None for schedules other than 1F1B.
+
+    With tensor parallelism the output of a stage is sent in as many parts, beside their sizes. The
+    receiver's CPU reads the sizes before it launches anything, so that launching is not hidden.
+    """
+    if plan.schedule != "1f1b":
+        return None
+    widths = np.array([max(one.tp for one in place.replicas) for place in plan.places])
+    sizes = stages.message_bytes / np.stack([widths, np.roll(widths, 1)])
+    launch = np.where(widths > 1, 0.0, stages.launch_s[:2])
+    whole = np.array([stages.durations_s[0], stages.durations_s[1:].sum(axis=0)])
+    return rendezvous_times(
+        plan.num_microbatches,
+        whole,
+        stages.latency_s + stages.occupancy_s,
+        launch_s=launch,
+        buffered=sizes <= _BUFFER_BYTES,
+    )
+
+
+DEEPSPEED = Runtime(sliced_messages=True, pipeline=_pipeline)
+"""DeepSpeed's pipeline engine up to 2023 (``PartitionedTensor.from_meta`` for the slices)."""
+
+
+class _Call(NamedTuple):
+    """One call of a rank: compute, or a message with ``peer``; direction 0 forward, 1 backward."""
+
+    what: Literal["compute", "send", "receive"]
+    peer: int
+    direction: int
+    microbatch: int
+
+
+def rendezvous_times(
+    num_microbatches: int, durations_s: Any, message_s: Any, *, launch_s: Any, buffered: Any
+) -> ScheduleTimes:
+    """Time one step, one stage on each rank.
+
+    Args:
+        num_microbatches: of the step.
+        durations_s: ``[2, stages]``: forward and backward.
+        message_s: ``[2, stages]``: of the message after each stage's forward and backward.
+        launch_s: ``[2, stages]``, part of the durations that is hidden where a rank waits.
+        buffered: ``[2, stages] bool``: whether that message leaves without its receiver.
+    """
+    run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered)
+    while any(run.advance(rank) for rank in range(durations_s.shape[1])):
+        pass
+    return ScheduleTimes(end_s=run.free, busy_s=durations_s.sum(axis=0) * num_microbatches)
+
+
+class _Run:
+    """Ranks on their way through their calls."""
+
+    def __init__(
+        self, num_microbatches: int, durations: Any, messages: Any, launch: Any, buffered: Any
+    ) -> None:
+        self.durations, self.messages = durations, messages
+        self.launch, self.buffered = launch, buffered
+        stages = durations.shape[1]
+        self.calls = [_calls(stages, stage, num_microbatches) for stage in range(stages)]
+        self.at = [0] * stages
+        self.launched = np.zeros(stages)
+        self.free = np.zeros(stages)
+        self.link = np.zeros((2, stages))
+        self.arrived: dict[tuple[int, int, int], float] = {}
+
+    def advance(self, rank: int) -> bool:
+        """Run calls of a rank up to one that has to wait; whether there was any."""
+        begin = self.at[rank]
+        while self.at[rank] < len(self.calls[rank]):
+            call = self.calls[rank][self.at[rank]]
+            if call.what == "compute":
+                self._compute(rank, call.direction)
+            elif not self._message(rank, call):
+                break
+            self.at[rank] += 1
+        return self.at[rank] > begin
+
+    def _compute(self, rank: int, direction: int) -> None:
+        launch = self.launch[direction, rank]
+        start = max(self.launched[rank] + launch, self.free[rank])
+        self.free[rank] = start + self.durations[direction, rank] - launch
+        self.launched[rank] = self.free[rank]
+
+    def _message(self, rank: int, call: _Call) -> bool:
+        sender = rank if call.what == "send" else call.peer
+        key = (sender, call.direction, call.microbatch)
+        takes = self.messages[call.direction, sender]
+        if not self.buffered[call.direction, sender]:
+            if not self._meets(rank, call):
+                return False
+            end = max(self.free[rank], self.free[call.peer]) + takes
+            self.free[rank] = self.free[call.peer] = end
+            self.at[call.peer] += 1
+        elif call.what == "send":
+            end = max(self.free[rank], self.link[call.direction, rank]) + takes
+            self.link[call.direction, rank] = self.arrived[key] = end
+        elif key in self.arrived:
+            self.free[rank] = max(self.free[rank], self.arrived.pop(key))
+        else:
+            return False
+        return True
+
+    def _meets(self, rank: int, call: _Call) -> bool:
+        """Whether the peer has come to the other side of this message."""
+        if self.at[call.peer] >= len(self.calls[call.peer]):
+            return False
+        other = self.calls[call.peer][self.at[call.peer]]
+        return (
+            other.peer == rank
+            and {call.what, other.what} == {"send", "receive"}
+            and (other.direction, other.microbatch) == (call.direction, call.microbatch)
+        )
+
+
+@lru_cache(maxsize=256)
+def _calls(stages: int, stage: int, num_microbatches: int) -> tuple[_Call, ...]:
+    return tuple(_program(stages, stage, num_microbatches))
+
+
+def _program(stages: int, stage: int, num_microbatches: int) -> Iterator[_Call]:
+    """What one rank calls in a step; forwards on slots of its own parity, backwards between."""
+    before = -1
+    for slot in range(2 * (num_microbatches + stages - 1)):
+        forward = slot % 2 == stage % 2
+        back = (slot - 2 * stages + stage + 1) // 2
+        microbatch = slot // 2 - stage // 2 if forward else back
+        here = 0 <= microbatch < num_microbatches
+        last = 0 <= before < num_microbatches
+        if forward and stage > 0:
+            if last:
+                yield _Call("send", stage - 1, 1, before)
+            if here:
+                yield _Call("receive", stage - 1, 0, microbatch)
+        if not forward and stage < stages - 1:
+            if here:
+                yield _Call("receive", stage + 1, 1, microbatch)
+            if last:
+                yield _Call("send", stage + 1, 0, before)
+        if here:
+            yield _Call("compute", stage, 0 if forward else 1, microbatch)
+        before = microbatch

@@ -1,0 +1,41 @@
+"""Reads the files of published data sets."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+
+__all__ = ["read_csv", "read_json"]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file by column.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}): give the folder of the data set"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a JSON file holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}): give the folder of the data set"
+        ) from error

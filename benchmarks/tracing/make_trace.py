@@ -1,0 +1,166 @@
+"""``make_trace``: writes the traces of a made-up run, of any size and with faults that are known.
+
+python tools/make_trace.py --output traces --ranks 1024 --pipeline 16 --spans 10000000
+python tools/make_trace.py --output traces --fault slow-rank:2:1.3 --fault slow-link:0-1:0.02
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+from benchmarks.tracing.synthetic import (
+    FAULTS,
+    Fault,
+    FaultKind,
+    SyntheticRun,
+    write_synthetic,
+)
+from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.trace.files import set_aside
+
+__all__ = ["main", "parse_fault"]
+
+FAULT_HELP = (
+    "slow-rank:RANK:FACTOR, slow-link:FROM-TO:SECONDS, spikes:RANK:FACTOR:PROBABILITY or "
+    "slow-data:RANK:SECONDS, each with @FIRST-LAST for some iterations only; may be repeated"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the traces and say how many spans there are.
+
+    Raises:
+        ConfigError: an option is wrong.
+        ScheduleError: the schedule does not suit the pipeline.
+        TraceError: a fault concerns no rank, or a file cannot be written.
+    """
+    options = _parser().parse_args(argv)
+    if options.ranks % options.pipeline:
+        raise ConfigError(
+            f"--ranks {options.ranks} is no multiple of --pipeline {options.pipeline}: give so "
+            "many ranks that every replica has all stages"
+        )
+    run = SyntheticRun(
+        num_ranks=options.pipeline,
+        replicas=options.ranks // options.pipeline,
+        num_chunks=options.chunks,
+        num_microbatches=options.microbatches,
+        iterations=options.iterations,
+        schedule=options.schedule,
+        weight_pieces=options.weight_pieces,
+        action_sigma=options.jitter,
+        latency_s=options.latency,
+        occupancy_s=options.occupancy,
+        hosts=options.hosts,
+        clock_offset_s=options.clock_offset,
+        clock_drift_ppm=options.clock_drift,
+        faults=tuple(parse_fault(text) for text in options.fault),
+        seed=options.seed,
+    )
+    if options.spans:
+        run = replace(run, iterations=_iterations(run, options.spans))
+    set_aside(options.output)
+    truth = write_synthetic(options.output, run)
+    if options.truth is not None:
+        options.truth.write_text(
+            json.dumps(
+                {
+                    "bubble_fraction": truth.bubble_fraction.tolist(),
+                    "step_s": truth.step_s.tolist(),
+                    "clocks": truth.clocks,
+                    "faults": options.fault,
+                }
+            ),
+            encoding="ascii",
+        )
+    print(
+        f"{truth.spans} spans of {run.world_size} ranks in {run.iterations} iterations: "
+        f"{options.output}"
+    )
+    return 0
+
+
+def parse_fault(text: str) -> Fault:
+    """Read a fault as :data:`FAULT_HELP` says.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    what, _, when = text.partition("@")
+    kind, *values = what.split(":")
+    try:
+        if kind not in FAULTS:
+            raise ValueError(f"no fault {kind!r}")
+        if kind == "slow-link":
+            ends, seconds = values
+            source, to = (int(rank) for rank in ends.split("-"))
+            fault = Fault(kind="slow-link", rank=source, to=to, seconds=float(seconds))
+        elif kind == "slow-data":
+            rank, seconds = values
+            fault = Fault(kind="slow-data", rank=int(rank), seconds=float(seconds))
+        elif kind == "spikes":
+            rank, factor, probability = values
+            fault = Fault(
+                kind="spikes", rank=int(rank), factor=float(factor), probability=float(probability)
+            )
+        else:
+            rank, factor = values
+            fault = Fault(kind=cast(FaultKind, kind), rank=int(rank), factor=float(factor))
+        if when:
+            first, _, last = when.partition("-")
+            fault = replace(fault, first=int(first), last=int(last) if last else None)
+    except ValueError as error:
+        raise ConfigError(f"--fault {text}: {error}; give {FAULT_HELP}") from None
+    return fault
+
+
+def _iterations(run: SyntheticRun, spans: int) -> int:
+    """How many iterations make about so many spans."""
+    with TemporaryDirectory() as folder:
+        # All replicas are alike.
+        probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)
+        each = write_synthetic(folder, probe).spans * run.replicas
+    return max(1, round(spans / each))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="make_trace",
+        description="Write the traces of a made-up run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
+    add("--ranks", type=_count, default=4, help="all ranks")
+    add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
+    add("--chunks", type=_count, default=1, help="chunks per rank")
+    add("--microbatches", type=_count, default=8, help="microbatches per step and replica")
+    add("--iterations", type=_count, default=10, help="steps")
+    add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
+    add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
+    add("--weight-pieces", type=int, default=0, metavar="N", help="of a rule; 0: whole B")
+    add("--jitter", type=float, default=0.03, metavar="SIGMA", help="of each action, lognormal")
+    add("--latency", type=float, default=1e-4, metavar="S", help="of a message")
+    add("--occupancy", type=float, default=0.0, metavar="S", help="a message's time on its link")
+    add("--hosts", type=_count, default=1, help="machines, each with a clock of its own")
+    add("--clock-offset", type=float, default=0.0, metavar="S", help="between clocks, at most")
+    add("--clock-drift", type=float, default=0.0, metavar="PPM", help="between clocks, at most")
+    add("--fault", action="append", default=[], help=FAULT_HELP)
+    add("--seed", type=int, default=0, help="of everything random")
+    add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number

@@ -1,0 +1,217 @@
+"""Turns snapshots in memory into a checkpoint; a program that a node's forkserver runs.
+
+::
+
+    write     on each node that keeps something of the step: its tensors, into one file
+    assemble  on one node, after that: the index of all of them, and the checkpoint is complete
+
+Each takes one argument, an object of JSON, and ends with status 0, or 2 after a line that says what
+went wrong. The checkpoint is the usual one, with one file for each node in place of one for
+each rank, and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint.folder import (
+    CheckpointFolder,
+    PipelineFolder,
+    make_pipeline_manifest,
+)
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
+from megatron.adaptive.errors import AdaptiveError, CheckpointError
+
+__all__ = ["assemble", "main", "write"]
+
+_ANSWER_S = 30.0
+_HEAD = "head.json"
+_MESSAGE = 1 << 16
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do one part; returns the exit status."""
+    order = json.loads(arguments[0])
+    try:
+        (assemble if order["what"] == "assemble" else write)(order)
+    except (AdaptiveError, OSError) as error:
+        print(f"error: copies of iteration {order['step']}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def write(order: Mapping[str, Any]) -> None:
+    """Write what this node keeps.
+
+    Args:
+        order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
+            ``step``; ``index`` of this node; ``has_common``, whether it writes what the whole
+            checkpoint has once; and ``parts``, each with what finds a store with the keeper at
+            ``socket``, and the indices of the needs that it meets.
+
+    Raises:
+        CheckpointError: a copy is gone.
+        OSError: the folder cannot be written.
+    """
+    import torch
+
+    folder = _folder(order).partial_path(order["step"])
+    name = f"__{order['index']}_0.distcp"
+    index: list[dict[str, Any]] = []
+    lines: list[Any] = []
+    files = [(part, _open(part)) for part in order["parts"]]
+    with (folder / name).open("wb") as output:
+        for part, file in files:
+            slot = file.steps().get(order["step"])
+            if slot is None:
+                raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+            lines.append(json.loads(_extra(file, slot)[0]))
+            for entry in file.head["entries"]:
+                if entry["need"] in part["needs"]:
+                    at = output.tell()
+                    torch.save(_tensor(file, slot, entry), output)
+                    index.append({**entry, "path": name, "at": at, "length": output.tell() - at})
+        output.flush()
+        os.fsync(output.fileno())
+    if order["has_common"]:
+        part, file = next(one for one in files if one[1].head["has_common"])
+        _write_common(folder, file, file.steps()[order["step"]])
+    part = {"entries": index, "lines": lines}
+    (folder / f"part-{order['index']}.json").write_text(json.dumps(part))
+
+
+def assemble(order: Mapping[str, Any]) -> None:
+    """Complete the checkpoint that all nodes have written their part of.
+
+    Args:
+        order: ``checkpoints``, ``is_pipeline``, ``step``, and ``count`` of the nodes.
+
+    Raises:
+        CheckpointError: something is missing in it.
+        OSError: the folder cannot be written.
+    """
+    folder = _folder(order)
+    partial = folder.partial_path(order["step"])
+    entries: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    for number in range(order["count"]):
+        path = partial / f"part-{number}.json"
+        part = json.loads(path.read_text(encoding="utf-8"))
+        entries += part["entries"]
+        lines += part["lines"]
+        path.unlink()
+    _require_whole(entries)
+    with (partial / ".metadata").open("wb") as output:
+        pickle.dump(_metadata(entries), output)
+    head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
+    (partial / _HEAD).unlink()
+    if isinstance(folder, PipelineFolder):
+        folder.commit(order["step"], make_pipeline_manifest(head, lines))
+        return
+    (partial / "metadata.json").write_text(json.dumps(head["format"]))
+    folder.commit(order["step"], {**head["manifest"], "progress": head["progress"]})
+
+
+def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
+    kind = PipelineFolder if order["is_pipeline"] else CheckpointFolder
+    return kind(order["checkpoints"])
+
+
+def _open(part: Mapping[str, Any]) -> SnapshotFile:
+    """Get a store from the keeper that has it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_ANSWER_S)
+        connection.connect(f"\0{part['socket']}")
+        asked = {name: part[name] for name in ("run", "rank", "generation", "kind")}
+        connection.send(json.dumps({"what": "open", **asked}).encode())
+        _, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
+    if not descriptors:
+        raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+    return SnapshotFile(descriptors[0])
+
+
+def _tensor(file: SnapshotFile, slot: int, entry: Mapping[str, Any]) -> Any:
+    import torch
+
+    kind, size = getattr(torch, entry["type"]), entry["size"]
+    if not math.prod(size):
+        return torch.empty(size, dtype=kind)
+    at = file.tensors_offset(slot) + entry["at"]
+    # A copy, for what is saved is all the memory that a tensor lies in.
+    return (
+        torch.frombuffer(file.memory, dtype=kind, count=math.prod(size), offset=at)
+        .clone()
+        .view(size)
+    )
+
+
+def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
+    """Return a line of JSON, and a file that belongs to the tensors."""
+    line, _, rest = bytes(file.extra(slot)).partition(b"\n")
+    return line, rest
+
+
+def _write_common(folder: Path, file: SnapshotFile, slot: int) -> None:
+    line, rest = _extra(file, slot)
+    if rest:
+        (folder / file.head["common"]).write_bytes(rest)
+    head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
+    (folder / _HEAD).write_text(json.dumps({**head, **json.loads(line)}))
+
+
+def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint with a gap: who loads it would not see one."""
+    have: dict[str, int] = {}
+    for entry in entries:
+        have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])
+    for entry in entries:
+        whole = math.prod(entry["whole"])
+        if have[entry["name"]] != whole:
+            raise CheckpointError(
+                f"{entry['name']} has {have[entry['name']]} of its {whole} elements"
+            )
+
+
+def _metadata(entries: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the index of torch's distributed checkpoints."""
+    import torch
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for entry in entries:
+        offset = torch.Size(entry["offset"])
+        found = tensors.setdefault(
+            entry["name"],
+            TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, entry["type"])),
+                size=torch.Size(entry["whole"]),
+                chunks=[],
+            ),
+        )
+        index = MetadataIndex(entry["name"], offset, len(found.chunks))
+        found.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(entry["size"])))
+        places[index] = filesystem._StorageInfo(entry["path"], entry["at"], entry["length"])
+    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return metadata
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,509 @@
+"""Keeps snapshots of the state of ranks in memory that outlives them.
+
+::
+
+    rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> that of the buddy
+         <── "kept" ──                             <── step ──
+                                    |
+    restore ── "open" ────────────> |  descriptor
+
+    [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each begins on a page
+                                    |
+                     [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
+
+A rank's file has no name: it is gone with the last process that holds its descriptor, however that
+ends. A rank writes its steps into the two slots by turns, and what it writes in a slot counts only
+once both marks bear the same step: whatever moment it is killed at, the older step is whole. A node
+that keeps snapshots for another one holds the same file without the last part.
+
+What a rank has copied is sent behind training, by a thread for each rank, in frames that end with a
+checksum; the rank gets an answer once the buddy has a step whole. Ranks and whoever restores come
+over a local socket of this machine, which gives way to the same user alone; buddies over TCP, with
+the job's secret. Snapshots live as long as the process that keeps them.
+
+Imports no torch: those who keep and send snapshots have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "ALIGN",
+    "SLOTS",
+    "Buddy",
+    "SnapshotFile",
+    "SnapshotKeeper",
+    "slot_bytes",
+]
+
+SLOTS = 2
+ALIGN = 64
+_PAGE = 4096
+_LENGTHS = struct.Struct("<QQ")  # bytes of the head, bytes of a slot
+_MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
+_MARKS_BYTES = ALIGN
+_STEP_S = 30.0  # for a buddy to take in a piece
+_CONNECT_S = 10.0
+_RUN_S = 30.0  # for the buddy to hear of the same start
+_PIECE = 4 << 20
+_LONGEST = 1 << 20
+_MESSAGE = 1 << 16
+_FRAME = struct.Struct("<QQQ")  # step, slot, bytes of extra
+_SUM = struct.Struct("<Q")  # checksum of a frame
+_KEPT = struct.Struct("<Q")  # step
+_CREDENTIALS = struct.Struct("3i")
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
+    """Return the size of a slot with so much in it."""
+    return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
+
+
+class SnapshotFile:
+    """Maps the snapshots of one rank.
+
+    Args:
+        descriptor: of the file; owned by this object from here on.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        head_bytes, self._slot_bytes = _LENGTHS.unpack_from(self.memory)
+        self.raw_head = self.memory[_LENGTHS.size : _LENGTHS.size + head_bytes]
+        self.head: dict[str, Any] = json.loads(self.raw_head)
+        self._first = _rounded(_LENGTHS.size + head_bytes, _PAGE)
+
+    @classmethod
+    def create(cls, head: bytes, *, whole: bool) -> SnapshotFile:
+        """Make a file with its memory.
+
+        Args:
+            head: JSON with at least ``extra_bytes``, the most that a step has besides tensors,
+                ``sent_bytes`` and ``tensor_bytes``.
+            whole: with all tensors, not only those that are sent.
+
+        Raises:
+            OSError: the memory cannot be had.
+        """
+        sizes = json.loads(head)
+        tensor_bytes = sizes["tensor_bytes" if whole else "sent_bytes"]
+        size = slot_bytes(sizes["extra_bytes"], tensor_bytes)
+        descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
+        try:
+            first = _rounded(_LENGTHS.size + len(head), _PAGE)
+            # Taken now: memory that is missing later kills who writes to it.
+            os.posix_fallocate(descriptor, 0, first + SLOTS * size)
+            os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def extra_offset(self, slot: int) -> int:
+        """Return where a slot's part besides tensors begins."""
+        return self._first + slot * self._slot_bytes + _MARKS_BYTES
+
+    def tensors_offset(self, slot: int) -> int:
+        """Return where a slot's tensors begin."""
+        return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
+
+    def begin(self, slot: int, step: int) -> None:
+        """Mark a slot that is about to be written; it holds nothing until :meth:`finish`."""
+        self._mark(slot, step, 0, 0)
+
+    def finish(self, slot: int, step: int, extra_bytes: int) -> None:
+        """Mark a slot as holding a step."""
+        self._mark(slot, step, 0, extra_bytes)
+        self._mark(slot, step, step, extra_bytes)
+
+    def steps(self) -> dict[int, int]:
+        """Return steps that are held whole, with their slots."""
+        found = {}
+        for slot in range(SLOTS):
+            begun, done, _ = self._marks(slot)
+            if done and begun == done:
+                found[done] = slot
+        return found
+
+    def extra(self, slot: int) -> memoryview:
+        """Return what a slot holds besides tensors."""
+        start = self.extra_offset(slot)
+        return memoryview(self.memory)[start : start + self._marks(slot)[2]]
+
+    def sent(self, slot: int) -> memoryview:
+        """Return the tensors of a slot that are sent."""
+        start = self.tensors_offset(slot)
+        return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
+
+    def close(self) -> None:
+        """Unmap it; the memory is free once nobody else has it. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(BufferError):  # a view of it is in use, and keeps it
+            self.memory.close()
+
+    def _marks(self, slot: int) -> tuple[int, int, int]:
+        begun, done, extra = _MARKS.unpack_from(self.memory, self.extra_offset(slot) - _MARKS_BYTES)
+        return begun, done, extra
+
+    def _mark(self, slot: int, begun: int, done: int, extra: int) -> None:
+        at = self.extra_offset(slot) - _MARKS_BYTES
+        _MARKS.pack_into(self.memory, at, begun, done, extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buddy:
+    """Names the node that keeps snapshots for this one.
+
+    Attributes:
+        name: of the node.
+        address: at which it is reached.
+        port: of its keeper.
+    """
+
+    name: str
+    address: str
+    port: int
+
+
+@dataclass(kw_only=True, eq=False)
+class _Store:
+    run: str
+    rank: int
+    generation: int
+    kind: str
+    file: SnapshotFile
+    taken: int = 0
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any], kind: str, file: SnapshotFile) -> _Store:
+        given = {name: about[name] for name in ("run", "rank", "generation")}
+        return cls(**given, kind=kind, file=file)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Identifies it among others."""
+        return {
+            "run": self.run,
+            "rank": self.rank,
+            "generation": self.generation,
+            "kind": self.kind,
+        }
+
+
+class SnapshotKeeper:
+    """Keeps snapshots until it is closed.
+
+    Args:
+        host: address to listen on for other nodes, the empty text for all.
+
+    Raises:
+        OSError: no socket can be had.
+    """
+
+    def __init__(self, host: str = "") -> None:
+        self._changed = threading.Condition()
+        self._stores: list[_Store] = []
+        self._serving = 0
+        self._run = self._secret = ""
+        self._buddy: Buddy | None = None
+        self._open: set[socket.socket] = set()
+        self.address = f"megatron-adaptive-{secrets.token_hex(8)}"
+        self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._local.bind(f"\0{self.address}")
+        self._local.listen(128)
+        self._wide = _listen(host)
+        self.port = int(self._wide.getsockname()[1])
+        self._start(self._accept, self._local, self._serve_local)
+        self._start(self._accept, self._wide, self._serve_buddy)
+
+    def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
+        """Forget all snapshots and get ready for those of new ranks.
+
+        Args:
+            run: of the ranks that are about to start, the same for all nodes.
+            secret: by which keepers of the job know each other.
+            buddy: that keeps snapshots for this node.
+        """
+        with self._changed:
+            for store in self._stores:
+                store.file.close()
+            self._stores = []
+            self._run, self._secret, self._buddy = run, secret, buddy
+            self._changed.notify_all()
+
+    def inventory(self, within_s: float) -> list[dict[str, Any]]:
+        """List what is kept, once nobody writes or sends any more.
+
+        Args:
+            within_s: for ranks that are about to end and snapshots on their way.
+        """
+        until_s = time.monotonic() + within_s
+        with self._changed:
+            while self._serving and (left_s := until_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            needs: set[tuple[str, int]] = set()
+            found = []
+            for store in self._stores:
+                one = {
+                    **store.key,
+                    "steps": sorted(store.file.steps()),
+                    "has_common": store.file.head["has_common"],
+                    "socket": self.address,
+                }
+                if (store.run, store.generation) not in needs:
+                    needs.add((store.run, store.generation))
+                    one["needs"] = store.file.head["needs"]
+                found.append(one)
+            return found
+
+    def close(self) -> None:
+        """Stop listening and forget all snapshots. Idempotent."""
+        for one in (self._local, self._wide):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            one.close()
+        with self._changed:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.prepare("", "", None)
+
+    @staticmethod
+    def _start(action: Callable[..., None], *given: Any) -> None:
+        threading.Thread(target=action, args=given, name="snapshots", daemon=True).start()
+
+    def _accept(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            self._start(self._guarded, connection, serve)
+
+    def _guarded(self, connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """Serve one connection; what goes wrong ends it, which the other side sees."""
+        with self._changed:
+            self._open.add(connection)
+            self._serving += 1
+        try:
+            with connection, contextlib.suppress(OSError, ValueError, KeyError):
+                serve(connection)
+        finally:
+            with self._changed:
+                self._open.discard(connection)
+                self._serving -= 1
+                self._changed.notify_all()
+
+    def _serve_local(self, connection: socket.socket) -> None:
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            return
+        data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
+        message = json.loads(data)
+        if message["what"] == "store":
+            self._serve_rank(connection, message, SnapshotFile(descriptors[0]))
+        elif (store := self._find(message)) is not None:
+            socket.send_fds(connection, [b"{}"], [store.file.descriptor])
+
+    def _serve_rank(
+        self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
+    ) -> None:
+        """Send on what a rank reports as copied, until it ends."""
+        store = _Store.of(about, "own", file)
+        with self._changed:
+            buddy, secret = self._buddy, self._secret
+        if not self._add(store):
+            return
+        stream = None
+        try:
+            while data := connection.recv(_MESSAGE):
+                message = json.loads(data)
+                self._count(store)
+                answer: dict[str, Any] = {"kept": message["step"]}
+                if file.head["sent_bytes"]:
+                    try:
+                        if stream is None and buddy is not None:
+                            stream = _Stream(buddy, secret, store)
+                        if stream is not None:
+                            stream.send(message["step"], message["slot"])
+                    except OSError as error:
+                        name = "" if buddy is None else f" {buddy.name}"
+                        answer = {"failed": f"node{name} does not take copies: {error}"}
+                connection.send(json.dumps(answer).encode())
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _serve_buddy(self, connection: socket.socket) -> None:
+        """Take in the snapshots of a rank of another node."""
+        connection.settimeout(_RUN_S)
+        about = _read_line(connection)
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._run == about["run"], _RUN_S)
+            shown, expected = str(about["secret"]).encode(), self._secret.encode()
+            if not (ready and expected and secrets.compare_digest(shown, expected)):
+                return
+        head = bytearray(about["head_bytes"])
+        _receive(connection, memoryview(head))
+        file = SnapshotFile.create(bytes(head), whole=False)
+        store = _Store.of(about, "sent", file)
+        if not self._add(store):
+            return
+        connection.settimeout(None)  # the next step comes when it comes
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        frame = bytearray(_FRAME.size)
+        while _receive(connection, memoryview(frame), may_end=True):
+            step, slot, extra_bytes = _FRAME.unpack(frame)
+            connection.settimeout(_STEP_S)
+            self._take_in(connection, file, step, slot, extra_bytes)
+            connection.sendall(_KEPT.pack(step))
+            connection.settimeout(None)
+            self._count(store)
+
+    @staticmethod
+    def _take_in(
+        connection: socket.socket, file: SnapshotFile, step: int, slot: int, extra_bytes: int
+    ) -> None:
+        if extra_bytes > file.head["extra_bytes"]:
+            raise ValueError("more than there is room for")
+        file.begin(slot, step)
+        start = file.extra_offset(slot)
+        found = _receive_summed(connection, memoryview(file.memory)[start : start + extra_bytes], 0)
+        found = _receive_summed(connection, file.sent(slot), found)
+        expected = bytearray(_SUM.size)
+        _receive(connection, memoryview(expected))
+        if _SUM.unpack(expected)[0] != found:
+            raise OSError(f"the copy of step {step} came damaged")
+        file.finish(slot, step, extra_bytes)
+
+    def _add(self, store: _Store) -> bool:
+        with self._changed:
+            if store.run != self._run:
+                store.file.close()
+                return False
+            for one in [one for one in self._stores if one.key == store.key]:
+                self._stores.remove(one)
+                one.file.close()
+            self._stores.append(store)
+            return True
+
+    def _count(self, store: _Store) -> None:
+        """Count a step; snapshots from before a move go once two steps after it are under way."""
+        store.taken += 1
+        if store.taken != 2:
+            return
+        with self._changed:
+            old = [
+                one
+                for one in self._stores
+                if {**one.key, "generation": store.generation} == store.key
+                and one.generation < store.generation
+            ]
+            self._stores = [one for one in self._stores if one not in old]
+        for one in old:
+            one.file.close()
+
+    def _find(self, wanted: Mapping[str, Any]) -> _Store | None:
+        with self._changed:
+            found = (one for one in self._stores if one.key.items() <= wanted.items())
+            return next(found, None)
+
+
+class _Stream:
+    """Sends the snapshots of one rank to a buddy."""
+
+    def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
+        self._file = store.file
+        self._socket = socket.create_connection((buddy.address, buddy.port), _CONNECT_S)
+        self._socket.settimeout(_STEP_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = store.file.raw_head
+        about = {**store.key, "secret": secret, "head_bytes": len(head)}
+        self._socket.sendall(json.dumps(about).encode() + b"\n" + head)
+
+    def send(self, step: int, slot: int) -> None:
+        """Send a step and wait until the buddy has it whole."""
+        file = self._file
+        extra = file.extra(slot)
+        self._socket.sendall(_FRAME.pack(step, slot, len(extra)))
+        checksum = 0
+        for part in (extra, file.sent(slot)):
+            for start in range(0, len(part), _PIECE):
+                piece = part[start : start + _PIECE]
+                checksum = zlib.crc32(piece, checksum)
+                self._socket.sendall(piece)
+        self._socket.sendall(_SUM.pack(checksum))
+        answer = bytearray(_KEPT.size)
+        _receive(self._socket, memoryview(answer))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _listen(host: str) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True
+            )
+    return socket.create_server((host, 0), backlog=128)
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any]:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < _LONGEST:
+        byte = connection.recv(1)
+        if not byte:
+            raise OSError("it ended")
+        line += byte
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    return found
+
+
+def _receive(connection: socket.socket, into: memoryview, *, may_end: bool = False) -> bool:
+    """Fill a buffer; whether there was anything, where an end is in order before the first byte."""
+    at = 0
+    while at < len(into):
+        count = connection.recv_into(into[at:])
+        if not count:
+            if may_end and not at:
+                return False
+            raise OSError("the connection ended")
+        at += count
+    return True
+
+
+def _receive_summed(connection: socket.socket, into: memoryview, checksum: int) -> int:
+    """Fill a buffer and go on with the checksum over it."""
+    for start in range(0, len(into), _PIECE):
+        piece = into[start : start + _PIECE]
+        _receive(connection, piece)
+        checksum = zlib.crc32(piece, checksum)
+    return checksum

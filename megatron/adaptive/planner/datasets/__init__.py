@@ -1,1 +1,0 @@
-"""Readers of published profiles, clusters and measured runs, each from a folder of files."""

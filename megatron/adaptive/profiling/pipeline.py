@@ -1,0 +1,254 @@
+"""Measures a pipeline while it trains, for ``auto`` and ``--repartition``.
+
+Owns what a rank measures of its own stages and how samples of all ranks become a
+:class:`~megatron.adaptive.schedule.workload.StageProfile`; what follows from that is the planner's
+and ``schedule.auto``'s. The first stage also looks tokens up, the last one computes the loss: times
+of actions alone do not say what a layer takes there, so :class:`LayerShare` measures around the
+modules themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.adaptive.profiling.memory import KEPT_FREE
+from megatron.adaptive.profiling.timing import spread
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
+
+__all__ = ["LayerShare", "Sample", "most_of", "profile_of", "rank_factors"]
+
+_FORWARDS = 16
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """Collects what one rank measured in some steps.
+
+    Attributes:
+        pp_rank: its position in the pipeline.
+        durations_ns: per (kind, chunk), the durations of all its microbatches; the pieces of one
+            weight gradient count as one.
+        free_bytes: memory that activations may take.
+        kept_bytes: what one microbatch keeps in each chunk.
+        held_bytes: weights, gradients and optimizer state of each chunk.
+        links: to the neighbours that it measured, by their position in the pipeline.
+    """
+
+    pp_rank: int
+    free_bytes: int = 0
+    kept_bytes: tuple[int, ...] = ()
+    held_bytes: tuple[int, ...] = ()
+    durations_ns: dict[tuple[ActionKind, int], list[int]] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
+
+    def add(self, actions: Iterable[tuple[Action, int]]) -> None:
+        """Adds the actions of a step with their durations in nanoseconds."""
+        weights: dict[tuple[int, int], int] = defaultdict(int)
+        for action, duration_ns in actions:
+            if action.kind is W:
+                weights[action.chunk, action.microbatch] += duration_ns
+            else:
+                lane = self.durations_ns.setdefault((action.kind, action.chunk), [])
+                lane.append(duration_ns)
+        for (chunk, _), duration_ns in weights.items():
+            self.durations_ns.setdefault((W, chunk), []).append(duration_ns)
+
+
+def profile_of(
+    samples: Sequence[Sample], placement: Placement, layers: Sequence[int] | None = None
+) -> StageProfile:
+    """Puts the ranks' samples together; replicas of a stage count alike.
+
+    Args:
+        samples: at least one of every rank of the pipeline.
+        placement: where stages live.
+        layers: transformer layers of each stage; with them the profile also holds for other
+            placements, for the slowness of a rank is separated from that of a stage.
+
+    Returns:
+        The profile; links that were not measured are as slow as the slowest that was.
+    """
+    times: dict[ActionKind, tuple[float, ...]] = {}
+    for kind in (F, B, W):
+        means = []
+        for stage in range(placement.num_stages):
+            pp_rank, chunk = placement.locate(stage)
+            lanes = [
+                value
+                for sample in samples
+                if sample.pp_rank == pp_rank
+                for value in sample.durations_ns.get((kind, chunk), ())
+            ]
+            # A median per stage: one action that the system interrupted must not count for all.
+            means.append(statistics.median(lanes) / 1e9 if lanes else 0.0)
+        times[kind] = tuple(means)
+    links = {
+        (sample.pp_rank, neighbour): link
+        for sample in samples
+        for neighbour, link in sample.links.items()
+    }
+    links.update({(to, source): link for (source, to), link in list(links.items())})
+    factors = None
+    if layers is not None:
+        factors = rank_factors(times, placement, layers)
+        ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+        for kind, values in times.items():
+            pairs = zip(values, ranks, strict=True)
+            times[kind] = tuple(value / factors[rank] for value, rank in pairs)
+    return StageProfile(
+        times=StageTimes(forward_s=times[F], backward_s=times[B], weight_s=times[W]),
+        link=Link(
+            latency_s=max((link.latency_s for link in links.values()), default=0.0),
+            occupancy_s=max((link.occupancy_s for link in links.values()), default=0.0),
+        ),
+        links=links,
+        rank_factors=factors,
+        action_sigma=spread(
+            values for sample in samples for values in sample.durations_ns.values()
+        ),
+    )
+
+
+def rank_factors(
+    times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[int]
+) -> tuple[float, ...]:
+    """Estimates how much slower each rank is than the typical one, from transformer layers alone.
+
+    A rank's stages in the middle of the pipeline hold nothing but layers, so that their time per
+    layer shows its speed. In a V the first rank has the first and the last stage: there the
+    backward of the first stage shows it, if split, as the embedding has no gradient of inputs; else
+    its forward, as the look-up takes little.
+
+    Args:
+        times: measured seconds of each stage, by kind.
+        placement: where the stages lay.
+        layers: transformer layers of each stage.
+
+    Returns:
+        A factor per rank, 1 where nothing shows it.
+    """
+    middle = [stage for stage in range(1, placement.num_stages - 1) if layers[stage]]
+
+    def paces(kinds: Sequence[ActionKind], stages: Iterable[int]) -> list[float]:
+        found = [sum(times[kind][stage] for kind in kinds) / layers[stage] for stage in stages]
+        return [pace for pace in found if pace > 0]
+
+    first_kinds = (B,) if any(times[W]) else (F,)
+    factors = []
+    for rank in range(placement.num_ranks):
+        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        kinds: Sequence[ActionKind] = (F, B, W)
+        own = paces(kinds, [stage for stage in stages if stage in middle])
+        if not own and 0 in stages and layers[0]:
+            kinds = first_kinds
+            own = paces(kinds, [0])
+        typical = paces(kinds, middle)
+        known = own and typical
+        factors.append(statistics.fmean(own) / statistics.median(typical) if known else 1.0)
+    return tuple(factors)
+
+
+def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) -> float:
+    """Returns activations that memory allows under a placement, in whole-rank microbatches.
+
+    Args:
+        samples: at least one of every rank, under ``present``.
+        present: where stages live.
+        wanted: where they would live.
+
+    Returns:
+        That of the rank with the least room; below 1, even negative, where stages do not fit.
+    """
+    free = [math.inf] * present.num_ranks
+    kept, held = [0] * present.num_stages, [0] * present.num_stages
+    for sample in samples:
+        free[sample.pp_rank] = min(free[sample.pp_rank], sample.free_bytes)
+        for chunk in range(present.num_chunks):
+            stage = present.stage_of(sample.pp_rank, chunk)
+            kept[stage] = max(kept[stage], sample.kept_bytes[chunk])
+            held[stage] = max(held[stage], sample.held_bytes[chunk])
+
+    def total(sizes: Sequence[int], placement: Placement, rank: int) -> int:
+        chunks = range(placement.num_chunks)
+        return sum(sizes[placement.stage_of(rank, chunk)] for chunk in chunks)
+
+    return min(
+        (free[rank] * (1 - KEPT_FREE) + total(held, present, rank) - total(held, wanted, rank))
+        / max(1, total(kept, wanted, rank))
+        for rank in range(present.num_ranks)
+    )
+
+
+class LayerShare:
+    """Measures the share of layers in the forward of some chunks.
+
+    On the clock of the device, in the first forwards after each :meth:`begin`.
+
+    Args:
+        models: the model and its block of layers, by local chunk.
+        clock: of the device.
+    """
+
+    def __init__(
+        self, models: Mapping[int, tuple[torch.nn.Module, torch.nn.Module]], clock: Any
+    ) -> None:
+        self._clock = clock
+        self._marks: dict[int, list[list[Any]]] = {chunk: [] for chunk in models}
+        self._handles = []
+        for chunk, (model, block) in models.items():
+            for module in (model, block):
+                self._handles += [
+                    module.register_forward_pre_hook(self._entering(chunk, module is model)),
+                    module.register_forward_hook(self._leaving(chunk)),
+                ]
+
+    def begin(self) -> None:
+        """Measures anew."""
+        for marks in self._marks.values():
+            marks.clear()
+
+    def share(self, chunk: int) -> float:
+        """Returns the median share of the layers in a forward, 1 for a chunk that is not measured.
+
+        The device must have passed the forwards, as it has between two steps.
+        """
+        resolve = self._clock.resolve_ns
+        shares = []
+        for marks in self._marks.get(chunk, ()):
+            if len(marks) == 4:
+                begin, enter, leave, end = map(resolve, marks)
+                shares.append((leave - enter) / max(1, end - begin))
+        return statistics.median(shares) if shares else 1.0
+
+    def close(self) -> None:
+        """Leaves the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, chunk: int, is_model: bool) -> Any:
+        def note(module: torch.nn.Module, _given: Any) -> None:
+            marks = self._marks[chunk]
+            if is_model and module.training and len(marks) <= _FORWARDS:
+                marks.append([])
+            if marks and len(marks) <= _FORWARDS:
+                marks[-1].append(self._clock.mark())
+
+        return note
+
+    def _leaving(self, chunk: int) -> Any:
+        def note(module: torch.nn.Module, _given: Any, _output: Any) -> None:
+            marks = self._marks[chunk]
+            if marks and len(marks) <= _FORWARDS:
+                marks[-1].append(self._clock.mark())
+
+        return note

@@ -1,0 +1,115 @@
+"""Times actions: the one clock, the one warm-up, the one spread.
+
+::
+
+    F 0, B 0, W 0   F 1, B 1, W 1   F 2, B 2, W 2 ...      microbatches of one stage, alone
+    └─ warm-up ─┘   └───── count: their medians ─────
+
+The layers of megatron-core's GPT and the segments of a recorded module both run through
+:func:`time_microbatches`; what builds them is in ``training`` and ``modules``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["WARM_UP", "now", "spread", "time_call", "time_microbatches"]
+
+WARM_UP = 1
+"""Runs that do not count."""
+_LEAST_LOGS = 4
+_QUARTILES_OF_SIGMA = 1.349  # between the quartiles of a normal distribution
+
+
+def now(device: torch.device) -> float:
+    """Returns the seconds of a clock at which all work given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def time_call(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Returns the median seconds of a call.
+
+    Args:
+        call: what is timed.
+        device: that it works on.
+        repeats: calls that count, after those that warm up.
+    """
+    times = []
+    for _ in range(WARM_UP + repeats):
+        begin_s = now(device)
+        call()
+        times.append(now(device) - begin_s)
+    return statistics.median(times[WARM_UP:])
+
+
+def time_microbatches(
+    stages: Any,
+    *,
+    received: Callable[[], torch.Tensor | None],
+    gradient: Callable[[], torch.Tensor | None],
+    device: torch.device,
+    repeats: int,
+    split: bool,
+) -> tuple[list[list[float]], torch.Tensor | None]:
+    """Runs microbatches through chunk 0 of a rank's stages, one after the other.
+
+    Args:
+        stages: as the executor runs them, made for ``WARM_UP + repeats`` microbatches; finished
+            when this returns or raises.
+        received: makes what a forward is given, ``None`` on the first stage.
+        gradient: makes what a backward is given, ``None`` on the last stage.
+        device: of the stages.
+        repeats: microbatches that count.
+        split: whether gradients of weights are an action of their own.
+
+    Returns:
+        Durations of forwards, of backwards and of weight gradients, 0 each where they are not
+        split; and the last output.
+    """
+    rows: list[list[float]] = [[], [], []]
+    output = None
+    try:
+        for index in range(WARM_UP + repeats):
+            message, returned = received(), gradient()
+            marks = [now(device)]
+            output = stages.forward(0, index, message)
+            marks.append(now(device))
+            stages.release(0, index)
+            stages.backward(0, index, returned)
+            marks.append(now(device))
+            if split:
+                stages.weights(0, index, 0, 1)
+            marks.append(now(device) if split else marks[-1])
+            if index >= WARM_UP:
+                for row, (begin_s, end_s) in zip(rows, itertools.pairwise(marks), strict=True):
+                    row.append(end_s - begin_s)
+    finally:
+        stages.finish()
+    return rows, output
+
+
+def spread(lanes: Iterable[Sequence[float]]) -> float:
+    """Returns the sigma of the logarithm of durations around the median of their lane.
+
+    From quartiles, so that one that the system interrupted does not count as the rule.
+
+    Args:
+        lanes: durations of the same work, for each kind of work, in any unit.
+    """
+    logs: list[float] = []
+    for values in lanes:
+        middle = statistics.median(values)
+        logs += [math.log(value / middle) for value in values if middle > 0 and value > 0]
+    if len(logs) < _LEAST_LOGS:
+        return 0.0
+    low, _, high = statistics.quantiles(logs, n=4)
+    return (high - low) / _QUARTILES_OF_SIGMA

@@ -1,0 +1,247 @@
+"""Tries every transport between some pairs of a job's ranks; what ``transport --check`` runs.
+
+Owns the rendezvous of the ranks, which pairs are tried, and that all ranks go through the same
+steps whatever fails. On each pair and transport::
+
+    contents     one message of each size both ways, compared bit by bit
+    latency      1 KiB to and fro for a quarter of the time
+    bandwidth    bursts of 4 MiB messages for the rest of it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import detect
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
+from megatron.adaptive.engine.job import Job
+from megatron.adaptive.errors import SetupError, TransportError
+from megatron.adaptive.profiling.links import (
+    NO_STEP,
+    connect,
+    measure_link,
+    own_end,
+    receive,
+)
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.exchange import StoreGather
+from megatron.adaptive.transport.interface import Endpoint, Label, Transport
+from megatron.adaptive.transport.liveness import here
+from megatron.adaptive.transport.select import Choice, choose, why_not
+
+__all__ = ["ChannelSpeed", "TransportCheck"]
+
+_LIMIT_S = 30.0
+_WAIT_S = 10.0
+_BURST = 8
+_LEAST_ROUNDS = 3  # a slow network shall not take much longer than asked for
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 4 << 20
+_SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
+_PATTERN = 251  # prime, so that a payload that is shifted by a slot is not the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSpeed:
+    """Holds the speed of a channel, as its leader measured it.
+
+    Attributes:
+        latency_s: half of a round trip of 1 KiB, the median.
+        bytes_per_s: of 4 MiB messages that follow each other.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoreJob(Job):
+    """A job whose ranks gather over the store, with a time limit.
+
+    Attributes:
+        over_store: gathers.
+    """
+
+    over_store: StoreGather
+
+    def gather(self, mine: Any) -> list[Any]:
+        return self.over_store(mine)
+
+
+class TransportCheck:
+    """Takes one rank's part in the check; all ranks call the same methods in one order.
+
+    Args:
+        options: the user's settings.
+        environment: who this rank is and where all meet.
+        timeout: limit of the rendezvous.
+
+    Raises:
+        TransportError: the ranks do not meet.
+    """
+
+    def __init__(
+        self, options: TransportConfig, environment: Environment, timeout: timedelta
+    ) -> None:
+        self._options = options
+        self.environment = environment
+        self.rank = environment.rank
+        self.accelerator = detect(environment.local_rank)
+        self._store = _rendezvous(environment, timeout)
+        self.gather = StoreGather(
+            self._store, environment.rank, environment.world_size, "transport", _LIMIT_S
+        )
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("group", self._store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
+        self.control_group = dist.group.WORLD
+        self.places: list[dict[str, Any]] = self.gather(here(0))
+        self._job = _StoreJob(
+            environment=environment,
+            accelerator=self.accelerator,
+            control_group=self.control_group,
+            places=self.places,
+            over_store=self.gather,
+        )
+        self._own = own_end(self._job, options)
+        self._ends = [Endpoint.decode(text) for text in self.gather(self._own.encode())]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Returns rank 0 with the first other rank of its machine, and of every other machine."""
+        first: dict[str, int] = {}
+        for end in self._ends[1:]:
+            first.setdefault(end.machine, end.rank)
+        return [(0, rank) for rank in sorted(first.values())]
+
+    def kinds(self) -> tuple[str, ...]:
+        """Returns the transports to try."""
+        return TRANSPORTS if self._options.forced is None else (self._options.forced,)
+
+    def hosts_of(self, pair: tuple[int, int]) -> tuple[str, str]:
+        """Returns the hosts of a pair."""
+        return self._ends[pair[0]].host, self._ends[pair[1]].host
+
+    def choice_of(self, pair: tuple[int, int]) -> Choice:
+        """Returns what a run would use between a pair, possible or not."""
+        try:
+            return choose(self._ends[pair[0]], self._ends[pair[1]], self._options.forced)
+        except SetupError as error:
+            return Choice(str(self._options.forced), str(error))
+
+    def why_not(self, pair: tuple[int, int], kind: str) -> str | None:
+        """Returns why a transport cannot connect a pair, ``None`` where it can."""
+        return why_not(kind, self._ends[pair[0]], self._ends[pair[1]])
+
+    def run(self, pair: tuple[int, int], kind: str, seconds: float) -> ChannelSpeed:
+        """Connects a pair and tries it out. Collective over all ranks, also those of no part in it.
+
+        Raises:
+            TransportError: it did not work; on all ranks alike.
+        """
+        peers = [sum(pair) - self.rank] if self.rank in pair else []
+        slot_bytes = self._options.transport_slot_bytes or _LARGE_BYTES
+        options = TransportConfig(
+            **{**vars(self._options), "transport": kind, "transport_slot_bytes": slot_bytes}
+        )
+        transport = connect(
+            self._job, self._own, peers, options, in_flight=2 * _BURST, timeout_s=_LIMIT_S
+        )
+        mine: dict[str, Any] = {}
+        if transport is not None:
+            try:
+                mine = self._measure(transport, peers[0], self.rank == pair[0], seconds)
+                transport.close()
+            except TransportError as error:
+                mine = {"error": f"rank {self.rank} on {self._ends[self.rank].host}: {error}"}
+        gathered = self.gather(mine)
+        errors = [one["error"] for one in gathered if "error" in one]
+        if errors:
+            raise TransportError(errors[0])
+        return ChannelSpeed(**gathered[pair[0]])
+
+    def _measure(
+        self, transport: Transport, peer: int, leads: bool, seconds: float
+    ) -> dict[str, Any]:
+        """Returns what goes into a :class:`ChannelSpeed`."""
+        device = self.accelerator.device
+        check_contents(transport, peer, device)
+        small, large = (
+            measure_link(
+                transport,
+                peer,
+                leads=leads,
+                payload=torch.zeros(size, dtype=torch.uint8, device=device),
+                timeout_s=_WAIT_S,
+                burst=_BURST,
+                rounds=_LEAST_ROUNDS,
+                seconds=part * seconds / 2,
+            )
+            for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
+        )
+        transport.flush(_WAIT_S)
+        # Without a difference between bursts, a message takes what it takes alone.
+        each_s = large.occupancy_s or large.latency_s
+        return {
+            "latency_s": small.latency_s + small.occupancy_s,
+            "bytes_per_s": _LARGE_BYTES / max(each_s, 1e-9),
+        }
+
+    def close(self) -> None:
+        """Leaves the job, rank 0 after all others."""
+        dist.barrier()
+        dist.destroy_process_group()
+        self.gather(None)
+        if self.environment.rank == 0:
+            keys = [f"left/{rank}" for rank in range(1, self.environment.world_size)]
+            self._store.wait(keys, timedelta(seconds=_LIMIT_S))
+        else:
+            self._store.set(f"left/{self.environment.rank}", "")
+
+
+def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
+    """Sends messages of some sizes both ways and compares them; the peer does so too.
+
+    Raises:
+        DeadlineError: the peer did not answer.
+        TransportError: a payload came otherwise than it was sent, or the peer is gone.
+    """
+    for size in _SIZES:
+        payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)
+        transport.send(peer, Label(NO_STEP, Action(ActionKind.F, 0, 0)), payload)
+        if not torch.equal(receive(transport, peer, _WAIT_S).take(), payload):
+            raise TransportError(
+                f"{size} bytes from rank {peer} over {transport.name} came changed; try "
+                "--transport-crc, and look at the memory and the network of both nodes"
+            )
+
+
+def _rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Returns the store that all ranks meet in; rank 0 serves it unless torchrun's agent does."""
+    if environment.master_port is None:
+        raise SetupError(
+            "the ranks have nowhere to meet: give --master-addr and --master-port, or use torchrun"
+        )
+    try:
+        return dist.TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            environment.world_size,
+            is_master=environment.rank == 0 and not environment.has_agent_store,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TransportError(
+            f"rank {environment.rank} cannot meet the others at {environment.master_addr}:"
+            f"{environment.master_port} ({reason}): is rank 0 started, and the port open?"
+        ) from error

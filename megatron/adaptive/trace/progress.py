@@ -1,0 +1,107 @@
+"""Reads ``progress.jsonl`` as it grows: how far a run is, for ``top``, managers, status and report.
+
+One rank of a run writes it, see ``engine.progress``. Lines that were read are never read again; one
+that is just being written is left for later, one that a full disk cut short is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROGRESS_NAME", "ProgressTail", "progress_file"]
+
+PROGRESS_NAME = "progress.jsonl"
+TAIL_BYTES = 1 << 20
+"""Part of a large file's end that is read at first."""
+
+KEPT = 512
+
+
+def progress_file(folder: Path) -> Path:
+    """Return the file of a run.
+
+    Args:
+        folder: of the run or of its traces; the file is in it, in ``traces`` or above that.
+    """
+    above = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
+    found = (place / PROGRESS_NAME for place in (folder, *above))
+    return next((path for path in found if path.is_file()), folder / PROGRESS_NAME)
+
+
+class ProgressTail:
+    """Follows the file of a run.
+
+    Args:
+        path: the file, which may be missing.
+        kept: lines about iterations that are kept, ``None`` for all; a large file is then read
+            from its beginning.
+
+    Attributes:
+        records: the latest lines about iterations.
+        start: the line about the latest start, empty before there is one.
+        total_iterations: of the whole training, 0 if unknown.
+        ended: why it ended, empty if it goes on.
+        ended_ns: time of day of that.
+    """
+
+    def __init__(self, path: Path, kept: int | None = KEPT) -> None:
+        self.path = path
+        self._kept = kept
+        self._inode = -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.start: dict[str, Any] = {}
+        self.total_iterations = self.ended_ns = self._offset = 0
+        self.ended = ""
+
+    def refresh(self) -> list[dict[str, Any]]:
+        """Read what is new; returns it, lines about other things than iterations too."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                found: list[dict[str, Any]] = []
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._reset()
+                    self._inode = status.st_ino
+                    if self._kept is not None and status.st_size > TAIL_BYTES:
+                        found += _parsed(file.readline())
+                        file.seek(status.st_size - TAIL_BYTES)
+                        file.readline()
+                        self._offset = file.tell()
+                file.seek(self._offset)
+                whole = file.read()
+        except OSError:
+            return []
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            found += _parsed(line)
+        for one in found:
+            self._note(one)
+        if self._kept is not None:
+            del self.records[: -self._kept]
+        return found
+
+    def _note(self, line: dict[str, Any]) -> None:
+        if "ended" in line:
+            self.ended, self.ended_ns = str(line["ended"]), line.get("unix_ns", 0)
+        elif "iteration" in line:
+            self.records.append(line)
+        elif "total_iterations" in line:
+            self.total_iterations, self.ended = int(line["total_iterations"]), ""
+            if not line.get("moved"):
+                self.start = line
+
+
+def _parsed(line: bytes) -> list[dict[str, Any]]:
+    """A whole line, nothing where it was cut short."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return []
+    return [found] if isinstance(found, dict) else []

@@ -1,0 +1,41 @@
+"""Keepers of two nodes, and the checkpoint that is made of what is left with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.checkpoint import restore_snapshots as restore
+from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest, read_inventories
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[SnapshotKeeper]]:
+    """Those of two nodes: what the first is given, it sends to the second."""
+    found = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
+    buddy = Buddy(name="b", address="127.0.0.1", port=found[1].port)
+    found[0].prepare("run", "secret", buddy)
+    found[1].prepare("run", "secret", None)
+    yield found
+    for keeper in found:
+        keeper.close()
+
+
+def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
+    """What can be restored from these nodes."""
+    kept = [(str(at), one.inventory(within_s)) for at, one in enumerate(keepers)]
+    return newest(*read_inventories(kept))
+
+
+def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
+    """Make a checkpoint of it, as the nodes do."""
+    common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
+    restore._folder(common).begin(source.step)
+    parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
+    order = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
+    assert restore.main([json.dumps(order)]) == 0
+    assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0

@@ -1,0 +1,87 @@
+"""Snapshots that come from another node: whole, of this job, or not kept."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+
+SECRET = "known to the job"
+HEAD = {"extra_bytes": 64, "sent_bytes": 128, "tensor_bytes": 256, "needs": [], "has_common": True}
+
+
+@pytest.fixture
+def keeper() -> Iterator[SnapshotKeeper]:
+    found = SnapshotKeeper("127.0.0.1")
+    found.prepare("run", SECRET, None)
+    yield found
+    found.close()
+
+
+class Sender:
+    """Sends copies as another node's keeper does, or not quite."""
+
+    def __init__(self, keeper: SnapshotKeeper, **changes: object) -> None:
+        head = json.dumps(HEAD).encode()
+        about = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
+        self.socket = socket.create_connection(("127.0.0.1", keeper.port), 10)
+        self.socket.sendall(
+            json.dumps({**about, "head_bytes": len(head), **changes}).encode() + b"\n" + head
+        )
+
+    def send(
+        self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
+    ) -> bool:
+        """Send a step; whether it is said to be kept."""
+        body = bytes(range(extra)) + b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
+        try:
+            self.socket.sendall(struct.pack("<QQQ", step, slot, extra))
+            self.socket.sendall(body if whole else body[:-1])
+            if whole:
+                self.socket.sendall(struct.pack("<Q", zlib.crc32(body) + wrong))
+            else:
+                self.socket.shutdown(socket.SHUT_WR)
+            return self.socket.recv(8) == struct.pack("<Q", step)
+        except ConnectionError:  # it may be refused at any point
+            return False
+
+
+def steps_of(keeper: SnapshotKeeper) -> list[list[int]]:
+    return [one["steps"] for one in keeper.inventory(10.0)]
+
+
+def test_a_step_counts_once_all_of_it_has_come(keeper: SnapshotKeeper) -> None:
+    sender = Sender(keeper)
+    assert sender.send(1, 0)
+    assert sender.send(2, 1)
+    assert not sender.send(3, 0, whole=False)
+    assert steps_of(keeper) == [[2]]
+
+
+@pytest.mark.parametrize("fault", [{"wrong": 1}, {"extra": 65}])
+def test_damage_is_not_kept(keeper: SnapshotKeeper, fault: dict[str, Any]) -> None:
+    sender = Sender(keeper)
+    assert sender.send(1, 0)
+    assert not sender.send(2, 1, **fault)
+    assert steps_of(keeper) == [[1]]
+
+
+def test_strangers_and_others_runs_are_refused(keeper: SnapshotKeeper) -> None:
+    assert not Sender(keeper, secret="guessed").send(1, 0)
+    with socket.create_connection(("127.0.0.1", keeper.port), 10) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\n")
+        assert stranger.recv(1) == b""
+    assert steps_of(keeper) == []
+    keeper.prepare("", "", None)  # as before a job begins
+    assert not Sender(keeper, run="", secret="").send(1, 0)
+    keeper.prepare("run", SECRET, None)
+    assert Sender(keeper).send(1, 0)
+    keeper.prepare("the next run", SECRET, None)  # what was kept for the last one is forgotten
+    assert keeper.inventory(0.0) == []

@@ -1,0 +1,228 @@
+"""Snapshots: who copies what, and how a checkpoint to go on from is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.checkpoint.snapshots import (
+    Need,
+    RankParts,
+    Snapshots,
+    SnapshotSettings,
+    make_plan,
+    why_not,
+)
+from megatron.adaptive.checkpoint.training import RunState
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource
+
+from .keepers import left_with, write_out
+
+Make = Callable[..., Any]
+
+
+# Random states are not in copies: the trainer draws dropout from the seed and the step alone.
+STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
+
+
+class Log:
+    """What the user would read, and who looks on."""
+
+    def __init__(self) -> None:
+        self.said = self.reported = ""
+
+    def say(self, text: str) -> None:
+        self.said += text + "\n"
+
+    def report(self, text: str) -> None:
+        self.reported = text
+
+
+class Copying:
+    """Copies a training's state, on node ``a``."""
+
+    def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
+        settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
+        values = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
+        parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
+        run: Any = SimpleNamespace(job=training.job, **parts)
+        state = RunState(run, lambda: self._progress)
+        self._progress: Any = None
+        self.now = Snapshots(
+            state, run.job, SnapshotSettings.read(json.dumps(values)), log.report, log.say
+        )
+
+    def take(self, progress: Any) -> None:
+        self._progress = progress
+        self.now.take(progress.iteration)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"fp16": None, "initial_loss_scale": "4294967296"},
+        {"optimizer": "sgd"},
+        {"use_distributed_optimizer": None},
+    ],
+    ids=str,
+)
+def test_training_goes_on_bit_for_bit_from_copies(
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    keepers: list[SnapshotKeeper],
+    flags: dict[str, str | None],
+) -> None:
+    training, log = make(**flags, **STILL), Log()
+    copies = Copying(training, keepers[0], log)
+    training.learn(0, 2)
+    copies.take(worker.progress(2))
+    copies.now.before_update()
+    training.learn(2, 3)
+    copies.now.settle(3)
+    copies.take(worker.progress(3))
+    copies.now.before_update()
+    expected = training.learn(3, 8)
+    copies.now.close()
+    assert "every step 0." in log.said
+    assert left_with(*keepers).step == 3
+    keepers[0].close()  # the node is lost with all that it kept
+    source = left_with(keepers[1])
+    assert (source.step, source.seen, source.why) == (3, 3, "")
+    write_out(source, tmp_path)
+    resumed = make(load=tmp_path, **flags, **STILL)
+    assert resumed.checkpoints.load() == worker.progress(3)
+    assert resumed.learn(3, 8) == expected
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_step_that_is_not_whole_does_not_count(
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
+) -> None:
+    """A rank that is killed while it copies leaves the step before."""
+    training, log = make(**STILL), Log()
+    copies = Copying(training, keepers[0], log)
+    for step in (1, 2):
+        copies.take(worker.progress(step))
+        copies.now.before_update()
+        copies.now.settle(step + 1)
+    assert left_with(*keepers, within_s=0.0).step == 2
+    assert copies.now._file is not None
+    copies.now._file.begin(0, 3)
+    assert left_with(keepers[0], within_s=0.0).step == 2
+    copies.now._file.begin(1, 4)  # with both in vain there is still what was sent
+    assert left_with(keepers[0], within_s=0.0).step == 0
+    assert left_with(*keepers, within_s=0.0).step == 2
+    copies.now.close()
+
+
+def test_too_little_memory_is_told_and_nothing_is_kept(
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
+) -> None:
+    training, log = make(**STILL), Log()
+    copies = Copying(training, keepers[0], log, limit_bytes=1 << 20)
+    for step in (1, 2):
+        copies.take(worker.progress(step))
+        copies.now.before_update()
+        training.learn(step, step + 1)
+        copies.now.settle(step + 1)
+    copies.now.close()
+    assert "warning: no copies of the state are kept in memory: they take" in log.said
+    assert log.said.count("warning") == 1
+    assert log.reported.startswith("off: they take")
+    assert left_with(*keepers) == SnapshotSource(why="no node that is left keeps copies")
+
+
+def test_training_goes_on_without_a_buddy_that_is_lost(
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
+) -> None:
+    training, log = make(**STILL), Log()
+    copies = Copying(training, keepers[0], log)
+    copies.take(worker.progress(1))
+    copies.now.settle(2)
+    keepers[1].close()
+    for step in (2, 3, 4):
+        copies.take(worker.progress(step))
+        copies.now.settle(step + 1)
+    copies.now.close()
+    assert "warning: no copies of the state are kept in memory: node b does not take" in log.said
+
+
+MIB = 1024**2
+WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
+
+
+def rank(node: str, *parts: str, **changes: object) -> RankParts:
+    """A rank of a node, whose buddy is the node ``z``."""
+    parts_of_rank = RankParts(
+        node=node,
+        domain=node,
+        buddy="z",
+        machine=node,
+        available_bytes=1 << 40,
+        extra_bytes=100,
+        parts={(part, (0,)): MIB for part in parts},
+    )
+    return dataclasses.replace(parts_of_rank, **changes)  # type: ignore[arg-type]
+
+
+def test_what_is_on_two_nodes_is_not_sent() -> None:
+    ranks = [rank("a", "x", "y"), rank("b", "y", "w")]
+    plan = make_plan(ranks)
+    needs = {part[0]: plan.needs[at] for part, at in plan.need_of.items()}
+    assert needs == {
+        "x": Need(ranks=(0,), is_sent=True),
+        "y": Need(ranks=(0, 1), is_sent=False),
+        "w": Need(ranks=(1,), is_sent=True),
+    }
+    assert plan.sent_bytes == [MIB, MIB]
+    assert plan.tensor_bytes == [2 * MIB, 2 * MIB]
+    assert plan.copied_by(0, ranks[0]) == [("x", (0,)), ("y", (0,))]
+
+
+def test_replicas_on_one_node_share_the_copying() -> None:
+    ranks = [rank("a", "v", "w", "x", "y") for _ in range(2)]
+    plan = make_plan(ranks)
+    assert plan.tensor_bytes == [2 * MIB, 2 * MIB] == plan.sent_bytes
+    first, second = (set(plan.copied_by(at, one)) for at, one in enumerate(ranks))
+    assert first | second == set(ranks[0].parts)
+    assert not first & second
+
+
+def test_two_nodes_of_one_machine_do_not_guard_each_other() -> None:
+    ranks = [rank("a", "x", domain="m", machine="m"), rank("b", "x", domain="m", machine="m")]
+    (need,) = make_plan(ranks).needs
+    assert need == Need(ranks=(0,), is_sent=True)
+
+
+def test_alone_nothing_is_sent() -> None:
+    ranks = [rank("a", "x", buddy=None)]
+    plan = make_plan(ranks)
+    assert plan.needs == [Need(ranks=(0,), is_sent=False)]
+    assert plan.sent_bytes == [0]
+
+
+def test_memory_counts_for_who_keeps_the_copies() -> None:
+    ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
+    plan = make_plan(ranks)
+    assert why_not(plan, ranks, None) is None
+    # Two slots of its own and two of the other's.
+    assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
+    why = why_not(plan, ranks, 4 * MIB)
+    assert why is not None
+    assert "on node a and --replicate-memory lets them take 0.00391 GiB" in why
+    short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
+    why = why_not(plan, short, None)
+    assert why is not None
+    assert "on the machine of node z, which has 0.00488 GiB left" in why
+    # What is enough for one node is not for two on the same machine.
+    both = [dataclasses.replace(one, machine="m", available_bytes=8 * MIB) for one in ranks]
+    assert why_not(plan, both, None) is not None

@@ -1,0 +1,276 @@
+"""The jobs and commands whose results are frozen; ``make.py`` runs them, and so do the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import platform
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .ranks import Job
+
+FILES = Path(__file__).with_name("files")
+SHAPE = (
+    "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
+)
+TRAINER = (
+    f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine "
+    "--min-lr 1e-3 --eval-iters 0 --log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1 "
+    "--train-iters 4 --distributed-timeout-minutes 1"
+)
+MOCK = f"{TRAINER} --mock-data"
+PLANNED = MOCK.replace("--micro-batch-size 1 --global-batch-size 4", "")
+PP2 = "--pipeline-model-parallel-size 2"
+CHUNKS = f"{PP2} --model-chunks 2"
+V_SPLIT = f"{CHUNKS} --pipeline-schedule zb-v"
+FP16 = "--fp16 --initial-loss-scale 1024"
+SHARDED = "--bf16 --use-distributed-optimizer"
+
+CORPUS = "make-corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
+
+# By name of the checkpoint: the ranks and flags that it is written with.
+SAVED = {
+    "single": (1, ""),
+    "chunks": (2, CHUNKS),
+    "v-split": (2, V_SPLIT),
+    "async": (2, f"{PP2} --partition 1-3 --pipeline-schedule 1f1b {FP16} --async-save"),
+    "local": (2, PP2),
+    "distributed": (2, SHARDED),
+}
+# By name of the checkpoint: other ranks and flags that it is loaded with.
+RESUMED = {
+    "single": (2, CHUNKS),
+    "chunks": (1, ""),
+    "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
+    "async": (1, FP16),
+    "local": (2, PP2),  # nodes' own disks hold parts for the same ranks
+    "distributed": (1, SHARDED),
+}
+# Runs from the start.
+RUNS = {
+    "run-single": (1, MOCK),
+    "run-1f1b": (2, f"{MOCK} {PP2} --pipeline-schedule 1f1b"),
+    "run-chunks": (2, f"{MOCK} {CHUNKS}"),
+    "run-zb-v": (2, f"{MOCK} {V_SPLIT}"),
+    "run-order-json": (2, f"{MOCK} {CHUNKS} --pipeline-schedule file --schedule-file order.json"),
+    "run-order-csv": (2, f"{MOCK} {PP2} --pipeline-schedule file --schedule-file order.csv"),
+    "run-replay": (2, f"{MOCK} {CHUNKS} --replay-schedule record.json"),
+    "run-plan": (2, f"{PLANNED} --plan plan.json"),
+    "run-stages": (3, f"{PLANNED} --plan stages.json"),
+    "run-corpus": (
+        1,
+        f"{TRAINER.replace('--vocab-size 31', '')} --tokenizer-type GPT2BPETokenizer "
+        "--data-path corpus/corpus_text_document --vocab-file corpus/vocab.json "
+        "--merge-file corpus/merges.txt --split 100,0,0",
+    ),
+}
+# Without a partition the model is cut where measured times say, and sums get another order.
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline-run": (
+        2,
+        {
+            "total": 5,
+            "pipeline": {
+                "pipeline_size": 2,
+                "micro_batch_size": 2,
+                "schedule": "zb-h1",
+                "partition": "2-2",
+            },
+        },
+    ),
+    "pipeline-1-in-2": (
+        2,
+        {
+            "total": 5,
+            "pipeline": {"pipeline_size": 2, "micro_batch_size": 2, "partition": "2-2"},
+            "load": "pipeline-1",
+        },
+    ),
+    "pipeline-2-in-1": (
+        1,
+        {
+            "total": 5,
+            "pipeline": {"pipeline_size": 1, "micro_batch_size": 2},
+            "load": "pipeline-2",
+        },
+    ),
+}
+ELASTIC_SCRIPT = {"told": "told-elastic", "pipeline": {}, "loop": {"save_interval": 2}}
+
+ARGUMENTS = f"{SHAPE} --fp16"
+PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
+# Commands whose output tells what they read.
+ANSWERS: dict[str, list[str]] = {
+    "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
+    "trace-of-several-clocks": [
+        *("trace", "synthetic", "--format", "perfetto", "--output-dir", "drawn", "--json")
+    ],
+    "trace-latest": ["trace", "--format", "perfetto", "--output-dir", "drawn", "--json"],
+    "trace-text": [
+        *("process-trace", "--run-dir", "trace_pipeline_2_model_chunks_2.txt"),
+        *("--output-dir", "drawn", "--json"),
+    ],
+    "diagnosis": ["trace", "diagnose", "runs/golden", "--json"],
+    "diagnosis-of-a-fault": ["trace", "diagnose", "synthetic", "--json"],
+    "top": ["top", "runs/golden", "--once", "--width", "100"],
+    "plan-yaml": [*PLAN, "--model", "model.yaml", "--cluster", "cluster.yaml"],
+    "plan-toml": [*PLAN, "--model", "model.toml", "--cluster", "cluster.toml"],
+    "plan-profile": [
+        *(*PLAN, "--model", SHAPE, "--cluster", "here.yaml", "--profile", "profile.json")
+    ],
+    "plan-cut-points": [
+        *(*PLAN, "--model", "cut.json", "--cluster", "here.yaml", "--profile", "cut.json")
+    ],
+    "plan-pieces": [
+        *(*PLAN, "--model", "pieces.json", "--cluster", "here.yaml", "--profile", "pieces.json")
+    ],
+    "plan-calibrated": [
+        *(*PLAN, "--model", SHAPE, "--cluster", "here.yaml", "--profile", "profile.json"),
+        *("--calibrate", "runs/golden/traces"),
+    ],
+    "simulate": [
+        *("simulate", "--stages", "2", "--chunks", "2", "--microbatches", "4", "--draws", "3"),
+        *("--profile", "times.json"),
+    ],
+    "submit": ["submit", "conf.sh", "--dry-run"],
+    "submit-plan": ["submit", "plan-conf.sh", "--dry-run"],
+    "submit-plan-variables": ["submit", "plan-variables-conf.sh", "--dry-run"],
+    "submit-stages": ["submit", "plan-conf.sh", "--plan", "stages.json", "--dry-run"],
+    "status": ["status", "pods", "--log-dir", "logs", "--json"],
+    "elastic-trainer": ["run", "--status", "elastic-trainer"],
+    "elastic-script": ["run", "--status", "elastic-script"],
+    "elastic-script-json": ["run", "--status", "elastic-script", "--json"],
+}
+
+
+def machine() -> dict[str, str]:
+    """Return what sums of floating-point numbers depend on."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def unpack(folder: Path) -> None:
+    """Copy and unpack all golden files."""
+    shutil.copytree(FILES / "plain", folder, dirs_exist_ok=True)
+    for path in sorted(FILES.glob("*.tar.xz")):
+        with tarfile.open(path) as packed:
+            packed.extractall(folder, filter="data")
+    # Parts on a node's own disk are known by the shared folder's name and path.
+    path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
+    (folder / "disk").mkdir()
+    (folder / "local").rename(folder / "disk" / f"shared-{path}")
+
+
+def run_jobs_of(given: Mapping[str, tuple[int, str]]) -> list[Job]:
+    """Return jobs that write their progress in a folder of their name."""
+    return [
+        Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir told-{name}")
+        for name, (ranks, flags) in given.items()
+    ]
+
+
+def resume_jobs() -> list[Job]:
+    """Return jobs that go on from each checkpoint of the trainer."""
+    given = {}
+    for name, (ranks, flags) in RESUMED.items():
+        more = f"--load {name} --exit-on-missing-checkpoint"
+        if name == "local":
+            more = "--load shared --save shared --save-interval 2 --save-local disk"
+        given[f"resume-{name}"] = (ranks, f"{MOCK} {flags} {more}")
+    return run_jobs_of(given)
+
+
+def pipeline_jobs() -> list[Job]:
+    """Return the jobs of a Pipeline."""
+    return [
+        Job(name=name, ranks=ranks, script={"told": f"told-{name}", **told})
+        for name, (ranks, told) in PIPELINES.items()
+    ]
+
+
+def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return what the jobs told, numbers in full precision."""
+    found: dict[str, Any] = {}
+    for job in jobs:
+        told = folder / f"told-{job.name}"
+        if job.script:
+            ranks = [json.loads((told / f"rank-{n}.json").read_text()) for n in range(job.ranks)]
+            found[job.name] = {
+                **{key: ranks[0][key] for key in ("losses", "grad_norms", "learning_rate")},
+                "loaded": {n: s for one in ranks for n, s in one.get("loaded", {}).items()},
+            }
+            continue
+        lines = [json.loads(line) for line in (told / "progress.jsonl").read_text().splitlines()]
+        rows = {str(line["iteration"]): line for line in lines if "iteration" in line}
+        found[job.name] = {
+            "losses": {n: row["loss"].hex() for n, row in rows.items()},
+            "grad_norms": {n: float(row["grad_norm"]).hex() for n, row in rows.items()},
+            "learning_rate": [row["learning_rate"] for row in rows.values()],
+        }
+    return found
+
+
+def elastic_words(checkpoints: str, total: int) -> list[str]:
+    """Return the command of a job of a script that goes on to a step."""
+    told = json.dumps({**ELASTIC_SCRIPT, "total": total})
+    words = ["run", "--machines", "machines.txt", "--checkpoint", checkpoints]
+    return [*words, str(Path(__file__).with_name("script.py")), told]
+
+
+def elastic_figures(folder: Path) -> dict[str, Any]:
+    """Return what the job of :func:`elastic_words` told last."""
+    told: dict[str, Any] = json.loads((folder / "told-elastic" / "rank-0.json").read_text())
+    return told
+
+
+def command(words: Sequence[str]) -> tuple[int, str, str]:
+    """Run ``python -m megatron.adaptive`` in this process.
+
+    Returns:
+        Exit status, standard output, standard error.
+    """
+    from megatron.adaptive.__main__ import main
+
+    former, output, errors = sys.argv, io.StringIO(), io.StringIO()
+    sys.argv = ["megatron.adaptive", *words]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            status = main()
+    finally:
+        sys.argv = former
+    return status, output.getvalue(), errors.getvalue()
+
+
+def answer(name: str) -> Any:
+    """Run a command of :data:`ANSWERS` in the present folder, where the golden files are.
+
+    Returns:
+        Its output without what depends on time and place, parsed if it is JSON.
+    """
+    status, output, errors = command(ANSWERS[name])
+    assert status == 0, errors
+    output = output.replace(str(Path.cwd()), "HERE")
+    with contextlib.suppress(ValueError):
+        told = json.loads(output)
+        for key in ("since_s", "is_stalled"):
+            if isinstance(told, dict):
+                told.pop(key, None)
+        return told
+    lines = [re.sub(r"\b\d+ s ago", "AGO", line.rstrip()) for line in output.splitlines()]
+    if ANSWERS[name][0] == "submit":  # the rest of the script does not depend on what was read
+        lines = [line for line in lines if line.startswith("#SBATCH")]
+    return lines

@@ -1,0 +1,18 @@
+# shellcheck shell=bash disable=SC2034
+JOB_NAME=golden
+MODEL=flags.txt            # a file of flags
+TRAIN_ITERS=3
+LR=1e-3
+GLOBAL_BATCH_SIZE=4
+MICRO_BATCH_SIZE=1
+DATA=mock
+TRAINER_FLAGS='--eval-iters 0'
+PIPELINE_MP_SIZE=$((1 + 1))
+MODEL_CHUNKS=2
+NNODES=1
+NPROC_PER_NODE=2
+DEVICE=cpu
+SLURM_TIME=0:10:00
+LOG_DIR=logs
+TRACE=true
+OMP_NUM_THREADS=1

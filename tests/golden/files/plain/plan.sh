@@ -1,0 +1,17 @@
+# shellcheck shell=bash disable=SC2034
+# model: 0.06154 s for a step, as planned. Source it in conf.sh, or copy it there.
+TENSOR_MP_SIZE=1
+PIPELINE_MP_SIZE=2
+DP_SIZE=1
+MODEL_CHUNKS=1
+MICRO_BATCH_SIZE=1
+GLOBAL_BATCH_SIZE=4
+PARTITION=2-2
+SCHEDULE=adaptive
+RECOMPUTE=none
+PRECISION=fp32
+DISTRIBUTED_OPTIMIZER=false
+OVERLAP_GRAD_REDUCE=false
+SEQUENCE_PARALLEL=false
+HOMOGENEOUS_CLUSTER=false
+NODES=here:2x1

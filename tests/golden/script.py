@@ -1,0 +1,106 @@
+"""Trains a small Pipeline; a script of ``python -m megatron.adaptive run``, and imported by ranks.
+
+Its argument is JSON: ``told`` names a folder for what each rank tells, ``total`` counts steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from megatron.adaptive import CutPoint, Pipeline
+
+WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
+
+
+class Net(torch.nn.Module):
+    """Three blocks with dropout and a buffer, and an embedding that is used at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of ``tokens`` (``[B, S] int64``)."""
+        x = self.embedding(tokens)
+        for block, cut in zip(self.blocks, self.cuts, strict=True):
+            x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
+        return functional.cross_entropy(self.head(self.norm(x.flatten(0, 1))), labels.flatten())
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Return the samples of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a checksum of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def train(
+    *,
+    told: str,
+    total: int,
+    pipeline: dict[str, Any],
+    loop: dict[str, Any] | None = None,
+    load: str = "",
+    save: str = "",
+) -> None:
+    """Train and tell of it in ``<told>/rank-<rank>.json``.
+
+    Args:
+        told: the folder.
+        total: steps of the whole training.
+        pipeline: further arguments of the Pipeline.
+        loop: arguments of ``Pipeline.loop``; without them steps are counted by hand.
+        load: folder of checkpoints to go on from, without ``loop``.
+        save: folder for a checkpoint after the last step, without ``loop``.
+    """
+    torch.manual_seed(1)
+    shared = [["embedding.weight", "head.weight"]]
+    net = Net()
+    pipe = Pipeline(net, batch_of(0), shared_weights=shared, **pipeline)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    pipe.set_optimizer(optimizer, clip_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = {"scheduler": scheduler}
+    found: dict[str, Any] = {"losses": {}, "grad_norms": {}}
+    if load:
+        found["extra"] = pipe.load(load, state=state)
+        held = {name: one for name, one in net.state_dict().items() if not one.is_meta}
+        for name, parameter in pipe.named_parameters():
+            own = optimizer.state[parameter]
+            held |= {f"{name}.{key}": one for key, one in own.items()}
+        found["loaded"] = {name: checksum(one) for name, one in held.items()}
+    steps = range(pipe.steps, total) if loop is None else pipe.loop(total, state=state, **loop)
+    for step in steps:
+        loss, _ = pipe.step(pipe.share(batch_of(step)))
+        scheduler.step()
+        found["losses"][step] = float(loss).hex()
+        found["grad_norms"][step] = float(pipe.grad_norm).hex()
+        found["learning_rate"] = optimizer.param_groups[0]["lr"]
+    if save:
+        pipe.save(save, extra={"note": ["kept", 1.5]}, state=state)
+    path = Path(told) / f"rank-{os.environ.get('RANK', '0')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    pipe.close()
+
+
+if __name__ == "__main__":
+    train(**json.loads(sys.argv[1]))

@@ -1,0 +1,335 @@
+"""The present code reads what was written by the code before it: see ``make.py``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What is read through the package's inside; all else through its commands.
+from megatron.adaptive.planner.measured_module import MeasuredModule
+
+from . import cases
+from .ranks import LIMIT_S, Job, environment, run_jobs
+
+EXPECTED: dict[str, Any] = json.loads((cases.FILES / "expected.json").read_text())
+ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
+# Sums in another order: another processor, another torch.
+NEAR = 1e-5
+NEWER = "newer"
+REFUSED = {
+    "refused-checkpoint": (1, f"{cases.MOCK} --load {NEWER}-single --exit-on-missing-checkpoint"),
+    "refused-order": (
+        2,
+        f"{cases.MOCK} {cases.CHUNKS} --pipeline-schedule file --schedule-file {NEWER}-order.json",
+    ),
+    "refused-record": (2, f"{cases.MOCK} {cases.CHUNKS} --replay-schedule {NEWER}-record.json"),
+    "refused-tokens": (
+        1,
+        cases.RUNS["run-corpus"][1].replace("corpus/corpus_text", f"{NEWER}-corpus/corpus_text"),
+    ),
+}
+REFUSED_PIPELINE = Job(
+    name="refused-pipeline",
+    script={
+        **cases.PIPELINES["pipeline-1-in-2"][1],
+        "pipeline": {"pipeline_size": 1, "micro_batch_size": 2},
+        "told": "told-refused",
+        "load": f"{NEWER}-pipeline-1",
+    },
+)
+# By the file with a version to come, the job that is given it.
+REFUSED_BY_RANKS = {
+    f"{NEWER}-single/iter_0000002": "refused-checkpoint",
+    f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
+    f"{NEWER}-order.json": "refused-order",
+    f"{NEWER}-record.json": "refused-record",
+    f"{NEWER}-corpus/corpus_text_document.idx": "refused-tokens",
+}
+
+
+def change(path: Path, key: str) -> Path:
+    """Copy a file of JSON, or one in a folder, and raise its version; returns the copy."""
+    copy = path.with_name(f"{NEWER}-{path.name}")
+    shutil.copy(path, copy)
+    raise_version(copy, key)
+    return copy
+
+
+def raise_version(path: Path, key: str) -> None:
+    told = json.loads(path.read_text())
+    told[key] = told.get(key, 1) + 1
+    path.write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all golden files, and with copies of a version to come."""
+    folder = tmp_path_factory.mktemp("golden")
+    cases.unpack(folder)
+    for name in ("single", "pipeline-1", "corpus"):
+        shutil.copytree(folder / name, folder / f"{NEWER}-{name}")
+    raise_version(folder / f"{NEWER}-single" / "iter_0000002" / "manifest.json", "version")
+    raise_version(folder / f"{NEWER}-pipeline-1" / "step_00000003" / "pipeline.json", "format")
+    index = folder / f"{NEWER}-corpus" / "corpus_text_document.idx"
+    with index.open("r+b") as file:
+        file.seek(9)
+        file.write(struct.pack("<Q", 2))
+    change(folder / "order.json", "version")
+    change(folder / "record.json", "version")
+    return folder
+
+
+@pytest.fixture
+def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of golden files as the present one, without a launcher's variables."""
+    monkeypatch.chdir(golden)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    return golden
+
+
+@pytest.fixture(scope="module")
+def ran(golden: Path) -> tuple[dict[str, tuple[list[int], str]], dict[str, Any]]:
+    """What all jobs said, and the figures of those that are to succeed."""
+    jobs = [*cases.run_jobs_of(cases.RUNS), *cases.resume_jobs(), *cases.pipeline_jobs()]
+    said = run_jobs(golden, [*jobs, *cases.run_jobs_of(REFUSED), REFUSED_PIPELINE])
+    done = [job for job in jobs if not any(said[job.name][0])]
+    return said, cases.figures(golden, done)
+
+
+def same(found: Any, expected: Any) -> None:
+    """Compare figures: bit for bit on a machine of the same kind, else but for rounding.
+
+    Checksums of what was loaded are compared everywhere.
+    """
+    if found == expected:
+        return
+    assert found["loaded"] == expected["loaded"] if "loaded" in expected else True
+    assert EXPECTED["machine"] != cases.machine(), (found, expected)
+    for key in ("losses", "grad_norms"):
+        assert found[key].keys() == expected[key].keys()
+        for step, number in expected[key].items():
+            one, other = float.fromhex(found[key][step]), float.fromhex(number)
+            assert math.isclose(one, other, rel_tol=NEAR), (key, step, one, other)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [name for name in EXPECTED["runs"] if name != "elastic-script"])
+def test_losses_gradients_and_loaded_tensors_are_what_they_were(ran: Any, name: str) -> None:
+    said, found = ran
+    statuses, text = said[name]
+    assert not any(statuses), text
+    same(found[name], EXPECTED["runs"][name])
+
+
+@pytest.mark.multiprocess
+def test_parts_on_a_nodes_own_disk_are_copied_where_they_belong(ran: Any, golden: Path) -> None:
+    said, _ = ran
+    assert "going on with the copy of iteration 2 to" in said["resume-local"][1]
+    assert (golden / "shared" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (golden / "shared" / "iter_0000002" / "manifest.json").is_file()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", REFUSED_BY_RANKS)
+def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
+    statuses, text = ran[0][REFUSED_BY_RANKS[path]]
+    assert any(statuses)
+    lines = [line for line in text.splitlines() if re.match(r"error: |.*Error: ", line)]
+    assert len(lines) == 1, text
+    assert path in lines[0]
+    assert re.search(r"\b2\b", lines[0].replace(path, "")), lines[0]
+
+
+@pytest.mark.parametrize("name", cases.ANSWERS)
+def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
+    expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
+    if name == "status":
+        # The job is older than --progress-dir and left only logs, which say no progress any more.
+        for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
+            del expected[figure]
+    alike(cases.answer(name), expected, name)
+
+
+def alike(found: Any, expected: Any, where: str) -> None:
+    """Compare what was read from JSON; figures but for rounding."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        assert set(found) >= set(expected), where  # a later one may say more
+        for key, value in expected.items():
+            alike(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list) and isinstance(found, list):
+        assert len(found) == len(expected), (where, found, expected)
+        for index, value in enumerate(expected):
+            alike(found[index], value, f"{where}[{index}]")
+    elif isinstance(expected, float) and isinstance(found, (int, float)):
+        assert math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12), (where, found, expected)
+    else:
+        assert found == expected, where
+
+
+def test_profiles_are_merged_and_made_of_timed_pieces(here: Path) -> None:
+    words = ["profile", "--merge", "profile.json", "profile.json", "--output", "merged.json"]
+    assert cases.command(words)[0] == 0
+    merged, measured = (json.loads(Path(n).read_text()) for n in ("merged.json", "profile.json"))
+    assert merged["layers"] == measured["layers"]
+    assert merged["links"] == measured["links"]
+    words = ["profile", "--cut-points", "pieces.csv", "--name", "pieces", "--output", "made.json"]
+    assert cases.command(words)[0] == 0
+    assert json.loads(Path("made.json").read_text()) == json.loads(Path("pieces.json").read_text())
+
+
+def test_a_corpus_is_found(here: Path) -> None:
+    status, said, errors = cases.command(cases.CORPUS)
+    assert status == 0, errors
+    assert said.startswith("corpus found: ")
+
+
+def test_the_report_of_a_job_is_made_of_its_files(here: Path) -> None:
+    status, _, errors = cases.command(["report", "logs/pods", "--output", "report.html"])
+    assert status == 0, errors
+    page = Path("report.html").read_text()
+    for word in ("PIPELINE_MP_SIZE", "TRAINER_FLAGS", "0-vm"):
+        assert word in page, word
+
+
+def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
+    path = here / "submitted.json"
+    path.write_text(path.read_text().replace("HERE", str(here)))
+    status, _, errors = cases.command(["node", "slurm", str(path), "logs/none"])
+    assert status == 2
+    assert "it is started by srun" in errors  # which comes after all settings are checked
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
+    """With the checkpoint, the model that was measured, the state and the claim of its manager."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
+        cwd=golden,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S * 2,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    same(cases.elastic_figures(golden), EXPECTED["runs"]["elastic-script"])
+    state = json.loads((golden / "elastic-script" / "elastic" / "state.json").read_text())
+    assert [one["epoch"] for one in state["earlier"]] == [1, 2]
+    assert [one["reason"] for one in state["epochs"]] == ["start"]  # not measured anew
+    assert [one["resumed_iteration"] for one in state["epochs"]] == [3]
+    assert (golden / "elastic-script" / "elastic" / "claim-2.json").is_file()
+
+
+def plan_words(**more: str) -> list[str]:
+    given = {"model": cases.SHAPE, "cluster": "here.yaml", "profile": "profile.json", **more}
+    return [*cases.PLAN, *(word for name, value in given.items() for word in (f"--{name}", value))]
+
+
+def newer_trace(folder: Path) -> Path:
+    copy = folder / f"{NEWER}-traces"
+    shutil.copytree(folder / "runs" / "golden" / "traces", copy, dirs_exist_ok=True)
+    path = copy / "trace_rank_00000.jsonl"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
+    return path
+
+
+Make = Callable[[Path], Path]
+# By form: makes the file of a version to come; the command that is given it; the version.
+REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
+    "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
+    "plan by the trainer": (
+        lambda folder: change(folder / "plan.json", "format"),
+        ["pretrain-gpt", *cases.PLANNED.split(), "--plan", f"{NEWER}-plan.json"],
+        2,
+    ),
+    "plan by the launcher": (
+        lambda folder: change(folder / "plan.json", "format"),
+        ["submit", "plan-conf.sh", "--plan", f"{NEWER}-plan.json", "--dry-run"],
+        2,
+    ),
+    "profile": (
+        lambda folder: change(folder / "profile.json", "format"),
+        plan_words(profile=f"{NEWER}-profile.json"),
+        2,
+    ),
+    "profile of cut points": (
+        lambda folder: change(folder / "cut.json", "format"),
+        plan_words(model="cut.json", profile=f"{NEWER}-cut.json"),
+        2,
+    ),
+    "profile for the simulator": (
+        lambda folder: change(folder / "times.json", "version"),
+        [*cases.ANSWERS["simulate"][:-1], f"{NEWER}-times.json"],
+        2,
+    ),
+    "cluster": (
+        lambda folder: rewritten(folder / "here.yaml"),
+        plan_words(cluster=f"{NEWER}-here.yaml"),
+        2,
+    ),
+    "model": (
+        lambda folder: rewritten(folder / "model.yaml"),
+        [*cases.PLAN, "--model", f"{NEWER}-model.yaml", "--cluster", "cluster.yaml"],
+        2,
+    ),
+}
+
+
+def rewritten(path: Path) -> Path:
+    copy = path.with_name(f"{NEWER}-{path.name}")
+    copy.write_text(path.read_text().replace("format: 1", "format: 2"))
+    return copy
+
+
+@pytest.mark.parametrize("form", REFUSED_BY_COMMANDS)
+def test_a_command_refuses_a_version_to_come(here: Path, form: str) -> None:
+    make, words, version = REFUSED_BY_COMMANDS[form]
+    path = make(here)
+    status, output, errors = cases.command(words)
+    assert status == 2
+    assert output == ""
+    assert len(errors.splitlines()) == 1, errors
+    assert path.name in errors
+    assert re.search(rf"\b{version}\b", errors.replace(path.name, "")), errors
+
+
+@pytest.mark.xfail(reason="the state of a job has no version; it is read as it is", strict=False)
+def test_a_state_of_a_version_to_come_is_refused(here: Path) -> None:
+    shutil.copytree("elastic-trainer", f"{NEWER}-elastic", dirs_exist_ok=True)
+    raise_version(Path(f"{NEWER}-elastic", "elastic", "state.json"), "format")
+    status, _, errors = cases.command(["run", "--status", f"{NEWER}-elastic"])
+    assert status == 2
+    assert "state.json" in errors
+
+
+@pytest.mark.xfail(reason="a measured model of another version is measured anew", strict=False)
+def test_a_measured_model_of_a_version_to_come_is_refused(here: Path) -> None:
+    path = here / "elastic-script" / "elastic" / "model.json"
+    assert MeasuredModule.read(path) is not None
+    from megatron.adaptive.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"model\.json"):
+        MeasuredModule.read(change(path, "format"))
+
+
+@pytest.mark.xfail(reason="a corpus of another version is made anew", strict=False)
+def test_a_corpus_of_a_version_to_come_is_refused(here: Path) -> None:
+    folder = here / "another" / "corpus"
+    shutil.copytree(here / "corpus", folder)
+    raise_version(folder / "corpus.json", "format")
+    words = [str(folder) if word == "corpus" else word for word in cases.CORPUS]
+    status, _, errors = cases.command(words)
+    assert status == 2
+    assert "corpus.json" in errors

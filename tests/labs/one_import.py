@@ -1,0 +1,63 @@
+"""Runs programs of the package one after another, forked from a process that has imported it.
+
+Importing torch takes a small machine longer than what the programs do there. The one argument is a
+list of JSON of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print
+first, and a script and its arguments, or ``-m``, a module and its arguments. Ends with the status
+of the first program that fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+accelerator.quiet_libraries()
+
+
+def main() -> int:
+    """Runs all programs; returns the exit status."""
+    from megatron.adaptive.cluster import rank_forkserver
+
+    for name in rank_forkserver._MODULES:
+        importlib.import_module(f"megatron.adaptive.{name}")
+    gc.freeze()
+    for program in json.loads(sys.argv[1]):
+        print(program["title"], flush=True)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(run(program))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status:
+            return abs(status)
+    return 0
+
+
+def run(program: dict[str, Any]) -> int:
+    """Runs a program in this process; returns its status."""
+    os.environ.update(program["variables"])
+    words = program["words"]
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Links: pairs to measure, latency and occupancy apart, curves of sizes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.adaptive.errors import DeadlineError, TransportError  # noqa: E402
+from megatron.adaptive.profiling.links import as_curve, measure_link, pairings  # noqa: E402
+from megatron.adaptive.profiling.transport_check import check_contents  # noqa: E402
+from megatron.adaptive.schedule.workload import Link  # noqa: E402
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label  # noqa: E402
+
+
+class Wire:
+    """A channel to one peer: messages follow each other on the link, then take the latency."""
+
+    name = "wire"
+
+    def __init__(self, latency_s: float, byte_s: float) -> None:
+        self.completions = CompletionQueue()
+        self.other: Wire | None = None
+        self.cost = latency_s, byte_s
+        self.free_s = 0.0
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        latency_s, byte_s = self.cost
+        self.free_s = max(self.free_s, time.monotonic()) + byte_s * tensor.nbytes
+        wait_s = self.free_s + latency_s - time.monotonic()
+        assert self.other is not None
+        item = HeldArrival(label, 0, tensor.nbytes, lambda: tensor)
+        threading.Timer(wait_s, self.other.completions.put, [item]).start()
+
+    def flush(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_latency_and_occupancy_come_apart() -> None:
+    one, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
+    one.other, other.other = other, one
+    payload = torch.zeros(2000, dtype=torch.float32)  # 8 ms on the wire
+    found: dict[bool, Link] = {}
+
+    def side(wire: Wire, leads: bool) -> None:
+        found[leads] = measure_link(wire, 0, leads=leads, payload=payload, timeout_s=10.0)
+
+    follower = threading.Thread(target=side, args=(other, False))
+    follower.start()
+    side(one, True)
+    follower.join()
+    assert 0.006 < found[True].latency_s < 0.018
+    assert 0.006 < found[True].occupancy_s < 0.016
+
+
+def test_a_silent_peer_is_named() -> None:
+    wire = Wire(0.0, 0.0)
+    wire.other = Wire(0.0, 0.0)
+    with pytest.raises(DeadlineError, match="rank 7 did not answer within 0.05 s"):
+        measure_link(wire, 7, leads=True, payload=torch.zeros(1), timeout_s=0.05)
+
+
+def test_the_leader_says_when_enough_time_has_passed() -> None:
+    one, other = Wire(0.001, 0.0), Wire(0.001, 0.0)
+    one.other, other.other = other, one
+    rounds: list[float] = []
+
+    def count() -> float:
+        rounds.append(time.perf_counter())
+        return rounds[-1]
+
+    def follow() -> None:
+        measure_link(
+            other, 0, leads=False, payload=torch.zeros(1), timeout_s=10.0, burst=2, clock=count
+        )
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    measure_link(one, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, burst=2, seconds=0.2)
+    follower.join()
+    assert rounds[-1] - rounds[0] >= 0.4  # short rounds, then long ones
+    assert len(rounds) > 40
+
+
+def test_a_payload_that_comes_changed_is_refused() -> None:
+    wire = Wire(0.0, 0.0)
+    wire.other = wire
+    check_contents(wire, 0, torch.device("cpu"))
+    damage = wire.send
+    wire.send = lambda peer, label, tensor: damage(peer, label, tensor.roll(1))  # type: ignore
+    with pytest.raises(TransportError, match="1000 bytes from rank 0 over wire came changed"):
+        check_contents(wire, 0, torch.device("cpu"))
+
+
+def test_pairs_are_each_kind_of_link_alone_and_together() -> None:
+    machines = ["m0", "m0", "m0", "m0", "m1", "m1", "m1", "m1", "m2", "m2"]
+    names = ["a"] * 8 + ["b"] * 2
+    found = pairings(machines, names)
+    assert (True, (0, 1), [(0, 1)]) in found
+    assert (True, (0, 1), [(0, 1), (2, 3)]) in found
+    assert (True, (8, 9), [(8, 9)]) in found
+    assert (False, (0, 4), [(0, 4), (1, 5), (2, 6), (3, 7)]) in found
+    assert (False, (0, 8), [(0, 8)]) in found
+    assert (False, (0, 8), [(0, 8), (1, 9)]) in found
+    assert len(found) == 7
+
+
+def test_a_curve_gives_the_measured_seconds_back() -> None:
+    curve = as_curve([(1024, 1e-5), (1 << 20, 1.1e-4), (1 << 22, 4.1e-4)])
+    assert curve["latency_s"] == 1e-5
+    for (size, speed), seconds in zip(curve["sizes"], (1.1e-4, 4.1e-4), strict=True):
+        assert curve["latency_s"] + size / speed == pytest.approx(seconds)
+    assert as_curve([(1024, 2e-5), (2048, 1e-5)])["sizes"] == [[2048, 2048 / 1e-5]]
