@@ -1,4 +1,4 @@
-"""How long a large run's figures take, and how much memory; by itself, the process that reads."""
+"""Measures time and memory of a large run's figures; run as a script, it is the reader."""
 
 from __future__ import annotations
 

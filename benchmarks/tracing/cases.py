@@ -33,7 +33,7 @@ CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the diagnosis said of a run.
+    """Compares the diagnosis of a run with its fault.
 
     Attributes:
         group: name of the fault, ``quiet`` for none.

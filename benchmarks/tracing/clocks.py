@@ -1,4 +1,4 @@
-"""How far the clocks of processes are apart once they were compared; by itself, one such process.
+"""Measures the error left between compared clocks; run as a script, it is one process.
 
 Every process puts its clock wrong on purpose, by an offset and a drift, and samples that of the
 first over a real connection, while it computes. The truth is known: the machine has one clock.

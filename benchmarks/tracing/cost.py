@@ -1,4 +1,4 @@
-"""What tracing costs a real small GPT on four processes; by itself, one rank of it.
+"""Measures the cost of tracing a small GPT on four processes; run as a script, it is one rank.
 
 One job trains steps that are traced or not, in turns, so that whatever else the machine does hits
 both alike. A traced step ends when its spans are in the file. Both the time on the clock and the

@@ -123,7 +123,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """How many iterations make about so many spans."""
+    """Returns the number of iterations that make about so many spans."""
     with TemporaryDirectory() as folder:
         # All replicas are alike.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)

@@ -96,7 +96,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRun:
-    """What run to make up.
+    """Describes the run to make up.
 
     Attributes:
         run: its id.
@@ -179,7 +179,7 @@ class SyntheticRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """What the traces of a made-up run should be found to say.
+    """Holds the findings expected of a made-up run.
 
     Attributes:
         bubble_fraction: ``[iterations, ranks]``.

@@ -19,7 +19,7 @@ from megatron.adaptive.trace.table import KIND, REASON, Ints
 __all__ = ["step_rows"]
 
 SEND_NS = 5_000
-"""How long handing a message to the transport takes."""
+"""Time to hand a message to the transport."""
 
 PS_PER_NS = 1000
 _NEVER = -1
@@ -61,7 +61,7 @@ def step_rows(
 
 
 class _Step:
-    """What happened when, by rank and by ``[F or B][stage][microbatch]``."""
+    """Holds the times of events, by rank and by ``[F or B][stage][microbatch]``."""
 
     def __init__(self, result: SimResult) -> None:
         self.result = result
@@ -241,7 +241,7 @@ def _sends(step: _Step, rank: int, message_bytes: int) -> Ints:
 
 
 def _data(step: _Step, rank: int, data_ns: Ints) -> Ints:
-    """What the first stage reads within its forwards."""
+    """Returns the reads of the first stage within its forwards."""
     if step.rank_of[0] != rank:
         return _rows(0, "data")
     start = step.starts[F, 0]

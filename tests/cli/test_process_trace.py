@@ -9,8 +9,7 @@ import pytest
 
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.process_trace import main
-from megatron.adaptive.trace.event import TraceHeader, trace_file_name
-from megatron.adaptive.trace.lines import block_text
+from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
@@ -100,22 +99,6 @@ def test_the_text_form_gives_the_same_figures(
     main(["--json", "--run-dir", text, "--output", "other.json"])
     assert json.loads(capsys.readouterr().out) == {**from_lines, "events": "other.json"}
     assert (checkout / "other.json").exists()
-
-
-def test_missing_ranks_are_a_warning(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkout / "runs" / "one" / "traces" / trace_file_name(1)).unlink()
-    assert main([]) == 0
-    assert "warning: no trace of ranks 1 in runs/latest/traces" in capsys.readouterr().err
-
-
-def test_a_clock_that_was_set_back_is_a_warning(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = checkout / "runs" / "one" / "traces" / trace_file_name(1)
-    with path.open("a") as file:
-        file.write(block_text(3, 1, 10**9, []))
-    assert main(["--iteration", "2"]) == 0
-    assert "the clock of rank 1 was set back before iterations 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

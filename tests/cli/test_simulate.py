@@ -49,7 +49,7 @@ def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("words", "message"),
     [
         ("2-1-1", "2-1-1 gives the ranks of 3 stages, --stages is 2"),
-        ("2-0", "'2-0' does not tell the ranks"),
+        ("2-0", "'2-0' does not give the ranks"),
         ("3-1", "4 microbatches over the 3 replicas of stage 0"),
         ("2-1 --schedules zb-v", "zb-v for stages of widths 2-1: choose one of 1f1b"),
         ("2-1 --jitter 0.1", "--jitter is not known with --stage-data-parallel-sizes"),

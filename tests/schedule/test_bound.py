@@ -13,11 +13,12 @@ from megatron.adaptive.schedule.workload import Jitter, StageTimes, Workload, dr
 def lower_bound_ps(placement: Placement, workload: Workload) -> int:
     """Each rank does all its work after the first microbatch has come to its first stage."""
     forward = workload.durations_ps[0, :, 0]
+    total = workload.durations_ps.sum(axis=(0, 2))
     bounds = []
     for rank in range(placement.num_ranks):
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         head = int(forward[: min(stages)].sum())
-        bounds.append(head + int(workload.total_ps[stages].sum()))
+        bounds.append(head + int(total[stages].sum()))
     return max(bounds)
 
 

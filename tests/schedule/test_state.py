@@ -187,15 +187,11 @@ def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
 def test_counts_and_done() -> None:
     state = make_state(ranks=1, microbatches=1)
     assert (state.num_actions, state.num_started, state.num_finished) == (2, 0, 0)
-    assert state.last_kind is None
     state.start(Action(F, 0, 0))
     assert (state.num_started, state.num_finished) == (1, 0)
-    assert str(state.last_kind) == "F"
     state.finish(Action(F, 0, 0))
     run(state, Action(B, 0, 0))
     assert state.done
-    assert state.last_kind is B
-    assert state.next_microbatch(B, 0) == 1
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,8 @@ def server() -> Iterator[ClockServer]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("offset_s", "drift_ppm"), [(-5, 50), (5, -50)])
-def test_wrong_clocks_of_processes_are_found(
-    server: ClockServer, offset_s: int, drift_ppm: int
-) -> None:
-    seconds = 4
+def test_a_wrong_clock_of_a_process_is_found(server: ClockServer) -> None:
+    offset_s, drift_ppm, seconds = -5, 50, 4
     arguments = [server.port, server.token.hex(), offset_s * 10**9, drift_ppm, seconds]
     result = subprocess.run(
         [sys.executable, str(WORKER), *map(str, arguments)],

@@ -42,12 +42,6 @@ def test_waits_are_cut_to_the_step(
     assert (step.dp_rank, step.num_replicas) == (0, 1)
 
 
-def test_one_rank_one_microbatch(write_run: Callable[..., Path]) -> None:
-    step = pipeline_step(read_run(write_run(1, 1, 1)))
-    assert step.step_ns == 1_000_000 + 2_000_000
-    assert step.label(0) == "stage 0"
-
-
 def test_the_default_is_the_last_complete_iteration(
     write_run: Callable[..., Path], make_header: Callable[..., TraceHeader]
 ) -> None:

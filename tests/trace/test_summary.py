@@ -42,13 +42,6 @@ def test_mean_and_spread_per_kind() -> None:
     assert rank.bubble_fraction == 0.0
 
 
-def test_overlapping_spans_count_once() -> None:
-    row = (Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1))
-    rank = summarize(step_of(row, (Span("F", 0, 0, 0, 10, 1),))).ranks[0]
-    assert rank.busy_ms == pytest.approx(8e-6)
-    assert rank.bubble_fraction == pytest.approx(0.2)
-
-
 def test_missing_ranks_do_not_enter_the_mean(write_run: Callable[..., Path]) -> None:
     folder = write_run(4, 1, 8)
     (folder / trace_file_name(1)).unlink()

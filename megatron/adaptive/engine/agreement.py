@@ -46,8 +46,8 @@ _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _LOST = (1 << 63) - 1
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Who tells of a loss may be the thread that ends this process.
-_TELL_S = 1.0
+# The thread that reports a loss may be the one that ends this process.
+_REPORT_S = 1.0
 
 
 class Agreement(Protocol):
@@ -69,7 +69,7 @@ class Agreement(Protocol):
         """Take note of what arrived in this step, here or on another member.
 
         Returns:
-            Whether the state may be told of that input now.
+            Whether the state may take that input now.
 
         Raises:
             DeadlineError: the leader took no report within the time limit.
@@ -81,7 +81,7 @@ class Agreement(Protocol):
 
         A leader (or a rank alone) gets ``None`` when nothing can start and must wait for an
         arrival. A follower blocks until the leader has decided; the input of the action it gets is
-        in its completion queue, but the state may not have been told.
+        in its completion queue, but the state may not have taken it.
 
         Raises:
             DeadlineError: the leader did not decide within ``timeout_s``.
@@ -101,22 +101,22 @@ class Alone:
     decides = True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
 
     def is_everywhere(self, item: Item) -> bool:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         return True
 
     def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         return policy.pick(state)
 
     def missing(self) -> str:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         return ""
 
     def close(self) -> None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
 
 
 class Leader:
@@ -159,12 +159,12 @@ class Leader:
             thread.start()
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         self._is_static = is_static
         self._seen.clear()
 
     def is_everywhere(self, item: Item) -> bool:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         if self._is_static:
             return True
         action = item.label.action
@@ -177,14 +177,14 @@ class Leader:
         return True
 
     def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         action = policy.pick(state)
         if action is not None and not self._is_static:
             self._decisions.publish(encode_action(action), timeout_s)
         return action
 
     def missing(self) -> str:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         lacking: dict[str, list[str]] = {}
         for action, seen in self._seen.items():
             if not seen & 1:
@@ -198,7 +198,7 @@ class Leader:
         )
 
     def close(self) -> None:
-        """See :class:`Agreement`. Followers still read what was published before.
+        """Implements :class:`Agreement`. Followers still read what was published before.
 
         Raises:
             DeadlineError: a follower did not close within 30 s.
@@ -262,24 +262,24 @@ class Follower:
 
     @property
     def decides(self) -> bool:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         return self._is_static
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         with self._lock:
             self._step = step
             self._is_static = is_static
             self._reported.clear()
 
     def is_everywhere(self, item: Item) -> bool:
-        """See :class:`Agreement`: reports what came before the step began."""
+        """Implements :class:`Agreement`: reports what came before the step began."""
         if not self._is_static:
             self._report(item.label)
         return True
 
     def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         if self._is_static:
             return policy.pick(state)
         word = self._decisions.next(timeout_s)
@@ -291,11 +291,11 @@ class Follower:
         return decode_action(word)
 
     def missing(self) -> str:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         return ""
 
     def close(self) -> None:
-        """See :class:`Agreement`."""
+        """Implements :class:`Agreement`."""
         with self._lock:
             self._is_closed = True
             if not self._has_ended:
@@ -307,7 +307,7 @@ class Follower:
         """Report what was put into the completion queue; runs in the thread that put it."""
         try:
             if isinstance(item, Exception):
-                self._tell_loss()
+                self._report_loss()
             else:
                 self._report(item.label)
                 return
@@ -329,14 +329,14 @@ class Follower:
                 self._has_ended = True
                 raise
 
-    def _tell_loss(self) -> None:
-        """Tell the leader that this rank cannot go on, if that is quickly done."""
-        if not self._lock.acquire(timeout=_TELL_S):
+    def _report_loss(self) -> None:
+        """Reports to the leader that this rank cannot go on, if that is quickly done."""
+        if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
             if not self._has_ended:
                 self._has_ended = True
-                self._reports.publish(_LOST, _TELL_S)
+                self._reports.publish(_LOST, _REPORT_S)
         finally:
             self._lock.release()
 

@@ -45,7 +45,7 @@ from megatron.adaptive.transport.liveness import here
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What connects a rank with the others; closed at the end of the run.
+    """Connects a rank with the others; closed at the end of the run.
 
     Attributes:
         executor: the engine.

@@ -115,7 +115,7 @@ class MemoryWriter:
         self._describe = describe
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """See :class:`Writer`."""
+        """Implements :class:`Writer`."""
         try:
             self._log.publish(value, timeout_s)
         except DeadlineError as error:
@@ -125,7 +125,7 @@ class MemoryWriter:
             raise
 
     def close(self) -> None:
-        """See :class:`Writer`."""
+        """Implements :class:`Writer`."""
         self.publish(_CLOSED, _CLOSE_S)
         self._log.close()
 
@@ -147,7 +147,7 @@ class MemoryReader:
         self._describe = describe
 
     def next(self, timeout_s: float) -> int | None:
-        """See :class:`Reader`."""
+        """Implements :class:`Reader`."""
         try:
             value = int(self._log.next(timeout_s))
         except DeadlineError as error:
@@ -158,11 +158,11 @@ class MemoryReader:
         return None if value == _CLOSED else value
 
     def give_up(self) -> None:
-        """See :class:`Reader`; whoever waits is woken."""
+        """Implements :class:`Reader`; whoever waits is woken."""
         self._log.abort(self._rank)
 
     def close(self) -> None:
-        """See :class:`Reader`."""
+        """Implements :class:`Reader`."""
 
 
 def _name_who_gave_up(log: Any, describe: Describe, error: TransportError) -> None:
@@ -193,7 +193,7 @@ class MessageWriter:
         self._sent: deque[list[tuple[int, Any, torch.Tensor]]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """See :class:`Writer`."""
+        """Implements :class:`Writer`."""
         message = torch.tensor([value], dtype=torch.int64)
         tag = self._count % _SLOTS
         self._count += 1
@@ -208,7 +208,7 @@ class MessageWriter:
             self._wait_for_oldest(timeout_s)
 
     def close(self) -> None:
-        """See :class:`Writer`."""
+        """Implements :class:`Writer`."""
         # One for each receive that a reader has posted, so that none stays behind in gloo.
         for _ in range(_SLOTS):
             self.publish(_CLOSED, _CLOSE_S)
@@ -248,7 +248,7 @@ class MessageReader:
             self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """See :class:`Reader`."""
+        """Implements :class:`Reader`."""
         value = self._take(timeout_s)
         if value == _CLOSED:
             return None
@@ -256,10 +256,10 @@ class MessageReader:
         return value
 
     def give_up(self) -> None:
-        """See :class:`Reader`. Messages cannot do that: their users end with the processes."""
+        """Implements :class:`Reader`, which messages cannot: users end with the processes."""
 
     def close(self) -> None:
-        """See :class:`Reader`."""
+        """Implements :class:`Reader`."""
         while self._posted:
             if self._take(_CLOSE_S) != _CLOSED:
                 self._post()
@@ -297,15 +297,15 @@ class MessageLinks:
         self.describe = describe
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """See :class:`Links`."""
+        """Implements :class:`Links`."""
         return MessageWriter(self._group, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """See :class:`Links`."""
+        """Implements :class:`Links`."""
         return MessageReader(self._group, writer, self.describe)
 
     def close(self) -> None:
-        """See :class:`Links`."""
+        """Implements :class:`Links`."""
 
 
 class MemoryLinks:
@@ -334,13 +334,13 @@ class MemoryLinks:
         self._place = Path(message[0])
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """See :class:`Links`; waits until the readers have their ends."""
+        """Implements :class:`Links`; waits until the readers have their ends."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
         self._module.send_fd(str(self._place / name), log.fd, len(readers), _SETUP_TIMEOUT_S)
         return MemoryWriter(log, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """See :class:`Links`; waits for the writer."""
+        """Implements :class:`Links`; waits for the writer."""
         fd = self._module.recv_fd(str(self._place / name), _SETUP_TIMEOUT_S)
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
@@ -349,7 +349,7 @@ class MemoryLinks:
         return MemoryReader(log, dist.get_rank(), writer, self.describe)
 
     def close(self) -> None:
-        """See :class:`Links`."""
+        """Implements :class:`Links`."""
         dist.barrier(group=self._group)
         if self._folder is not None:
             self._folder.cleanup()

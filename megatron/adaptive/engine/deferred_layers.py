@@ -66,12 +66,12 @@ class ParallelLinearCall:
     sequence_group: dist.ProcessGroup | None
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         output = torch.matmul(self._whole(given), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -86,7 +86,7 @@ class ParallelLinearCall:
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         gradient, given = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(given))
         if self.fuses:
             self._add_fused(given, gradient)
@@ -96,7 +96,7 @@ class ParallelLinearCall:
             yield self.bias, gradient.sum(dim=0)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         return 2.0 * gradient.numel() * self.weight.shape[1]
 
     def _whole(self, given: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class ParallelLinearCall:
 
 
 class _Deferring:
-    """What the deferring layers share: the store of their chunk, if there is one."""
+    """Holds the store of a deferring layer's chunk, if there is one."""
 
     weight_gradient_store: WeightGradientStore | None = None
 
@@ -158,7 +158,7 @@ class DeferringVocabParallelEmbedding(_Deferring, VocabParallelEmbedding):  # ty
     """``VocabParallelEmbedding`` that puts its weight gradient off while its store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """See ``VocabParallelEmbedding``: ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` parts."""
+        """Looks tokens up: ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` parts."""
         store = self.weight_gradient_store
         if store is None or not is_deferring(store, self.weight):
             plain: torch.Tensor = super().forward(input_)

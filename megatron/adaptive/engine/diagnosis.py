@@ -24,13 +24,13 @@ _LAST_S = 10.0
 
 
 class RunningDiagnosis:
-    """Tells once of each thing that slows the run.
+    """Reports each thing that slows the run, once.
 
     Args:
         folder: where the ranks write their traces.
         interval: iterations between two diagnoses, each of the iterations since the one before.
         start_iteration: iterations done before this process began; its first one is left out.
-        tell: takes the text of a finding.
+        report: takes the text of a finding.
         note: takes what is known of a rank that is slow to the end of what was looked at, each time
             it is: ``slow_rank``, its number; ``times``, diagnoses in a row that found it;
             ``factor`` and ``cost_fraction``, see ``Finding``; ``pace_ns`` of all ranks, see
@@ -42,14 +42,14 @@ class RunningDiagnosis:
         folder: str,
         interval: int,
         start_iteration: int,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         note: Callable[..., None] | None = None,
     ) -> None:
         self._interval = interval
         self._next = start_iteration + 2
-        self._tell = tell
+        self._report = report
         self._note = note
-        self._told: set[tuple[object, ...]] = set()
+        self._reported: set[tuple[object, ...]] = set()
         self._slow: dict[int, int] = {}
         self._answers = b""
         self._waiting = False
@@ -68,7 +68,7 @@ class RunningDiagnosis:
             os.set_blocking(pipe.fileno(), False)
 
     def after_iteration(self, iteration: int) -> None:
-        """Ask where it is time to, and tell what was answered. Takes microseconds."""
+        """Ask where it is time to, and report what was answered. Takes microseconds."""
         if self._process is None:
             return
         if self._waiting:
@@ -77,7 +77,7 @@ class RunningDiagnosis:
             self._ask(iteration)
 
     def close(self) -> None:
-        """Tell what is still found of the last question; idempotent. Blocks for 10 s at most."""
+        """Report what is still found of the last question; idempotent. Blocks for 10 s at most."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -130,9 +130,9 @@ class RunningDiagnosis:
             answer = json.loads(line)
             for finding in answer.get("findings", ()):
                 key = tuple(finding["key"])
-                if key not in self._told:
-                    self._told.add(key)
-                    self._tell(f"warning: {finding['text']}")
+                if key not in self._reported:
+                    self._reported.add(key)
+                    self._report(f"warning: {finding['text']}")
             self._note_slow(answer)
 
     def _note_slow(self, answer: Mapping[str, Any]) -> None:

@@ -528,16 +528,16 @@ class StepLog(StepObserver):
         self._by_group = False  # a member's word ended it
 
     def now_ns(self) -> int:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         given_ns = item.arrived_ns
         return given_ns or time.monotonic_ns(), is_awaited or given_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         if self._since_ns:
             return
         self._since_ns = now_ns
@@ -548,13 +548,13 @@ class StepLog(StepObserver):
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
@@ -566,11 +566,11 @@ class StepLog(StepObserver):
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, given: ActionInput) -> None:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         now_ns, peer, arrived_ns = self.now_ns(), given.peer, given.arrived_ns
         kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
         if self._since_ns:
@@ -593,7 +593,7 @@ class StepLog(StepObserver):
             )
 
     def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         kind, end_ns = _TRACE_NUMBER[of.kind], self.now_ns()
         self._rows.append(
             (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
@@ -605,7 +605,7 @@ class StepLog(StepObserver):
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[Row]:
-        """See :class:`StepObserver`."""
+        """Implements :class:`StepObserver`."""
         words = reasons_of(self._policy, codes, self._num_chunks)
         for one, span, word in zip(launched, times, words, strict=True):
             action = one.action

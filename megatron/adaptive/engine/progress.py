@@ -1,7 +1,7 @@
-"""How far a run is, for programs that look on: ``progress.jsonl`` in the run's folder.
+"""Writes how far a run is, for programs that look on: ``progress.jsonl`` in its folder.
 
 One rank appends a line of JSON per iteration, two a second at most, and of every iteration that the
-log tells of::
+log reports::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 COMPLETE = "all iterations are done"
-"""Why a training ends that did all that it was to do."""
+"""Reason of a training's end that did all that it was to do."""
 
 PERIOD_S = 0.5
 _OVER = "over"
@@ -82,7 +82,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 
 
 class ProgressFile:
-    """Appends to the file of a run; a failure is told once and costs lines, not the job.
+    """Appends to the file of a run; a failure is reported once and costs lines, not the job.
 
     Args:
         folder: of the traces; made if it is missing. ``None`` to write nothing.
@@ -91,7 +91,7 @@ class ProgressFile:
     def __init__(self, folder: str | None) -> None:
         self._path = Path(folder or "") / PROGRESS_NAME
         self._due_s = 0.0
-        self._untold: Mapping[str, Value] | None = None
+        self._pending: Mapping[str, Value] | None = None
         self._file: int | None = None
         self._is_failing = self._is_torn = False
         if folder is None:
@@ -116,7 +116,7 @@ class ProgressFile:
         )
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
-        """Tell of an iteration, unless another was told of just now.
+        """Report an iteration, unless another was reported just now.
 
         Args:
             iteration: its number.
@@ -124,32 +124,32 @@ class ProgressFile:
             is_logged: whether the log has a line about it.
         """
         now_s = time.monotonic()
-        self._untold = {"iteration": iteration, **values}
+        self._pending = {"iteration": iteration, **values}
         if is_logged or now_s >= self._due_s:
             self._due_s = now_s + PERIOD_S
-            self._tell()
+            self._flush()
 
-    def tell(self, values: Mapping[str, Value]) -> None:
-        """Tell something besides iterations, such as of a checkpoint."""
-        self._tell()
+    def report(self, values: Mapping[str, Value]) -> None:
+        """Report something besides iterations, such as a checkpoint."""
+        self._flush()
         self._write(values)
 
     def ended(self, reason: str) -> None:
-        """Tell why the training ended."""
-        self._tell()
+        """Report why the training ended."""
+        self._flush()
         self._write({"ended": reason})
 
     def close(self) -> None:
-        """Tell of the last iteration and close the file; idempotent."""
-        self._tell()
+        """Report the last iteration and close the file; idempotent."""
+        self._flush()
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
-    def _tell(self) -> None:
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            self._write(untold)
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._write(pending)
 
     def _write(self, values: Mapping[str, Value]) -> None:
         if self._file is None:

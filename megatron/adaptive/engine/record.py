@@ -42,9 +42,9 @@ Codes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """What two runs must share for one to take the other's orders.
+    """Describes what two runs must share for one to take the other's orders.
 
-    Microbatches are not among it: they may grow from step to step, and an order tells their number.
+    Microbatches are not among it: they may grow from step to step, and an order gives their number.
 
     Attributes:
         ranks: pipeline-parallel ranks.
@@ -245,7 +245,7 @@ class Recording:
             self._record.drop_after(after_step)
 
     def append(self, step: int, codes: Iterable[int]) -> None:
-        """Keep the order of a training step, as ``Executor.last_codes`` tells it."""
+        """Keep the order of a training step, as ``Executor.last_codes`` gives it."""
         if self._pp_rank is not None:
             self._pending[step] = tuple(codes)
 

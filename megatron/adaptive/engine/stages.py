@@ -210,11 +210,11 @@ class MegatronStages:
             store.active = True
 
     def activation_bytes(self, chunk: int) -> int:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._meter.bytes_of(chunk)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         if received is not None and not self._forward_only:
             received.requires_grad_()
         model = self._chunks[chunk]
@@ -243,7 +243,7 @@ class MegatronStages:
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`.
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
         Only the graph of an output is needed from here on. Its storage lives as long as the
         transport holds it.
@@ -255,7 +255,7 @@ class MegatronStages:
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         received = self._inputs.pop((chunk, microbatch))
         output = self._outputs.pop((chunk, microbatch))
         if self._stores is not None:

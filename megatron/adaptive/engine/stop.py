@@ -48,7 +48,7 @@ class StopRequest:
         self._old: dict[int, _Handler] = {
             number: signal.signal(number, self._on_signal) for number in _SIGNALS
         }
-        # A launcher may have kept a signal back until somebody heeds it.
+        # A launcher may have kept a signal back until somebody handles it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def __enter__(self) -> StopRequest:
@@ -69,7 +69,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """What all ranks agreed on, such as ``signal SIGTERM``; ``None`` before they did."""
+        """Reason that all ranks agreed on, such as ``signal SIGTERM``; ``None`` before they did."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:

@@ -63,25 +63,25 @@ class LinearCall:
     bias: torch.nn.Parameter | None
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         return F.linear(given, self.weight, self.bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(self.weight)
         return rows.view(*gradient.shape[:-1], -1)
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         yield self.weight, gradient.t().mm(given.reshape(-1, given.shape[-1]))
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         return 2.0 * gradient.numel() * self.weight.shape[1]
 
 
@@ -102,7 +102,7 @@ class EmbeddingCall:
     by_index: bool = False
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         return self.weight[given] if self.by_index else F.embedding(given, self.weight)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class EmbeddingCall:
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((given,), gradient, accumulate=True)
@@ -129,7 +129,7 @@ class EmbeddingCall:
             )
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """See :class:`LayerCall`."""
+        """Implements :class:`LayerCall`."""
         return float(_FLOPS_PER_ELEMENT) * (gradient.numel() + self.weight.numel())
 
 
@@ -184,7 +184,7 @@ class _Unit:
 
 
 class _Backlog:
-    """What one microbatch has left to do, in the order of its backward."""
+    """Holds what one microbatch has left to do, in the order of its backward."""
 
     __slots__ = ("counts", "microbatch", "next_piece", "units")
 

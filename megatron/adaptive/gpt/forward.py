@@ -202,7 +202,7 @@ class DropoutKeys:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
         # Between ranks that split the sequence, megatron-core runs layers on a generator for split
-        # tensors; in a recomputation only the lane still tells that.
+        # tensors; in a recomputation only the lane still says that.
         self._seed(
             key >> _TIME_SHIFT << _TIME_SHIFT | layer.layer_number << _LANE_BITS,
             lane=key % (1 << _LANE_BITS),

@@ -61,7 +61,7 @@ class KeyedInit:
     """Draws initial weights from the seed and the weight's place in the model, and nothing else.
 
     A model then starts from the same weights however it is cut over ranks. Used where
-    megatron-core builds whole matrices on the CPU and hands each rank its part; weights are told
+    megatron-core builds whole matrices on the CPU and hands each rank its part; weights are known
     apart by their layer (or "outside" of all layers) and by their order in it.
 
     Args:
@@ -108,7 +108,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
-    """A transformer layer that tells :class:`KeyedInit` which layer it is while it is built."""
+    """Names itself to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
 
 def embedding_ranks(placement: Placement) -> Callable[[list[int]], list[int]]:
-    """Return the function that tells megatron-core the embedding group of a pipeline.
+    """Return the function that gives megatron-core the embedding group of a pipeline.
 
     It takes the global ranks of a pipeline and returns those that hold the first or last stage.
     """

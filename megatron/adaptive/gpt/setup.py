@@ -343,7 +343,7 @@ def connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Tell megatron-core's configuration how gradients are scaled, held back and reduced."""
+    """Set in megatron-core's configuration how gradients are scaled, held back and reduced."""
     parallel, timing = config.parallel, config.logging
     if timing.timing_log_level:
         core.timers = Timers(timing.timing_log_level, timing.timing_log_option)

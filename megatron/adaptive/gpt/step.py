@@ -18,7 +18,7 @@ from megatron.adaptive.gpt.setup import Run
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a training step tells.
+    """Results of a training step.
 
     Attributes:
         losses: mean losses by name, on ranks of the last stage; empty elsewhere.
@@ -221,7 +221,7 @@ def params_norm(run: Run) -> float:
 
 
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""What torch says on a CPU, in an error of no class of its own."""
+"""Text of torch's error on a CPU, which has no class of its own."""
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:

@@ -35,7 +35,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a user wants the model cut.
+    """Says how a user wants the model cut.
 
     Attributes:
         groups: names of shared weights.
@@ -52,7 +52,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What a rank needs of the model.
+    """Holds what a rank needs of the model.
 
     Attributes:
         cut_points: names of all cut points.
@@ -101,7 +101,7 @@ def assemble(
     tape = forwards.training
     check_stages(tape.num_segments, placement.num_stages)
     check_shared(tape, cut.groups)
-    # Times differ from rank to rank: one tells all.
+    # Times differ from rank to rank: one decides.
     answer = None
     if mesh.rank == 0:
         needs = not (cut.partition or cut.weights)

@@ -13,7 +13,7 @@ __all__ = ["BatchShape", "samples_in", "stretched"]
 
 
 class BatchShape:
-    """What every batch must look like, taken from a sample.
+    """Describes what every batch must look like, taken from a sample.
 
     Args:
         sample: a batch of at least one microbatch.

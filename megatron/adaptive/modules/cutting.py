@@ -122,7 +122,7 @@ _MOST_REPEATED = 64
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """What one stage does.
+    """Lists what one stage does.
 
     Attributes:
         calls: numbers of its calls, in order.

@@ -7,7 +7,7 @@
     ── asked to stop: checkpoint, and the program ends with status 0; what follows runs at the end
 
 It owns the signals and the progress file while the pipeline is open. When to stop, how
-checkpoints appear and what is told of them is as with the trainer: ``engine.stop``,
+checkpoints appear and what is reported of them is as with the trainer: ``engine.stop``,
 ``checkpoint.folder``, ``engine.progress``.
 """
 
@@ -49,7 +49,7 @@ _BATCH = "loop_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """What a user gave; see :meth:`Pipeline.loop`.
+    """Holds a user's settings; see :meth:`Pipeline.loop`.
 
     Attributes:
         total_steps: of the whole training.
@@ -63,7 +63,7 @@ class LoopSettings:
         batch_size: samples of a step over all replicas.
 
     Raises:
-        ConfigError: a number is none.
+        ConfigError: a setting is not a valid whole number.
     """
 
     total_steps: int
@@ -132,7 +132,7 @@ class Loop:
         self._stop = StopRequest()
         self._progress.begins(pipeline.steps, settings.total_steps)
         if self._loaded_s is not None:
-            self._progress.tell({"loaded_s": self._loaded_s})
+            self._progress.report({"loaded_s": self._loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
         self._snapshots = self._make_snapshots()
         self._diagnosis = self._make_diagnosis()
@@ -234,12 +234,12 @@ class Loop:
             state,
             self._mesh,
             SnapshotSettings.read(settings),
-            lambda text: self._progress.tell({"copies": text}),
+            lambda text: self._progress.report({"copies": text}),
             self._say,
         )
 
     def _make_diagnosis(self) -> RunningDiagnosis | None:
-        """What diagnoses the steps from their traces, on the first rank."""
+        """Returns what diagnoses the steps from their traces, on the first rank."""
         folder, interval = self._pipeline._trace_dir, self._settings.diagnose_interval
         done = self._pipeline.steps
         if folder is None or not self._is_first or not interval:
@@ -247,7 +247,7 @@ class Loop:
         if self._settings.total_steps - done <= interval:
             return None
         return RunningDiagnosis(
-            folder, interval, done, self._say, lambda **told: self._progress.tell(told)
+            folder, interval, done, self._say, lambda **values: self._progress.report(values)
         )
 
     def _end_diagnosis(self) -> None:
@@ -300,24 +300,24 @@ class Loop:
             )
         done = pipeline.steps
         self._snapshots.settle(done)
-        told = {
+        values = {
             "loss": pipeline.loss,
             "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
             "consumed_samples": done * settings.batch_size,
             "grad_norm": pipeline.grad_norm,
         }
-        self._progress.iteration(done, told, is_logged=False)
+        self._progress.iteration(done, values, is_logged=False)
         if self._diagnosis is not None:
             self._diagnosis.after_iteration(done)
         self._snapshots.take(done)
         if self._saves_behind:
-            self._tell_completed()
+            self._report_completed()
         interval = settings.save_interval
         if self._folder is not None and interval is not None and done % interval == 0:
             self._save(is_behind=self._saves_behind and done < settings.total_steps)
 
     def _finish(self, reason: str) -> None:
-        """End the steps: save if that is left to do, and tell why. Collective."""
+        """End the steps: save if that is left to do, and report why. Collective."""
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
@@ -325,7 +325,7 @@ class Loop:
         if self._saves_behind:
             try:
                 self._pipeline._checkpointer.saver.drain()
-                self._tell_completed()
+                self._report_completed()
             except CheckpointError as error:
                 self._say(f"warning: {error}")
                 self._saved_at = -1
@@ -347,15 +347,15 @@ class Loop:
         )
         self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s
         if path is not None:
-            self._tell_saved(self._saved_at, path, is_behind=False)
+            self._report_saved(self._saved_at, path, is_behind=False)
 
-    def _tell_completed(self) -> None:
-        """Tell of a checkpoint that was completed behind training since."""
+    def _report_completed(self) -> None:
+        """Report a checkpoint that was completed behind training since."""
         if (found := self._pipeline._checkpointer.saver.completed()) is not None:
-            self._tell_saved(*found, is_behind=True)
+            self._report_saved(*found, is_behind=True)
 
-    def _tell_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
-        self._progress.tell({"saved": step, "seconds": self._waited_s})
+    def _report_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
+        self._progress.report({"saved": step, "seconds": self._waited_s})
         self._say(saved_line(step, path, self._waited_s, is_behind=is_behind))
 
     def _say(self, text: str) -> None:

@@ -27,7 +27,7 @@ _JOBS = "megatron-adaptive-jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
-    """Where this process stands in its pipeline.
+    """Places this process in its pipeline.
 
     Attributes:
         pipeline_size, pp_rank: stages' ranks of a replica, and which of them this is.
@@ -71,7 +71,7 @@ class Mesh(Job):
 
 @functools.cache
 def _store_of_process(timeout: datetime.timedelta) -> Any:
-    """What ranks meet in, for all jobs that the process begins: rank 0 may serve it."""
+    """Returns the store that ranks meet in, for all jobs of the process; rank 0 may serve it."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return store
 

@@ -231,7 +231,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
         return self._mesh.accelerator.device
 
     @property
@@ -251,7 +251,7 @@ class Pipeline:
 
     @property
     def replica(self) -> int:
-        """Which of them this process belongs to, from 0 on."""
+        """Pipeline that this process belongs to, from 0 on."""
         return self._mesh.dp_rank
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -271,7 +271,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before the backward; 1 except in fp16."""
+        """Factor of the loss before the backward; 1 except in fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -405,7 +405,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a checkpoint of now says besides what it holds."""
+        """Returns what a checkpoint of now says besides what it holds."""
         return dict(self._checkpointer.head(self._step, self._random.seed, extra))
 
     def load(
@@ -422,7 +422,7 @@ class Pipeline:
             folder: as given to ``save``.
             step: which one; the newest where ``None``.
             optimizer: load its state as well.
-            state: objects that were saved with it, by name; each is told its state.
+            state: objects that were saved with it, by name; each gets its state.
 
         Returns:
             The ``extra`` that was saved.
@@ -431,9 +431,9 @@ class Pipeline:
             CheckpointError: there is none, it is broken, or of another model or optimizer.
             ConfigError: it has the state of an optimizer, and none is set.
         """
-        told = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
-        self._step, self._random.seed = told["step"], told["seed"]
-        extra: dict[str, Any] = told["extra"]
+        found = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
+        self._step, self._random.seed = found["step"], found["seed"]
+        extra: dict[str, Any] = found["extra"]
         return extra
 
     def loop(

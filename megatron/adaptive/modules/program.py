@@ -299,7 +299,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(slots=True)
 class _Pending:
-    """What a forward leaves for its backward."""
+    """Holds what a forward leaves for its backward."""
 
     leaves: list[torch.Tensor]
     edges: list[GradientEdge]
@@ -355,7 +355,7 @@ class ProgramStages:
             store.active = True
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         program = self._programs[chunk]
         given = [] if received is None else program.forward_layout.unpack(received)
         if self._forward_only:
@@ -384,20 +384,20 @@ class ProgramStages:
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
 
     def activation_bytes(self, chunk: int) -> int:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._meter.bytes_of(chunk)
 
     def retained_bytes(self, chunk: int) -> int:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         pending = self._pending.pop((chunk, microbatch))
         if self._stores is None:
             return self._backward(chunk, pending, gradient)
@@ -420,7 +420,7 @@ class ProgramStages:
         return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """See :class:`~megatron.adaptive.engine.executor.Stages`."""
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         if self._stores is None:
             raise ScheduleError(
                 f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
@@ -524,13 +524,13 @@ class _Product:
     dtype: torch.dtype | None
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         weight = self.weight.t() if self.turned else self.weight
         with torch.autocast(given.device.type, enabled=False):
             return F.linear(self._cast(given), self._cast(weight), self._cast_bias())
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -538,7 +538,7 @@ class _Product:
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         given = self._cast(given).reshape(-1, given.shape[-1])
         product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
@@ -547,7 +547,7 @@ class _Product:
             yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """See :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         width = gradient.shape[-1]
         return 2.0 * gradient.numel() / width * self.weight.numel()
 

@@ -120,7 +120,7 @@ class Value:
         name: of an input, a parameter or a buffer.
         tensor: a constant.
         made_by: number of the call, -1 for a source.
-        storage: tells which values share memory.
+        storage: equal for values that share memory.
         varies: depends on an input, a parameter or a random number.
     """
 
@@ -226,7 +226,7 @@ def fill(template: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(template)
 
 
-# Functions that tell Python what is in a tensor.
+# Functions that give Python what is in a tensor.
 _READING = frozenset(
     ("item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__ "
      "equal allclose is_nonzero").split()
@@ -254,7 +254,7 @@ def record(
         model: whose parameters and buffers are used.
         inputs: the tensors that vary from microbatch to microbatch.
         run: runs the forward on ``inputs`` and returns the loss.
-        marks: tells which modules are cut points.
+        marks: says which modules are cut points.
         freeze: take what the forward reads from tensors as fixed.
 
     Raises:
@@ -575,7 +575,7 @@ Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """How a model makes a loss of a microbatch.
+    """Makes a loss of a microbatch.
 
     Attributes:
         model: the model.
@@ -604,7 +604,7 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is."""
+        """Device of the model's first parameter."""
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 

@@ -54,7 +54,7 @@ _SPLITTING_RULES = ("adaptive", "hinted")
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a user gave of the shape.
+    """Holds what a user gave of the shape.
 
     Attributes:
         pipeline_size: processes of a pipeline; ``auto``, or ``None`` without a microbatch, leaves
@@ -80,7 +80,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What the planner chose, and why.
+    """Holds the planner's choice, and its reasons.
 
     Attributes:
         best: what is used; its ``pipeline_size``, ``replicas``, ``micro_batch_size``,
@@ -337,14 +337,14 @@ class JobEnded(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where a pipeline's process stands, and what was settled of its shape.
+    """Places a process in its job, with what was settled of the shape.
 
     Attributes:
         mesh: the job.
         cut: how the model is cut.
         wanted: sizes, none of them open.
         plan: the choice, where one was made here.
-        order: what the job told, ``None`` where nothing changes its shape.
+        order: of the job, ``None`` where nothing changes its shape.
     """
 
     mesh: Mesh
@@ -397,7 +397,7 @@ def _settle(
     wanted: Wanted,
     memory_limit_bytes: float | None,
 ) -> tuple[Cut, Wanted, Chosen | None]:
-    """Return sizes and partition as given, chosen here or told by the job."""
+    """Return sizes and partition as given, chosen here or ordered by the job."""
     if order is not None:
         _require_world(order)
         sizes = (order.pipeline_size, order.micro_batch_size, order.partition)
@@ -526,8 +526,8 @@ def _signature(
     wanted: Wanted,
     memory_limit_bytes: float | None,
 ) -> str:
-    """What tells this model, and what is wanted of it, from another one."""
-    told: dict[str, Any] = {
+    """Returns a digest of this model and of what is wanted of it."""
+    content: dict[str, Any] = {
         "model": type(forward.model).__qualname__,
         "parameters": [
             [name, list(one.shape), str(one.dtype)]
@@ -542,7 +542,7 @@ def _signature(
         "memory": memory_limit_bytes,
         "autocast": str(forward.autocast),
     }
-    text = json.dumps(told, default=list, sort_keys=True)
+    text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -162,13 +162,13 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with."""
+        """Factor of the loss."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def set_optimizer(
         self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
     ) -> None:
-        """See :meth:`~megatron.adaptive.modules.pipeline.Pipeline.set_optimizer`."""
+        """Takes the optimizer; see ``Pipeline.set_optimizer``."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
         if self.scaler is not None:
@@ -220,13 +220,13 @@ class Update:
             with_norm: compute the norm; 0 without.
         """
         device = self._mesh.accelerator.device
-        told = torch.zeros(2, dtype=torch.float64, device=device)
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
         if losses:
-            told[0] = torch.stack([one.double() for one in losses]).sum() / count
+            totals[0] = torch.stack([one.double() for one in losses]).sum() / count
         if with_norm:
-            told[1] = squared_norm(_gradients(self._counted), device)
-        dist.all_reduce(told)
-        loss, square = (told / self._mesh.dp_size).tolist()
+            totals[1] = squared_norm(_gradients(self._counted), device)
+        dist.all_reduce(totals)
+        loss, square = (totals / self._mesh.dp_size).tolist()
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
 
     def apply(self, norm: float) -> bool:

@@ -260,7 +260,7 @@ class StepTrace:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Where the executor puts its spans."""
+        """Recorder that the executor puts its spans into."""
         return self._tracing.recorder
 
     def watch(self, executor: Executor) -> None:
@@ -326,7 +326,7 @@ class _Timed:
 
     Args:
         iterator: gives a microbatch at a time.
-        was_read: told of each its number, start and end.
+        was_read: called with the number, start and end of each.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:

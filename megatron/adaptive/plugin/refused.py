@@ -1,4 +1,4 @@
-"""What the engine does not run of a user's Megatron-LM, refused by name before the first step.
+"""Refuses by name, before the first step, what the engine does not run of Megatron-LM.
 
 megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of it
 that the engine leaves out, or a model that relies on the order of that loop.

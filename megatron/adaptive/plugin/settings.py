@@ -1,4 +1,4 @@
-"""What a user can set of the plugin, in code or on Megatron-LM's command line.
+"""Settings of the plugin, in code or on Megatron-LM's command line.
 
 Imports neither torch nor megatron-core: flags are added before either is needed.
 """
@@ -27,7 +27,7 @@ _REFUSED = {
     "zb-v": _LOOP,
 }
 CHOICES = ("megatron", *(name for name in policy_names() if name not in _REFUSED))
-"""What ``schedule`` may be."""
+"""Values of ``schedule``."""
 
 _FIELD_OF = {
     "pipeline_schedule": "schedule",

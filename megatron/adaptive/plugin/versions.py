@@ -64,7 +64,7 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
         has_groups: whether it has ``ProcessGroupCollection``.
     """
     if not has_groups:
-        return "it has no ProcessGroupCollection, by which schedules are told their groups"
+        return "it has no ProcessGroupCollection, by which schedules get their groups"
     for name, (positional, keywords) in _CALLS.items():
         function = functions[name]
         if function is None:

@@ -34,7 +34,6 @@ __all__ = [
     "make_schedule",
     "placement_for",
     "policy_names",
-    "rule_names",
     "schedule_names",
     "splits_backward",
 ]
@@ -106,11 +105,6 @@ _BEST_IN_A_V = ("adaptive", "hinted")
 def schedule_names() -> tuple[str, ...]:
     """The static schedules, sorted."""
     return tuple(sorted(_STATIC))
-
-
-def rule_names() -> tuple[str, ...]:
-    """The rules that choose at run time, sorted."""
-    return tuple(sorted(_RULES))
 
 
 def policy_names() -> tuple[str, ...]:

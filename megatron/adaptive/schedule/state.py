@@ -164,12 +164,6 @@ class RankState:
         return self.numbers[machine.FINISHED]
 
     @property
-    def last_kind(self) -> ActionKind | None:
-        """The kind of the action started last, None before the first."""
-        kind = self.numbers[machine.LAST_STARTED]
-        return None if kind < 0 else _KINDS[kind]
-
-    @property
     def done(self) -> bool:
         """True once every action of the step is finished."""
         return self.numbers[machine.FINISHED] == self.numbers[machine.TOTAL]
@@ -188,16 +182,6 @@ class RankState:
     def peak_in_flight(self) -> float:
         """The most activations held so far."""
         return self.numbers[machine.PEAK] / MEMORY_SCALE
-
-    def next_microbatch(self, kind: ActionKind, chunk: int) -> int:
-        """The microbatch that chunk's next action of that kind works on; all started: their number.
-
-        Raises:
-            ScheduleError: a kind that this step does not have, or no such chunk.
-        """
-        self._check_lane(kind, chunk)
-        count = lane_count(self.numbers, _NUMBER[kind], chunk)
-        return count // self.weight_pieces if kind is ActionKind.W else count
 
     def is_ready(self, action: Action) -> bool:
         """True if the action may start now: its input is here and it is next on its stage.

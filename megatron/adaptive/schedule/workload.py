@@ -195,11 +195,6 @@ class Workload:
     occupancy_ps: Any
     window_ps: Any
 
-    @property
-    def total_ps(self) -> Any:
-        """``[stages] int64``: all work of each stage."""
-        return self.durations_ps.sum(axis=(0, 2))
-
 
 def draw(
     placement: Placement,

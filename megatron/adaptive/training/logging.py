@@ -260,7 +260,7 @@ class TrainingLog:
 
     def report(self, **values: float | str | list[float]) -> None:
         """Reports to ``progress.jsonl``, not to the user."""
-        self._progress.tell(values)
+        self._progress.report(values)
 
     def message(self, text: str) -> None:
         """Prints a text at once, above the progress bar."""

@@ -243,7 +243,7 @@ def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
     assert bins.unit_ns == unit
     assert bins.rows[0] == (
         Bin(0, 1, row[0], None),  # half of it is covered, most by the first
-        Bin(1, 2, None, ""),  # of no cause: a trace of version 1
+        Bin(1, 2, None, ""),  # of no cause that is known
         Bin(2, 599, None, None),
         Bin(599, 600, row[3], None),
     )
