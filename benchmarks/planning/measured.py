@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.planning.published.amp import SETS, read_amp  # noqa: E402
 from benchmarks.planning.published.sailor import read_sailor  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
-from megatron.adaptive.planner.validate import Comparison, MeasuredRun, compare  # noqa: E402
+from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, compare  # noqa: E402
 
 _SETS: dict[str, tuple[str, Callable[[Path], list[MeasuredRun]]]] = {
     **{f"amp {name}": (f"measured_{name}.csv", partial(read_amp, name=name)) for name in SETS},

@@ -27,7 +27,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.planning.watch import Watch  # noqa: E402
-from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers  # noqa: E402
+from megatron.adaptive.planner.calibrate import (  # noqa: E402
+    TracedRun,
+    calibrate,
+    rank_correlation,
+    stage_layers,
+)
 from megatron.adaptive.planner.cluster import (  # noqa: E402
     Cluster,
     LinkSpeed,
@@ -38,7 +43,6 @@ from megatron.adaptive.planner.cost import predict  # noqa: E402
 from megatron.adaptive.planner.model import LayerKind, Model, Precision  # noqa: E402
 from megatron.adaptive.planner.plan import Plan, place_ranks  # noqa: E402
 from megatron.adaptive.planner.profile import Profile  # noqa: E402
-from megatron.adaptive.planner.validate import rank_correlation  # noqa: E402
 from megatron.adaptive.trace.event import KINDS  # noqa: E402
 from megatron.adaptive.trace.figures import run_figures  # noqa: E402
 from megatron.adaptive.trace.read import RunTrace, read_run  # noqa: E402

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.adaptive.schedule.machine import B, F
-from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.reasons import reasons_of
+from megatron.adaptive.schedule.policy import Policy, reasons_of
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.event import COLUMNS
 from megatron.adaptive.trace.table import KIND, REASON, Ints

@@ -11,7 +11,7 @@ from benchmarks.planning.measured import read_sets
 from benchmarks.planning.published.amp import read_amp
 from benchmarks.planning.published.sailor import read_sailor
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.validate import compare, rank_correlation
+from megatron.adaptive.planner.calibrate import compare, rank_correlation
 
 from .published import GPT_S, WIDE_S, sailor_plan, write_amp, write_sailor
 

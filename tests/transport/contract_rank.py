@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.completions import Arrival, Completions
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
-from megatron.adaptive.transport.exchange import StoreGather
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.interface import Transport

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
+from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.completions import (
@@ -24,14 +25,13 @@ from megatron.adaptive.transport.completions import (
     Completions,
     HeldArrival,
 )
-from megatron.adaptive.transport.composite import CompositeTransport
 from megatron.adaptive.transport.connect import (
+    CompositeTransport,
     Payloads,
     connect_ranks,
     network_address,
     own_endpoint,
 )
-from megatron.adaptive.transport.exchange import StoreGather
 from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.interface import DirectChannel, Transport
 

@@ -31,11 +31,11 @@ from typing import Any
 
 from benchmarks.planning.published.deepspeed import DEEPSPEED
 from benchmarks.planning.published.files import read_csv, read_json
+from megatron.adaptive.planner.calibrate import MeasuredRun
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
-from megatron.adaptive.planner.validate import MeasuredRun
 
 __all__ = ["SETS", "read_amp"]
 

@@ -26,11 +26,17 @@ from megatron.adaptive.cli.plan_inputs import (
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import TracedRun, stage_layers
+from megatron.adaptive.planner.calibrate import (
+    ComparedRun,
+    Comparison,
+    MeasuredRun,
+    TracedRun,
+    compare,
+    stage_layers,
+)
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
-from megatron.adaptive.planner.validate import ComparedRun, Comparison, MeasuredRun, compare
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import trace_files

@@ -18,8 +18,8 @@ from megatron.adaptive.config import check
 from megatron.adaptive.config.check_training import check_output_folders
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.expand import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig, groups

@@ -29,8 +29,7 @@ from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.reasons import reasons_of
+from megatron.adaptive.schedule.policy import Follow, Policy, reasons_of
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder

@@ -10,6 +10,7 @@ steps whatever fails. On each pair and transport::
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,21 +22,15 @@ from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.errors import SetupError, TransportError
-from megatron.adaptive.profiling.links import (
-    NO_STEP,
-    connect,
-    measure_link,
-    own_end,
-    receive,
-)
+from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
+from megatron.adaptive.profiling.links import NO_STEP, connect, measure_link, own_end, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.exchange import StoreGather
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
 from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.select import Choice, choose, why_not
 
-__all__ = ["ChannelSpeed", "TransportCheck"]
+__all__ = ["ChannelSpeed", "StoreGather", "TransportCheck"]
+
 
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
@@ -245,3 +240,45 @@ def _rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
             f"rank {environment.rank} cannot meet the others at {environment.master_addr}:"
             f"{environment.master_port} ({reason}): is rank 0 started, and the port open?"
         ) from error
+
+
+class StoreGather:
+    """Returns to every rank what each of them passed; works before there is any process group.
+
+    Values are what JSON can hold: nothing that comes from another process is executed.
+
+    Args:
+        store: shared by the ranks, empty below ``prefix``.
+        rank: this rank.
+        world_size: number of ranks.
+        prefix: tells this exchange from others in the same store.
+        timeout_s: limit of a wait for the other ranks.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, prefix: str, timeout_s: float = 300.0
+    ) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._count = 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank. Collective.
+
+        Raises:
+            DeadlineError: a rank did not come in time.
+        """
+        count, self._count = self._count, self._count + 1
+        self._store.set(f"{count}/{self._rank}", json.dumps(value))
+        keys = [f"{count}/{rank}" for rank in range(self._world_size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise DeadlineError(
+                f"ranks {missing} did not come to exchange {count} of the transports within "
+                f"{self._timeout_s:g} s; are they alive and do they reach the store?"
+            ) from error
+        return [json.loads(self._store.get(key)) for key in keys]

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import machine, rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.compiled import Rule, is_known
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["Follow", "Policy", "RulePolicy", "codes_of", "rule_of"]
+__all__ = ["Follow", "Policy", "RulePolicy", "codes_of", "reasons_of", "rule_of"]
+
 
 _NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
 
@@ -159,3 +160,48 @@ def rule_of(
         else:
             return None
     return (found.pop(), tuple(hints)) if len(found) == 1 else None
+
+
+_BY_KIND: dict[Rule, tuple[str, str, str]] = {
+    rules.ready_first: ("turn", "deepest", "filler"),
+    rules.depth_first: ("deepest", "deepest", "filler"),
+    rules.breadth_first: ("broadest", "deepest", "filler"),
+    rules.follow: ("order", "order", "order"),
+}
+"""Words for F, B and W of the rules whose choice says it by its kind."""
+
+
+def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
+    """Return a word for each action of a rank's step, empty where the policy gives none.
+
+    Args:
+        policy: what picked them.
+        codes: the actions in the order they started, ``kind * num_chunks + chunk``.
+        num_chunks: chunks of the rank.
+    """
+    if isinstance(policy, Follow):
+        return ["order"] * len(codes)
+    if not isinstance(policy, RulePolicy):
+        return [""] * len(codes)
+    if policy.rule is rules.hinted:
+        return _hinted(policy.hint, codes, num_chunks)
+    words = _BY_KIND.get(policy.rule, ("", "", ""))
+    return [words[code // num_chunks] for code in codes]
+
+
+def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
+    """Go along the hint, which lists ``code + 3 * num_chunks * index``, beside what was done."""
+    lanes = 3 * num_chunks
+    started = [0] * lanes
+    head = 0
+    words = []
+    for code in codes:
+        due = hint[head] if head < len(hint) else -1
+        if code + lanes * started[code] == due:
+            words.append("hint")
+        else:
+            words.append("filler" if code // num_chunks == machine.W else "overtake")
+        started[code] += 1
+        while head < len(hint) and hint[head] // lanes < started[hint[head] % lanes]:
+            head += 1
+    return words

@@ -38,7 +38,6 @@ from megatron.adaptive.transport.completions import (
 )
 from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
 from megatron.adaptive.transport.interface import Channel, DirectChannel
-from megatron.adaptive.transport.packet import Packet
 
 _DEPTH = 4
 # Up to here copying a payload costs less than a second message of gloo.
@@ -316,3 +315,44 @@ class GlooTransport:
 def raw(payload: torch.Tensor) -> torch.Tensor:
     """Return a contiguous payload as collectives take it: its bytes if they know not its type."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
+
+
+_HEADER_BYTES = 8 * HEADER_WORDS
+
+
+class Packet:
+    """Memory for one message of a fixed shape.
+
+    Args:
+        shape: shape of the payload.
+        dtype: its element type.
+
+    Attributes:
+        raw: the whole block, what is sent and received, ``[128 + payload bytes] uint8``.
+        payload: the payload within it; keeps the block alive on its own.
+    """
+
+    __slots__ = ("_words", "payload", "raw")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        count = torch.Size(shape).numel()
+        self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
+        storage = self.raw.untyped_storage()
+        self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
+        # Not a view of `raw` in autograd's sense: the receiver makes it a leaf of its own graph.
+        offset = _HEADER_BYTES // dtype.itemsize
+        self.payload = torch.empty(0, dtype=dtype)
+        self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
+
+    def fill(self, header: Header, payload: torch.Tensor) -> None:
+        """Write header and payload, which is copied."""
+        self._words[:] = header.words()
+        self.payload.copy_(payload)
+
+    def header(self, *, peer: int) -> Header:
+        """Read the header that came from ``peer``.
+
+        Raises:
+            TransportError: it is no header.
+        """
+        return Header.decode(self._words.tolist(), peer=peer)

@@ -7,8 +7,7 @@ import pytest
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of
-from megatron.adaptive.schedule.reasons import reasons_of
+from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
 from megatron.adaptive.schedule.registry import make_policies, policy_names
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
