@@ -23,7 +23,7 @@ _SUBCOMMANDS = {
     "run": ("run", "a job that goes on in another shape when machines come and go"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
-    "status": ("status", "tell how a job is; get_result.sh calls it"),
+    "status": ("status", "report the state of a job; get_result.sh calls it"),
     "submit": ("submit", "give a run to Slurm as conf.sh says"),
     "top": ("top", "show what a run does at this moment"),
     "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),

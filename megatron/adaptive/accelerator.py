@@ -11,7 +11,7 @@ Two things live here and nowhere else:
   CUDA nothing is touched.
 
 Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
-that a new release of torch or megatron-core tells which of them changed.
+that a new release of torch or megatron-core shows which of them changed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class CudaClock:
     """Marks are events in the current CUDA stream; nothing is synchronized to take one.
 
     An event is placed on the host's clock by its distance from an anchor, at first one taken while
-    the device was idle together with the host's time. CUDA tells distances as 32-bit milliseconds,
+    the device was idle together with the host's time. CUDA gives distances as 32-bit milliseconds,
     coarser than a kernel after some minutes, so about every second a mark becomes the new anchor.
     The clocks of device and host drift apart; but the device passes no mark before the host has
     put it there, and some soon after: the least delay of the last second says how far they have

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         SetupError: nobody knows the job.
     """
     parser = CommandParser(
-        prog="get_result.sh", description="Tell how a job is.", allow_abbrev=False
+        prog="get_result.sh", description="Report the state of a job.", allow_abbrev=False
     )
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")

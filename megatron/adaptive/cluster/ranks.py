@@ -245,10 +245,10 @@ def is_trainer(script: Path) -> bool:
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""What is done about a node that stays slow."""
+"""Answers to a node that stays slow."""
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
-"""Tells a rank the name of its node in the job."""
+"""Gives a rank the name of its node in the job."""
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
 

@@ -30,7 +30,7 @@ __all__ = ["Stragglers"]
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""What is slower by less than this, beside what the planner knew of it, is left alone."""
+"""A slowdown of less than this, beside what the planner knew of it, is left alone."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 _MOST_MOVES, _WITHIN_S = 3, 3600.0

@@ -183,7 +183,7 @@ NATIVE = ("shm", "rdma", "tcp")
 """Transports of the C++ extension."""
 
 TRANSPORTS = (*NATIVE, "gloo", "nccl")
-"""What ``--transport`` may force."""
+"""Values of ``--transport`` that force a transport."""
 
 MOST_SLOTS = 64
 _LEAST_SLOT_BYTES = 4096

@@ -97,13 +97,13 @@ def read_plan(path: Path) -> dict[str, str]:
     return plan_variables(load_plan(path), str(path))
 
 
-def plan_flags(told: Any, where: str) -> list[str]:
+def plan_flags(content: Any, where: str) -> list[str]:
     """Checks a plan and turns it into flags of the trainer.
 
     Raises:
         ConfigError: it breaks the schema.
     """
-    return run_flags(plan_variables(told, where, "--plan "))
+    return run_flags(plan_variables(content, where, "--plan "))
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
@@ -125,21 +125,21 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def world_size_of(told: Mapping[str, Any]) -> int | None:
+def world_size_of(content: Mapping[str, Any]) -> int | None:
     """Return the processes that a checked plan needs, ``None`` if it does not say it."""
-    degrees = told.get("degrees", {})
-    if "stages" in told:
-        return sum(len(stage["tensor"]) for stage in told["stages"])
+    degrees = content.get("degrees", {})
+    if "stages" in content:
+        return sum(len(stage["tensor"]) for stage in content["stages"])
     if "data" not in degrees:
         return None
     return int(degrees["data"] * degrees.get("tensor", 1) * degrees.get("pipeline", 1))
 
 
-def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, str]:
+def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[str, str]:
     """Check a plan and turn it into variables of ``conf.sh``.
 
     Args:
-        told: what the file holds.
+        content: what the file holds.
         where: the file.
         setting: what names it, for messages.
 
@@ -147,7 +147,7 @@ def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, 
         ConfigError: it breaks the schema.
     """
     where = f"{setting}{where}"
-    plan = _object(told, where, "the plan", _KEYS)
+    plan = _object(content, where, "the plan", _KEYS)
     if plan.get("format") != PLAN_FORMAT:
         raise ConfigError(
             f"{where}: format is {plan.get('format')!r}: this version reads {PLAN_FORMAT}"
@@ -188,12 +188,12 @@ def plan_variables(told: Any, where: str, setting: str = _SETTING) -> dict[str, 
     return values
 
 
-def _stages(told: Any, where: str) -> dict[str, str]:
+def _stages(content: Any, where: str) -> dict[str, str]:
     """The ranks of each stage where they are unequal."""
-    if not isinstance(told, list) or not told:
-        raise _wrong(where, "stages", told, "a list of the stages")
+    if not isinstance(content, list) or not content:
+        raise _wrong(where, "stages", content, "a list of the stages")
     sizes, samples = [], set()
-    for index, one in enumerate(told):
+    for index, one in enumerate(content):
         name = f"stages[{index}]"
         stage = _object(one, where, name, _STAGE_KEYS)
         widths = stage.get("tensor")
@@ -215,17 +215,17 @@ def _stages(told: Any, where: str) -> dict[str, str]:
     return {"STAGE_DP_SIZES": "-".join(map(str, sizes))}
 
 
-def _placement(told: Any, where: str) -> dict[str, str]:
-    if not isinstance(told, list) or not told:
-        raise _wrong(where, "placement", told, "a list of groups of equal nodes")
+def _placement(content: Any, where: str) -> dict[str, str]:
+    if not isinstance(content, list) or not content:
+        raise _wrong(where, "placement", content, "a list of groups of equal nodes")
     words = []
-    for index, one in enumerate(told):
+    for index, one in enumerate(content):
         name = f"placement[{index}]"
         group = _object(one, where, name, _PLACE_KEYS)
         nodes = _count(group.get("nodes"), where, f"{name}.nodes")
         processes = _count(group.get("processes_per_node"), where, f"{name}.processes_per_node")
         kind = group.get("type", "")
-        if not isinstance(kind, str) or (not kind and len(told) > 1):
+        if not isinstance(kind, str) or (not kind and len(content) > 1):
             raise _wrong(where, f"{name}.type", kind, "the name of a node type")
         words.append((kind, nodes, processes))
     if len(words) == 1 and not words[0][0]:
@@ -235,15 +235,15 @@ def _placement(told: Any, where: str) -> dict[str, str]:
     return {"HOMOGENEOUS_CLUSTER": "false", "NODES": text}
 
 
-def _object(told: Any, where: str, name: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(told, dict):
-        raise _wrong(where, name, told, "an object")
-    for key in told:
+def _object(content: Any, where: str, name: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise _wrong(where, name, content, "an object")
+    for key in content:
         if key not in keys:
             nearest = difflib.get_close_matches(key, keys, n=1)
             hint = f"the nearest is {nearest[0]}" if nearest else f"keys are {', '.join(keys)}"
             raise ConfigError(f"{where}: {name} has no key {key!r}: {hint}")
-    return told
+    return content
 
 
 def _count(value: Any, where: str, name: str, *, least: int = 1) -> int:
@@ -281,9 +281,9 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     path, rest = _take(argv)
     if path is None:
         return rest
-    told = load_plan(Path(path), f"{PLAN_FLAG} ")
-    flags = plan_flags(told, path)
-    needed = world_size_of(told)
+    content = load_plan(Path(path), f"{PLAN_FLAG} ")
+    flags = plan_flags(content, path)
+    needed = world_size_of(content)
     if needed is not None and needed != world_size:
         raise ConfigError(
             f"{PLAN_FLAG} {path} is for {needed} processes, this run has {world_size}: start as"
@@ -292,9 +292,9 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
     given = {dest_of[word]: words for word, words in _flags(rest).items() if word in dest_of}
     half = next((name for name in ("fp16", "bf16") if name in given), None)
-    if told.get("precision", half) not in (half, None) and half is not None:
+    if content.get("precision", half) not in (half, None) and half is not None:
         raise ConfigError(
-            f"--{half}: {PLAN_FLAG} {path} says {told['precision']}; leave one of them out"
+            f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
         )
     added: list[str] = []
     for word, words in _flags(flags).items():

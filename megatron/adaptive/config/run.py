@@ -200,7 +200,7 @@ class LoggingConfig:
         "Level of Python's logging, 10 being the most.", default=None, minimum=0
     )
     progress_dir: str | None = flag(
-        "Folder for progress.jsonl, which tells how far the run is.",
+        "Folder for progress.jsonl, which says how far the run is.",
         default=None,
         unit="DIR",
         derived="--trace-dir",

@@ -28,11 +28,11 @@ __all__ = [
 PlacementKind = Literal["loop", "v"]
 
 RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
-"""What ``--pipeline-schedule`` may be that chooses at run time; the others fix the order."""
+"""Values of ``--pipeline-schedule`` that choose at run time; the others fix the order."""
 
 V_ONLY = ("v-half", "zb-v")
 V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
-"""What ``--pipeline-schedule`` may be under ``--pipeline-placement v``."""
+"""Values of ``--pipeline-schedule`` under ``--pipeline-placement v``."""
 
 SPLIT_SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Fixed orders that compute weight gradients by themselves."""
@@ -41,7 +41,7 @@ KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
 """Fixed orders that run the forwards of all microbatches before the first backward, or nearly."""
 
 UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
-"""What ``--pipeline-schedule`` may be where stages have unequal numbers of ranks."""
+"""Values of ``--pipeline-schedule`` where stages have unequal numbers of ranks."""
 
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY
@@ -211,8 +211,8 @@ class ScheduleConfig:
         derived="no limit",
     )
     diagnose_interval: int = flag(
-        "With --trace-dir: look every so many iterations for what slows the run, and tell it once; "
-        "0 for never.",
+        "With --trace-dir: look every so many iterations for what slows the run, and report it "
+        "once; 0 for never.",
         default=100,
         minimum=0,
         unit="ITERATIONS",

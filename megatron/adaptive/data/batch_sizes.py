@@ -1,4 +1,4 @@
-"""How large each batch is: constant, or ramped up with the samples that were trained on.
+"""Computes the size of each batch: constant, or ramped up with the samples that were trained on.
 
 Pure functions of the consumed samples, so that a resumed run goes on where it stopped.
 """

@@ -51,7 +51,7 @@ _SMALLEST_VOCABULARY = 257
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """What the corpus is made of.
+    """Settings of a corpus.
 
     Attributes:
         output_dir: folder to hold it.
@@ -74,7 +74,7 @@ class CorpusSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Where the files of a corpus are.
+    """Paths of a corpus.
 
     Attributes:
         jsonl: one JSON object a source file.

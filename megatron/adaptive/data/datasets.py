@@ -38,7 +38,7 @@ Samples = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Where samples come from and what they look like; the fields are named as the flags.
+    """Names the source and form of samples; the fields are named as the flags.
 
     Attributes:
         seq_length: tokens a sample.

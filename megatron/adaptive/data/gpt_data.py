@@ -40,7 +40,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
     """GPT dataset settings plus the cache folder.
 
     Attributes:
-        index_cache: folder of shuffling indices. ``path_to_cache`` stays empty, which tells
+        index_cache: folder of shuffling indices. ``path_to_cache`` stays empty, which makes
             megatron-core to build in memory; keeping the result is done here.
     """
 

@@ -48,7 +48,7 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedInfo:
-    """What an index says about its data.
+    """Sizes of a token file, as its index states them.
 
     Attributes:
         prefix: path of both files without suffix.

@@ -31,7 +31,7 @@ __all__ = ["Microbatch", "MicrobatchLoader", "OnRead", "StepMicrobatches"]
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
-"""Told which microbatch of its step was read, and from when to when, on the monotonic clock."""
+"""Receives which microbatch of its step was read, and from when to when (monotonic clock)."""
 
 # What a microbatch may hold and the type it travels in from a data worker. Ids fit 32 bits.
 _WIRE_DTYPES: dict[str, Any] = {
@@ -59,7 +59,7 @@ class MicrobatchLoader:
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch: microbatches each worker reads ahead.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
-        on_read: told of every microbatch that was read.
+        on_read: called for every microbatch that was read.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -153,7 +153,7 @@ class MicrobatchLoader:
         self._read_ahead = None
 
     def _read(self, first_block: int, index: int) -> Microbatch:
-        """Read a microbatch of a step, and tell how long that took."""
+        """Read a microbatch of a step, and report how long that took."""
         if self._on_read is None:
             return self._fetch(first_block + index)
         start_ns = time.monotonic_ns()
@@ -238,7 +238,7 @@ class StepMicrobatches(Sequence[Microbatch]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """Which samples each block gives this rank; also tells them to the data workers."""
+    """Gives the samples of this rank in each block, to the data workers as well."""
 
     first_sample: int
     end_sample: int

@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSpec:
-    """What to turn into token files.
+    """Names the input, the keys, the tokenizer and the output of :func:`preprocess`.
 
     Attributes:
         inputs: JSON lines files, one JSON object a line, in the order they are written.
@@ -87,7 +87,7 @@ class PreprocessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSummary:
-    """What :func:`preprocess` did.
+    """Counts of :func:`preprocess`.
 
     Attributes:
         prefixes: output paths without suffix, one a key.

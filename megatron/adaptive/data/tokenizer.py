@@ -102,7 +102,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What tells this tokenizer from another; enters the keys of cached dataset indices."""
+        """Distinguishes this tokenizer from others; enters the keys of cached dataset indices."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:

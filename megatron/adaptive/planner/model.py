@@ -31,7 +31,7 @@ __all__ = [
 
 
 RECOMPUTE = ("none", "selective", "full")
-"""What a backward repeats: nothing, the attention core, or the whole layer."""
+"""The parts that a backward repeats: nothing, the attention core, or the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

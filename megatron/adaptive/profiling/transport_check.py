@@ -251,7 +251,7 @@ class StoreGather:
         store: shared by the ranks, empty below ``prefix``.
         rank: this rank.
         world_size: number of ranks.
-        prefix: tells this exchange from others in the same store.
+        prefix: distinguishes this exchange from others in the same store.
         timeout_s: limit of a wait for the other ranks.
     """
 

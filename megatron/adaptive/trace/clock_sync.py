@@ -105,7 +105,7 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Tells the time to whoever knows the token.
+    """Sends the time to whoever knows the token.
 
     Args:
         now: the clock.

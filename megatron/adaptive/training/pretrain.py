@@ -210,7 +210,7 @@ def _fail(
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    watcher.report(str(error) or type(error).__name__, told=expected)
+    watcher.report(str(error) or type(error).__name__, known=expected)
     if not follows:
         _part(store, environment)
     sys.stdout.flush()

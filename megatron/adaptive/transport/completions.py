@@ -1,4 +1,4 @@
-"""Where the executor waits for what its peers send: one queue per process, for all its channels.
+"""Queues what peers send, for the executor to wait on: one queue per process, for all channels.
 
 ::
 
@@ -77,7 +77,7 @@ class HeldArrival(Arrival):
         self._take = take
 
     def take(self) -> torch.Tensor:
-        """See :class:`Arrival`."""
+        """Implements :class:`Arrival`."""
         return self._take()
 
 
@@ -95,7 +95,7 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""What an executor takes out of a queue."""
+"""An item that an executor takes out of a queue."""
 
 Listener = Callable[[Item | Exception], None]
 
@@ -142,17 +142,17 @@ class CompletionQueue:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """See :class:`Completions`."""
+        """Implements :class:`Completions`."""
         self._listener = listener
 
     def put(self, item: Item | Exception) -> None:
-        """See :class:`Completions`."""
+        """Implements :class:`Completions`."""
         self._queue.put(item)
         if self._listener is not None:
             self._listener(item)
 
     def poll(self) -> Item | None:
-        """See :class:`Completions`."""
+        """Implements :class:`Completions`."""
         try:
             item = self._queue.get_nowait()
         except queue.Empty:
@@ -160,7 +160,7 @@ class CompletionQueue:
         return delivered(item)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """See :class:`Completions`."""
+        """Implements :class:`Completions`."""
         try:
             item = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:

@@ -3,11 +3,11 @@ point.
 
 ::
 
-    each rank tells what it is and can          gather
+    each rank says what it is and can           gather
     each decides for all pairs alike            select.choose
-    native channels: listen, tell addresses     gather
+    native channels: listen, send addresses     gather
                      open them, pair by pair
-                     tell whether it worked     gather
+                     say whether it worked      gather
     gloo and NCCL:   groups, made by all        TorchGroups
 
 A native channel that cannot be made after all (a limit on memory, a network that lets nothing
@@ -61,14 +61,14 @@ Gather = Callable[[Any], list[Any]]
 # To open channels takes moments; ranks may come to it minutes apart.
 _OPEN_S = 300.0
 _ACTIVE = "ACTIVE"
-# Reserved for documentation: a socket connected to it tells the default route, nothing is sent.
+# Reserved for documentation: a socket connected to it shows the default route, nothing is sent.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """What is known of the messages beforehand, the same on all ranks.
+    """Facts about the messages that are known beforehand, the same on all ranks.
 
     Attributes:
         shape: of every message where all are alike, else ``None``.
@@ -176,7 +176,7 @@ def connect_ranks(
         device: where received tensors go.
         describe: text for a rank in error messages.
         timeout_s: limit of sends that must wait.
-        log: told once per choice, on the job's first rank.
+        log: called once per choice, on the job's first rank.
 
     Returns:
         The transport, ``None`` for a rank without peers.
@@ -185,9 +185,11 @@ def connect_ranks(
         SetupError: a forced transport cannot connect a pair; on all ranks alike.
         TransportError: it should have been possible, and failed.
     """
-    told = gather({"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(24)})
-    ends = [Endpoint.decode(one["endpoint"]) for one in told]
-    pairs = sorted({(min(r, p), max(r, p)) for r, one in enumerate(told) for p in one["peers"]})
+    gathered = gather(
+        {"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(24)}
+    )
+    ends = [Endpoint.decode(one["endpoint"]) for one in gathered]
+    pairs = sorted({(min(r, p), max(r, p)) for r, one in enumerate(gathered) for p in one["peers"]})
     choices = {(low, high): choose(ends[low], ends[high], options.forced) for low, high in pairs}
     native: NativeTransport | None = None
     if any(choice.kind in NATIVE for choice in choices.values()):
@@ -195,7 +197,7 @@ def connect_ranks(
             payloads.nbytes, payloads.in_flight, options.transport_slot_bytes,
             options.transport_slots,
         )  # fmt: skip
-        opener = _Opener(own, ends, told[0]["seed"], options, size, device, describe, timeout_s)
+        opener = _Opener(own, ends, gathered[0]["seed"], options, size, device, describe, timeout_s)
         native, failure, ways = opener.open(choices, gather)
         if failure is not None:
             if options.forced is not None:
@@ -296,9 +298,9 @@ class _Opener:
                     node.open(kind, peer, address, self._open_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
                     failure = failure or self._failed(error)
-            told = gather([failure, [] if failure else _gpu_ways(node, kinds)])
-            failures = [one for one, _ in told]
-            for low, (_, its) in enumerate(told):
+            gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
+            failures = [one for one, _ in gathered]
+            for low, (_, its) in enumerate(gathered):
                 ways.update({(low, high): way for high, way in its if low < high})
         first = next((one for one in failures if one), None)
         if first is not None:
@@ -385,7 +387,7 @@ def _link_of(kind: str) -> str:
 
 
 def _pci_address(device: torch.device) -> str:
-    """Return where a GPU sits, as Linux names it; empty where torch does not tell."""
+    """Return where a GPU sits, as Linux names it; empty where torch does not say."""
     found: Any = torch.cuda.get_device_properties(device)
     if not hasattr(found, "pci_bus_id"):
         return ""
@@ -488,24 +490,24 @@ class CompositeTransport:
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         self._part_of[peer].send(peer, label, tensor)
 
     def channel(self, peer: int) -> Channel:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return self._part_of[peer].channel(peer)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: part.describe_links()[peer] for peer, part in self._part_of.items()}
 
     def flush(self, timeout_s: float) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end_s = time.monotonic() + timeout_s
         for part in self._parts:
             part.flush(max(0.0, end_s - time.monotonic()))
 
     def close(self) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         for part in self._parts:
             part.close()

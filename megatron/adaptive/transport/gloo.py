@@ -120,7 +120,7 @@ class GlooTransport:
             thread.start()
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = settled(tensor.detach().to("cpu"))  # a CPU tensor stays what it is
         if not self._fits(tuple(payload.shape), payload.dtype):
             raise TransportError(
@@ -133,15 +133,15 @@ class GlooTransport:
             self._reap(self._send_limit)
 
     def channel(self, peer: int) -> Channel:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return DirectChannel(self, peer)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: {"kind": self.name} for peer in self._index}
 
     def flush(self, timeout_s: float) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end = time.monotonic() + timeout_s
         while self._pending:
             peer, count = self._pending[0][0], len(self._pending)
@@ -160,7 +160,7 @@ class GlooTransport:
             )
 
     def close(self) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         if self._closing:
             return
         self._closing = True

@@ -34,7 +34,7 @@ def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
 
 
 class ProcessGroups:
-    """See :class:`~megatron.adaptive.transport.connect.TorchGroups`.
+    """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`.
 
     Args:
         members: this rank's pipeline, whose ranks exchange messages with each other alone.
@@ -65,7 +65,7 @@ class ProcessGroups:
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        """See :class:`~megatron.adaptive.transport.connect.TorchGroups`."""
+        """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`."""
         group = gloo_group(self._members, self._gather)
         common: dict[str, Any] = {
             "peers": peers,
@@ -145,7 +145,7 @@ class NcclTransport(GlooTransport):
         )
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = settled(tensor.detach())
         # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
         Header(label, tuple(payload.shape), payload.dtype, 0).encode()

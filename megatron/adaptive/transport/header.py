@@ -1,4 +1,4 @@
-"""What a message says about itself, whatever carries it: label, shape, element type, sequence.
+"""Describes a message, whatever carries it: label, shape, element type, sequence.
 
 Owns the table of element types, whose codes are those of ``csrc/common/message.h``, and the words
 that travel ahead of a payload over gloo. The native transports write the same facts into a struct
@@ -29,7 +29,7 @@ __all__ = [
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""What a message can be the input of; the position is its code."""
+"""Kinds of actions that take a message; the position is its code."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
@@ -97,7 +97,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a message is: the input of ``action`` in step ``step`` on the receiving rank."""
+    """The label of a message: the input of ``action`` in step ``step`` on the receiving rank."""
 
     step: int
     action: Action

@@ -1,4 +1,4 @@
-"""What every transport offers to the pipeline executor.
+"""Defines what every transport offers to the pipeline executor.
 
 A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
 order; messages of different peers meet in one completion queue, in the order of their arrival.
@@ -59,7 +59,7 @@ class Endpoint:
     Attributes:
         rank: global rank.
         host: name of its host, for messages.
-        machine: tells whether two ranks can see each other's processes; see ``liveness.here``.
+        machine: shows whether two ranks can see each other's processes; see ``liveness.here``.
         user: numeric user id.
         device: type of its device, ``cpu`` or ``cuda``.
         addresses: where it can be reached, by kind of link: ``unix``, ``tcp``.
@@ -137,7 +137,7 @@ class Transport(Protocol):
 
     @property
     def completions(self) -> Completions:
-        """Where messages and failures of all channels are taken."""
+        """Returns the queue of messages and failures of all channels."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` to global rank ``peer`` and return at once.
@@ -163,7 +163,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Tell the peers, drain the channels and stop the threads. Idempotent."""
+        """Notify the peers, drain the channels and stop the threads. Idempotent."""
 
 
 class DirectChannel:
@@ -175,15 +175,15 @@ class DirectChannel:
         self._is_closed = False
 
     def send(self, tag: Label, tensor: torch.Tensor) -> None:
-        """See :class:`Channel`."""
+        """Implements :class:`Channel`."""
         if self._is_closed:
             raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
         self._transport.send(self.peer, tag, tensor)
 
     def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`Channel`."""
+        """Implements :class:`Channel`."""
         return torch.empty(shape, dtype=dtype)
 
     def close(self) -> None:
-        """See :class:`Channel`; the peer is told when the transport closes."""
+        """Implements :class:`Channel`; the peer is notified when the transport closes."""
         self._is_closed = True

@@ -10,7 +10,7 @@ The main thread may be inside a collective that never returns, so two threads of
                              somebody left, and a beat per machine         the grace _exit(1)
 
 It owns the threads, the pidfds and its keys in the store. It deliberately does not say why a
-process ended (a pidfd tells only that it did), and does not restart anything.
+process ended (a pidfd shows only that it did), and does not restart anything.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _PROC_PERIOD_S = 0.5
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-_TOLD = "told: "  # before a notice that the user has read
+_KNOWN = "told: "  # before a notice that the user has read
 
 
 def here(pp_rank: int) -> dict[str, Any]:
     """Return what the :class:`Watcher` of other ranks must know about this process.
 
-    ``machine`` tells whether two ranks can see each other's process ids and sockets: containers on
+    ``machine`` shows whether two ranks can see each other's process ids and sockets: containers on
     one host may share its name but not these.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -131,19 +131,19 @@ class Watcher:
         self._decided.wait(timeout_s)
         return self._lost
 
-    def report(self, reason: str, *, told: bool = False) -> None:
-        """Tell the other ranks that this one ends because of ``reason``; waits at most 2 s.
+    def report(self, reason: str, *, known: bool = False) -> None:
+        """Inform the other ranks that this one ends because of ``reason``; waits at most 2 s.
 
         The first notice of a job stays: a rank that fails because another one did, changes nothing.
         From here on this rank no longer watches.
 
         Args:
             reason: why, one line.
-            told: the user has read it; the other ranks end without saying it again.
+            known: the user has read it; the other ranks end without saying it again.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
-            mark = _TOLD if told else ""
+            mark = _KNOWN if known else ""
             self._board.publish(f"{mark}{self._describe(self._rank)} failed: {line}")
 
     def leave(self) -> None:
@@ -203,8 +203,8 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
-        told = fact.startswith(_TOLD)
-        fact = fact.removeprefix(_TOLD)
+        known = fact.startswith(_KNOWN)
+        fact = fact.removeprefix(_KNOWN)
         with self._lock:
             if self._quiet or self._lost is not None:
                 return
@@ -216,7 +216,7 @@ class Watcher:
         # If this thread cannot run again (the GIL is held, the interpreter hangs at its end), the
         # interpreter's own C thread ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
-        if not told:
+        if not known:
             _write_line(f"error: {self._lost}")
         if publish and self._board is not None:
             self._board.publish(fact)
@@ -264,7 +264,7 @@ class _Local:
 
     @property
     def period_s(self) -> float:
-        """How often to look where nothing wakes us."""
+        """Returns the interval of checks where nothing wakes the watcher."""
         return _PROC_PERIOD_S if self._in_proc else math.inf
 
     def wait(self, period_s: float) -> bool:
@@ -297,7 +297,7 @@ class _Local:
 
 
 class _Board:
-    """What the ranks tell each other through the store; one thread owns the connection.
+    """Exchanges notices of the ranks through the store; one thread owns the connection.
 
     ::
 

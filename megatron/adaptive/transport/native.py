@@ -71,7 +71,7 @@ class NativeTransport:
         self.completions = NativeQueue(node, staging, least_free)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         action = label.action
         if self._staging is not None:
             self._staging.send(peer, label, tensor)
@@ -111,11 +111,11 @@ class NativeTransport:
         )
 
     def channel(self, peer: int) -> Channel:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return NativeChannel(self, peer)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See :meth:`~megatron.adaptive.transport.interface.Channel.reserve`."""
+        """Implements :meth:`~megatron.adaptive.transport.interface.Channel.reserve`."""
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
@@ -125,11 +125,11 @@ class NativeTransport:
         return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: {"kind": kind, **self._node.info(peer)} for peer, kind in self._kinds.items()}
 
     def flush(self, timeout_s: float) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end_s = time.monotonic() + timeout_s
         done = self._staging is None or self._staging.flush(timeout_s)
         if done and self._node.flush(max(0.0, end_s - time.monotonic())):
@@ -142,7 +142,7 @@ class NativeTransport:
         )
 
     def close(self) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Transport`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -164,12 +164,12 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            with contextlib.suppress(TransportError):  # of a peer that is gone; flush() tells
+            with contextlib.suppress(TransportError):  # of a peer that is gone; flush() reports it
                 while self.completions.poll() is not None:
                     pass
 
     def _reserve_capsule(self, peer: int, code: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """What ``Node.reserve_tensor`` does, under an older torch."""
+        """Does the work of ``Node.reserve_tensor`` under an older torch."""
         itemsize = next(dtype.itemsize for dtype, (other, _) in CODE_OF.items() if other == code)
         nbytes = torch.Size(shape).numel() * itemsize
         found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
@@ -191,15 +191,15 @@ class NativeChannel:
         self._is_closed = False
 
     def send(self, tag: Label, tensor: torch.Tensor) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
         if self._is_closed:
             raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
         self._transport.send(self.peer, tag, tensor)
 
     def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
         return self._transport.reserve(self.peer, shape, dtype)
 
     def close(self) -> None:
-        """See :class:`~megatron.adaptive.transport.interface.Channel`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""What arrives over the C++ extension, and the queue it is taken from.
+"""Turns arrivals of the C++ extension into messages, and queues them.
 
 A message comes in as a tensor over the channel's own memory (a slot), which goes back to the sender
 when the last view of it is gone, in any order and from any thread. A receiver that holds nearly all
@@ -59,7 +59,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
         @property
         def label(self) -> Label:  # type: ignore[override]
-            """See :class:`Arrival`."""
+            """Implements :class:`Arrival`."""
             native: Any = self
             if native._label is None:
                 native._label = _label_of(native)
@@ -94,7 +94,7 @@ class DeviceArrival(Arrival):
 
     @property
     def label(self) -> Label:  # type: ignore[override]
-        """See :class:`Arrival`."""
+        """Implements :class:`Arrival`."""
         native = self._native
         if native._label is None:
             native._label = _label_of(native)
@@ -102,21 +102,21 @@ class DeviceArrival(Arrival):
 
     @property
     def peer(self) -> int:  # type: ignore[override]
-        """See :class:`Arrival`."""
+        """Implements :class:`Arrival`."""
         return self._native.peer  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """See :class:`Arrival`."""
+        """Implements :class:`Arrival`."""
         return self._native.nbytes  # type: ignore[no-any-return]
 
     @property
     def arrived_ns(self) -> int | None:  # type: ignore[override]
-        """See :class:`Arrival`."""
+        """Implements :class:`Arrival`."""
         return self._native.arrived_ns  # type: ignore[no-any-return]
 
     def take(self) -> torch.Tensor:
-        """See :class:`Arrival`.
+        """Implements :class:`Arrival`.
 
         Returns:
             The payload on the device; a view of its slot where that is there.
@@ -131,7 +131,7 @@ class DeviceArrival(Arrival):
         return tensor.clone() if native.free_slots < self._least_free else tensor
 
     def settle(self) -> None:
-        """See :func:`_settle`."""
+        """Implements :func:`_settle`."""
         if self._native.free_slots >= self._least_free:
             return
         if self._native.on_device:
@@ -204,7 +204,7 @@ class NativeQueue:
         self._thread: threading.Thread | None = None
 
     def listen(self, listener: Listener) -> None:
-        """See :class:`~megatron.adaptive.transport.completions.Completions`.
+        """Implements :class:`~megatron.adaptive.transport.completions.Completions`.
 
         From here on a thread takes what arrives out of the node and hands it on, to the listener
         and to who waits here.
@@ -218,21 +218,21 @@ class NativeQueue:
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
-        """See :class:`~megatron.adaptive.transport.completions.Completions`."""
+        """Implements :class:`~megatron.adaptive.transport.completions.Completions`."""
         if self._forwarded is not None:
             self._forwarded.put(item)
         else:
             self._node.put(item)
 
     def poll(self) -> Item | None:
-        """See :class:`~megatron.adaptive.transport.completions.Completions`."""
+        """Implements :class:`~megatron.adaptive.transport.completions.Completions`."""
         if self._forwarded is not None:
             return self._forwarded.poll()
         item = self._node.poll()
         return None if item is None else self._open(item)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """See :class:`~megatron.adaptive.transport.completions.Completions`."""
+        """Implements :class:`~megatron.adaptive.transport.completions.Completions`."""
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
         # The time is not asked for here: in a virtual machine that may take as long as a message.

@@ -1,4 +1,4 @@
-"""Which transport connects a pair of ranks, decided from what both ends say about themselves.
+"""Decides which transport connects a pair of ranks, from what both ends say about themselves.
 
 ::
 
@@ -46,7 +46,7 @@ _SMALLEST_SLOT_BYTES, _LARGEST_SLOT_BYTES = 4096, 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What connects a pair.
+    """The transport of a pair, with the reason.
 
     Attributes:
         kind: the transport.

@@ -1,7 +1,7 @@
 """GPU tensors through a channel, without a synchronization.
 
 Where a channel goes from one GPU's memory to the other's (``cuda-ipc``, see ``docs/cuda_ipc.md``),
-the extension copies, waits and gives slots back, and this only tells it which stream computes. Else
+the extension copies, waits and gives slots back, and this only says which stream computes. Else
 tensors go through the pinned memory of the host::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
@@ -188,7 +188,7 @@ class Staging:
         self._pinned.clear()
 
     def _pin(self, info: Mapping[str, Any]) -> None:
-        """Lock the pages of a channel's slots, where it tells where they are."""
+        """Lock the pages of a channel's slots, where it says where they are."""
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             for way in ("send", "receive"):

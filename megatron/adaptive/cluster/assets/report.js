@@ -1,5 +1,5 @@
 "use strict";
-const TOLD = JSON.parse(document.getElementById("report-data").textContent);
+const DATA = JSON.parse(document.getElementById("report-data").textContent);
 const at = (id) => document.getElementById(id);
 const MANY_RANKS = 16, ROW_PX = 22, CONFIG = { responsive: true, displaylogo: false };
 
@@ -42,9 +42,9 @@ function line(name, x, y, more) {
 }
 
 function curve(id, column, name, unit, more) {
-  const values = TOLD.curves[column], x = TOLD.curves.iteration;
+  const values = DATA.curves[column], x = DATA.curves.iteration;
   const known = values.some((value) => value !== null);
-  const resumed = TOLD.starts.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper",
+  const resumed = DATA.starts.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper",
     y0: 0, y1: 1, line: { color: "#a4262c", width: 1, dash: "dot" } }));
   draw(id, known ? [line(name, x, values)] : [], layout("iteration", unit,
     { showlegend: false, shapes: resumed, ...more }), "The logs say nothing of it.");
@@ -58,12 +58,12 @@ function usual(values) {
 }
 
 function times() {
-  const traces = TOLD.traces, ms = { title: { text: "ms" }, ...usual(TOLD.curves.ms) };
+  const traces = DATA.traces, ms = { title: { text: "ms" }, ...usual(DATA.curves.ms) };
   if (!traces) return curve("times", "ms", "iteration", "ms", { yaxis: ms });
   const x = traces.iterations;
   if (traces.ranks.length <= MANY_RANKS) {
     const drawn = traces.rank_ms.map((row, place) => line(traces.labels[place], x, row));
-    drawn.push(line("as logged, update included", TOLD.curves.iteration, TOLD.curves.ms,
+    drawn.push(line("as logged, update included", DATA.curves.iteration, DATA.curves.ms,
       { line: { color: "#9a9aa0", dash: "dot" } }));
     return draw("times", drawn, layout("iteration", "ms", { yaxis: ms }), "");
   }
@@ -73,10 +73,10 @@ function times() {
 }
 
 function use() {
-  const chosen = at("used").value ? [at("used").value] : Object.keys(TOLD.use);
+  const chosen = at("used").value ? [at("used").value] : Object.keys(DATA.use);
   const percent = [], memory = [];
   for (const name of chosen) {
-    const node = TOLD.use[name], when = node.unix_ms.map((ms) => new Date(ms));
+    const node = DATA.use[name], when = node.unix_ms.map((ms) => new Date(ms));
     percent.push(line(`${name} processes`, when, node.cpu_percent));
     memory.push(line(`${name} processes`, when, node.gib));
     for (const [index, gpu] of Object.entries(node.gpus)) {
@@ -90,8 +90,8 @@ function use() {
 }
 
 function timeline() {
-  const traces = TOLD.traces, step = traces.steps[at("step").selectedIndex];
-  const node = TOLD.nodes[at("node").selectedIndex - 1];
+  const traces = DATA.traces, step = traces.steps[at("step").selectedIndex];
+  const node = DATA.nodes[at("node").selectedIndex - 1];
   const shown = (row) => !node ||
     (traces.ranks[row] >= node.first && traces.ranks[row] < node.first + node.count);
   const rows = traces.ranks.map((_, row) => row).filter(shown), bars = [];
@@ -122,30 +122,30 @@ function choices(id, names, redraw) {
   at(id).addEventListener("change", redraw);
 }
 
-at("title").textContent = TOLD.title;
-for (const [name, value] of TOLD.facts) {
+at("title").textContent = DATA.title;
+for (const [name, value] of DATA.facts) {
   element(at("facts"), "dt", name);
   element(at("facts"), "dd", value);
 }
-table("settings", ["variable", "requested", "effective", "meaning"], TOLD.settings.map((one) =>
+table("settings", ["variable", "requested", "effective", "meaning"], DATA.settings.map((one) =>
   [one.differs ? "differs" : "", one.name, one.requested,
     one.effective + (one.differs ? " (differs)" : ""), one.meaning]), "run.json is missing.");
 {
-  const rows = TOLD.messages.map((one) => [one.kind, one.kind, one.node, one.text, one.count]);
+  const rows = DATA.messages.map((one) => [one.kind, one.kind, one.node, one.text, one.count]);
   if (rows.length) table("messages", ["", "node", "line", "times"], rows);
   else at("messages").outerHTML = '<p class="none">none</p>';
 }
 curve("loss", "loss", "loss", "loss", { yaxis: { title: { text: "loss" } } });
 curve("throughput", "tokens_per_s", "tokens/s", "tokens/s of all ranks");
 times();
-choices("used", [["all", ""], ...Object.keys(TOLD.use).map((name) => [name, name])], use);
+choices("used", [["all", ""], ...Object.keys(DATA.use).map((name) => [name, name])], use);
 use();
-if (TOLD.traces) {
-  choices("step", TOLD.traces.steps.map((step) => [step.iteration, step.iteration]), timeline);
-  choices("node", [["all nodes", ""], ...TOLD.nodes.map((node) => [node.name, node.name])],
+if (DATA.traces) {
+  choices("step", DATA.traces.steps.map((step) => [step.iteration, step.iteration]), timeline);
+  choices("node", [["all nodes", ""], ...DATA.nodes.map((node) => [node.name, node.name])],
     timeline);
-  at("step").selectedIndex = TOLD.traces.typical;
+  at("step").selectedIndex = DATA.traces.typical;
   timeline();
 } else at("pipeline").remove();
-for (const note of TOLD.notes) element(at("notes"), "p", note);
+for (const note of DATA.notes) element(at("notes"), "p", note);
 document.body.dataset.ready = "yes";
