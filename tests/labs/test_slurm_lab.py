@@ -168,10 +168,11 @@ def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
     done = adaptive(lab, "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
-    match = re.search(r'<script type="application/json" id="told">(.*?)</script>', text, re.DOTALL)
+    pattern = r'<script type="application/json" id="report-data">(.*?)</script>'
+    match = re.search(pattern, text, re.DOTALL)
     assert match is not None
-    told: dict[str, Any] = json.loads(match[1])
-    return told
+    report: dict[str, Any] = json.loads(match[1])
+    return report
 
 
 def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
@@ -180,7 +181,8 @@ def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
     assert len(re.findall(r"iteration +\d+/ +3 ", text)) == 3, text
     folder = conf.parent / "logs" / str(job)
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("n3.err", "n3.gpu", "n3.out", "n4.err", "n4.gpu", "n4.out", "run.json", "traces")
+        *("n3.err", "n3.gpu", "n3.out", "n4.err", "n4.gpu", "n4.out"),
+        *("progress.jsonl", "run.json", "traces"),
     ]
     assert json.loads((folder / "run.json").read_text())["master"].startswith("10.66.0.13:")
     states = lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state")
