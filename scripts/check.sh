@@ -44,8 +44,11 @@ tool_on_files() {
 }
 
 # Builds the extension into a folder of its own: the one in use stays untouched.
+# Its flags are those of the set-up's build, whose objects it takes from the cache.
 extension() {
-  MEGATRON_ADAPTIVE_EXTENSION=1 MEGATRON_ADAPTIVE_RDMA=$1 CXXFLAGS='-Werror' \
+  local flags
+  flags=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))')
+  MEGATRON_ADAPTIVE_EXTENSION=1 MEGATRON_ADAPTIVE_RDMA=$1 CXXFLAGS="$flags -Werror" \
     "$python" setup.py -q build_ext --build-lib "$work/lib$1" --build-temp "$work/temp$1"
 }
 
