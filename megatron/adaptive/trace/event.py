@@ -80,7 +80,7 @@ REASONS = (
 )
 """Short words of a row, named by their place: the cause of a wait; whether the arrival of a message
 was ``seen`` when it happened or ``found`` later; why the policy picked an action (see
-``schedule.reasons``)."""
+``schedule.policy``)."""
 
 COLUMNS = (
     *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),
