@@ -212,7 +212,7 @@ Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick) {
   Link link;
   link.fd_ =
-      UnsharedFd(connect_and_greet(SocketAddress::on_unix(address), self, peer, deadline, tick));
+      ForkSafeFd(connect_and_greet(SocketAddress::on_unix(address), self, peer, deadline, tick));
   link.peer_ = peer;
   link.peer_pid_ = peer_process(link.fd_.get());
   link.unix_ = true;
@@ -224,7 +224,7 @@ Link connect_tcp(const std::string& host, int port, const Identity& self, int pe
                  const Deadline& deadline, const Tick& tick) {
   const SocketAddress address = SocketAddress::on_tcp(host, port);
   Link link;
-  link.fd_ = UnsharedFd(connect_and_greet(address, self, peer, deadline, tick));
+  link.fd_ = ForkSafeFd(connect_and_greet(address, self, peer, deadline, tick));
   link.peer_ = peer;
   link.remote_ = address.text();
   return link;

@@ -22,9 +22,9 @@
 
 #include "common/deadline.h"
 #include "common/fd_passing.h"
+#include "common/fork_safe_fd.h"
 #include "common/reactor.h"
 #include "common/scoped_fd.h"
-#include "common/unshared_fd.h"
 
 namespace adaptive {
 
@@ -67,14 +67,14 @@ class Link {
                      const Tick& tick);
 
   // Gives the socket away, for a channel that speaks its own protocol on it.
-  UnsharedFd release() noexcept { return std::move(fd_); }
+  ForkSafeFd release() noexcept { return std::move(fd_); }
 
  private:
   friend class Listener;
   friend Link connect_unix(const std::string&, const Identity&, int, const Deadline&, const Tick&);
   friend Link connect_tcp(const std::string&, int, const Identity&, int, const Deadline&,
                           const Tick&);
-  UnsharedFd fd_;
+  ForkSafeFd fd_;
   int peer_ = -1;
   pid_t peer_pid_ = 0;
   bool unix_ = false;

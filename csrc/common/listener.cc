@@ -174,7 +174,7 @@ void Listener::Impl::answer(HalfOpen& guest, const Hello& hello) {
     tune_tcp(guest.fd.get());
     link.remote_ = SocketAddress::remote_of(guest.fd.get()).text();
   }
-  link.fd_ = UnsharedFd(std::move(guest.fd));
+  link.fd_ = ForkSafeFd(std::move(guest.fd));
   // A second one of the same peer: it gave the first one up.
   ready.insert_or_assign(Key(hello.self.rank, hello.self.purpose), std::move(link));
 }

@@ -29,11 +29,12 @@ namespace {
 // Both directions with one peer, as the completions see them.
 class Pair : public Source, public std::enable_shared_from_this<Pair> {
  public:
-  Pair(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options)
-      : fate_(std::move(fate)),
+  Pair(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
+       const RdmaOptions& options)
+      : channel_state_(std::move(channel_state)),
         device_(std::move(device)),
-        incoming_(std::make_shared<Incoming>(fate_, device_, options)),
-        outgoing_(std::make_shared<Outgoing>(fate_, device_, options)) {}
+        incoming_(std::make_shared<Incoming>(channel_state_, device_, options)),
+        outgoing_(std::make_shared<Outgoing>(channel_state_, device_, options)) {}
 
   EndpointRecord describe(unsigned num_lanes) const;
   void connect(const EndpointRecord& peer, const RdmaOptions& options);
@@ -43,7 +44,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
   bool poll(Completions& into) noexcept override;
   void arm() noexcept override;
 
-  Fate& fate() const noexcept { return *fate_; }
+  ChannelState& channel_state() const noexcept { return *channel_state_; }
   const Device& device() const noexcept { return *device_; }
   Outgoing& outgoing() const noexcept { return *outgoing_; }
 
@@ -52,7 +53,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
   void on_lost(const std::string& reason);
   void on_left();
 
-  std::shared_ptr<Fate> fate_;
+  std::shared_ptr<ChannelState> channel_state_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Incoming> incoming_;
   std::shared_ptr<Outgoing> outgoing_;
@@ -81,7 +82,7 @@ void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
 }
 
 void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
-  const Session& session = fate_->session();
+  const Session& session = channel_state_->session();
   // Weak: the reactor must not end up as the last owner of what owns it.
   session.reactor->add(
       device_->events->fd, EPOLLIN,
@@ -92,7 +93,7 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
       },
       [weak = weak_from_this()](const std::exception& error) {
         if (const auto self = weak.lock()) {
-          self->fate_->fail(Failure::Kind::kTransport, error.what());
+          self->channel_state_->fail(Failure::Kind::kTransport, error.what());
         }
       });
   incoming_->notify().ask(Notify::Level::kSolicited);
@@ -128,7 +129,7 @@ void Pair::on_events() {
     if (stalled) {
       incoming_->notify().ask(Notify::Level::kAll);
     }
-    Completions& completions = *fate_->session().completions;
+    Completions& completions = *channel_state_->session().completions;
     const bool looks = completions.bell().ring();
     // What the peer marked has to move on even if nobody waits, and may have come before we asked.
     if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
@@ -153,10 +154,10 @@ void Pair::arm() noexcept {
 
 void Pair::on_lost(const std::string& reason) {
   // What it sent before it ended comes first.
-  fate_->session().completions->drain_sources();
+  channel_state_->session().completions->drain_sources();
   const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
   if (!in_order) {
-    fate_->fail(Failure::Kind::kPeerLost, reason);
+    channel_state_->fail(Failure::Kind::kPeerLost, reason);
     outgoing_->advance();
   }
 }
@@ -164,26 +165,26 @@ void Pair::on_lost(const std::string& reason) {
 // The word that it is gone goes ahead of the goodbye, but nobody waits long for its
 // acknowledgement: on a bad network it may be lost with the queue pair that would have repeated it.
 void Pair::on_left() {
-  fate_->session().completions->drain_sources();
+  channel_state_->session().completions->drain_sources();
   if (incoming_->peer_gone()) {
     return;
   }
   if (incoming_->ended()) {
     outgoing_->peer_left();
   } else {
-    fate_->fail(Failure::Kind::kPeerLost, "it left without closing the channel");
+    channel_state_->fail(Failure::Kind::kPeerLost, "it left without closing the channel");
     outgoing_->advance();
   }
 }
 
 void Pair::stop() noexcept {
-  if (!fate_->in_maker()) {
+  if (!channel_state_->in_maker()) {
     return;
   }
-  const Session& session = fate_->session();
+  const Session& session = channel_state_->session();
   if (watch_) {
     outgoing_->leave();
-    fate_->end();
+    channel_state_->end();
     watch_->say_goodbye();
     session.completions->remove(this);
     session.reactor->remove(device_->events->fd);
@@ -200,7 +201,7 @@ class RdmaSender : public Sender {
   RdmaSender& operator=(const RdmaSender&) = delete;
   ~RdmaSender() override {
     pair_->stop();
-    if (!pair_->fate().in_maker()) {
+    if (!pair_->channel_state().in_maker()) {
       // In a child of a fork nothing may be given back to the device: it is the parent's.
       static_cast<void>(new (std::nothrow) std::shared_ptr<Pair>(std::move(pair_)));
     }
@@ -273,10 +274,11 @@ PortChoice choose(const Link& link, const RdmaOptions& options) {
   return choose_port(list_rdma_devices(), wanted);
 }
 
-void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs, const Fate& fate) {
+void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs,
+                 const ChannelState& channel_state) {
   const auto require = [&](std::uint64_t ours, std::uint64_t other, const std::string& what) {
     if (ours != other) {
-      throw Error(fate.peer_name() + " opened its RDMA channel with " + what + " " +
+      throw Error(channel_state.peer_name() + " opened its RDMA channel with " + what + " " +
                   std::to_string(other) + ", this rank with " + std::to_string(ours) +
                   "; run all ranks with the same options");
     }
@@ -287,24 +289,25 @@ void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs, const
   require(mine.stride_bytes, theirs.stride_bytes, "a stride of");
   require(mine.lanes.size(), theirs.lanes.size(), "num_qps");
   if (mine.lanes[0].link_layer != theirs.lanes[0].link_layer) {
-    throw Error(fate.peer_name() +
+    throw Error(channel_state.peer_name() +
                 " uses an RDMA port of another kind: one is InfiniBand, the "
                 "other Ethernet; choose alike ones by device and port");
   }
 }
 
-std::shared_ptr<Pair> build_pair(const std::shared_ptr<Fate>& fate, Link* link,
+std::shared_ptr<Pair> build_pair(const std::shared_ptr<ChannelState>& channel_state, Link* link,
                                  const RdmaOptions& options, const Deadline& deadline,
                                  const Tick& tick) {
-  auto pair = std::make_shared<Pair>(fate, open_device(choose(*link, options)), options);
+  auto pair = std::make_shared<Pair>(channel_state, open_device(choose(*link, options)), options);
   const EndpointRecord mine = pair->describe(options.num_qps);
   link->send_record(encode(mine), {}, deadline, tick);
   const auto answer = link->recv_record(kLargestRecordBytes, 0, deadline, tick);
-  const EndpointRecord theirs = decode_endpoint(answer.bytes, fate->peer());
-  check_alike(mine, theirs, *fate);
+  const EndpointRecord theirs = decode_endpoint(answer.bytes, channel_state->peer());
+  check_alike(mine, theirs, *channel_state);
   pair->connect(theirs, options);
   link->send_record(encode_ready(), {}, deadline, tick);
-  decode_ready(link->recv_record(kLargestRecordBytes, 0, deadline, tick).bytes, fate->peer());
+  decode_ready(link->recv_record(kLargestRecordBytes, 0, deadline, tick).bytes,
+               channel_state->peer());
   return pair;
 }
 
@@ -314,10 +317,10 @@ std::shared_ptr<Pair> build_pair(const std::shared_ptr<Fate>& fate, Link* link,
 std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaOptions& options,
                                   const Deadline& deadline, const Tick& tick) {
   rdma::check_options(options);
-  const auto fate = std::make_shared<rdma::Fate>(session, link.peer());
+  const auto channel_state = std::make_shared<rdma::ChannelState>(session, link.peer());
   std::shared_ptr<rdma::Pair> pair;
   try {
-    pair = rdma::build_pair(fate, &link, options, deadline, tick);
+    pair = rdma::build_pair(channel_state, &link, options, deadline, tick);
   } catch (const std::exception& error) {
     try {
       // So that the peer does not have to guess.

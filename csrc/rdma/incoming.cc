@@ -32,9 +32,9 @@ unsigned most_writes(unsigned slots) {
 
 }  // namespace
 
-Incoming::Incoming(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device,
+Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
                    const RdmaOptions& options)
-    : fate_(std::move(fate)),
+    : channel_state_(std::move(channel_state)),
       device_(std::move(device)),
       slot_bytes_(options.slot_bytes),
       slots_(options.slots),
@@ -85,7 +85,7 @@ bool Incoming::poll(Completions& into) noexcept {
   try {
     return take(into);
   } catch (const std::exception& error) {
-    fate_->fail(Failure::Kind::kTransport, error.what());
+    channel_state_->fail(Failure::Kind::kTransport, error.what());
     return true;
   }
 }
@@ -121,9 +121,9 @@ void Incoming::note(const ibv_wc& completion) {
   if (completion.status != IBV_WC_SUCCESS) {
     // A peer that has said its last word may be gone before it hears of its slots.
     if (!ended()) {
-      fate_->fail(status_text(completion.status).kind,
-                  describe_status(is_receive ? "receiving" : "returning slots", completion.status,
-                                  completion.vendor_err));
+      channel_state_->fail(status_text(completion.status).kind,
+                           describe_status(is_receive ? "receiving" : "returning slots",
+                                           completion.status, completion.vendor_err));
     }
     return;
   }
@@ -167,7 +167,7 @@ void Incoming::obey(Control word) {
     case Control::kGone:
       gone_.store(true, std::memory_order_release);
       if (!ended()) {
-        fate_->fail(Failure::Kind::kPeerLost, "it left without closing the channel");
+        channel_state_->fail(Failure::Kind::kPeerLost, "it left without closing the channel");
       }
       return;
     case Control::kHurry: {
@@ -201,8 +201,8 @@ void Incoming::deliver_slot(unsigned slot, Completions& into) {
         static_cast<Incoming*>(owner)->give_back(static_cast<unsigned>(token));
       },
       slot);
-  const Session& session = fate_->session();
-  check_message(message, session.job, slot_bytes_, fate_->peer());
+  const Session& session = channel_state_->session();
+  check_message(message, session.job, slot_bytes_, channel_state_->peer());
   if (message.sequence != next_sequence_ || ended()) {
     throw Error("message " + std::to_string(message.sequence) + " came where " +
                 (ended() ? "nothing" : std::to_string(next_sequence_)) + " was due");
@@ -216,9 +216,9 @@ void Incoming::deliver_slot(unsigned slot, Completions& into) {
   }
   Arrival arrival;
   if (message.piece_bytes == message.nbytes && !assembler_.busy()) {
-    arrival = Arrival{fate_->peer(), message, std::move(lease), slots_, &num_held_};
+    arrival = Arrival{channel_state_->peer(), message, std::move(lease), slots_, &num_held_};
   } else {
-    auto whole = assembler_.add(message, lease.data(), fate_->peer());
+    auto whole = assembler_.add(message, lease.data(), channel_state_->peer());
     assembling_.store(assembler_.busy(), std::memory_order_relaxed);
     if (!whole) {
       return;
@@ -226,12 +226,12 @@ void Incoming::deliver_slot(unsigned slot, Completions& into) {
     arrival = std::move(*whole);
   }
   ++next_sequence_;
-  fate_->note_received(message);
+  channel_state_->note_received(message);
   into.found(std::move(arrival));
 }
 
 void Incoming::give_back(unsigned slot) noexcept {
-  if (!fate_->in_maker()) {
+  if (!channel_state_->in_maker()) {
     return;
   }
   const std::uint64_t bit = std::uint64_t{1} << slot;
@@ -263,7 +263,7 @@ bool Incoming::credits_due() const noexcept {
 }
 
 void Incoming::write_credits() noexcept {
-  if (stopped_ || ended() || fate_->failed()) {
+  if (stopped_ || ended() || channel_state_->failed()) {
     return;  // nobody needs them
   }
   if (num_writes_ - num_writes_done_ >= credit_writes(slots_)) {
@@ -307,9 +307,9 @@ void Incoming::stall() noexcept {
   notify_.ask(Notify::Level::kAll);
   try {
     // What came before we asked makes no event.
-    fate_->session().reactor->post([weak = weak_from_this()] {
+    channel_state_->session().reactor->post([weak = weak_from_this()] {
       if (const auto self = weak.lock()) {
-        self->fate_->session().completions->drain_sources();
+        self->channel_state_->session().completions->drain_sources();
       }
     });
   } catch (const std::exception&) {

@@ -14,7 +14,7 @@
 #include "common/assembler.h"
 #include "common/completions.h"
 #include "rdma/channel.h"
-#include "rdma/fate.h"
+#include "rdma/channel_state.h"
 #include "rdma/notify.h"
 #include "rdma/receives.h"
 #include "rdma/resources.h"
@@ -29,7 +29,8 @@ namespace adaptive::rdma {
 // peer, as soon as the peer's Haste asks for it.
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options);
+  Incoming(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
+           const RdmaOptions& options);
 
   // Adds what the peer has to know.
   void describe(EndpointRecord* record) const;
@@ -74,7 +75,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void stall() noexcept;
   std::byte* slot_data(unsigned slot) const noexcept;
 
-  std::shared_ptr<Fate> fate_;
+  std::shared_ptr<ChannelState> channel_state_;
   std::shared_ptr<Device> device_;
   const std::size_t slot_bytes_;
   const unsigned slots_;

@@ -37,9 +37,9 @@ unsigned credit_receives(unsigned slots) {
 
 }  // namespace
 
-Outgoing::Outgoing(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device,
+Outgoing::Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
                    const RdmaOptions& options)
-    : fate_(std::move(fate)),
+    : channel_state_(std::move(channel_state)),
       device_(std::move(device)),
       slot_bytes_(options.slot_bytes),
       slots_(options.slots),
@@ -67,7 +67,7 @@ Outgoing::Outgoing(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device,
 }
 
 void Outgoing::describe(EndpointRecord* record) const {
-  record->job = fate_->session().job;
+  record->job = channel_state_->session().job;
   record->credit_address = credit_page_.address();
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     Lane& lane = record->lanes.at(i);
@@ -95,9 +95,9 @@ std::byte* Outgoing::slot_data(unsigned slot) const noexcept {
 }
 
 void Outgoing::check_open() const {
-  fate_->check();
+  channel_state_->check();
   if (closed_ || peer_left_ || stopped_) {
-    throw Error("the RDMA channel to " + fate_->peer_name() + " was closed by " +
+    throw Error("the RDMA channel to " + channel_state_->peer_name() + " was closed by " +
                 (closed_ || stopped_ ? "this end" : "the peer"));
   }
 }
@@ -105,7 +105,7 @@ void Outgoing::check_open() const {
 void Outgoing::fill_in(Message* message) {
   message->magic = kMessageMagic;
   message->version = kMessageVersion;
-  message->job = fate_->session().job;
+  message->job = channel_state_->session().job;
   message->sequence = next_sequence_++;
   message->has_crc = crc_ ? 1 : 0;
   message->reserved = 0;
@@ -137,7 +137,7 @@ void Outgoing::commit(Message message, const Reserved& reserved) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (offset % stride != 0 || slot >= slots_ || (leased_ & bit) == 0 || (committed_ & bit) != 0 ||
         message.nbytes > slot_bytes_) {
-      throw Error("what was committed to " + fate_->peer_name() +
+      throw Error("what was committed to " + channel_state_->peer_name() +
                   " is no part that this channel has reserved, or it was committed before");
     }
     check_open();
@@ -152,7 +152,7 @@ void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
   check_open();
   fill_in(&waiting.message);
   take_completions();
-  fate_->check();
+  channel_state_->check();
   if (!waiting_.empty()) {
     move_on(&finished);
   }
@@ -174,7 +174,7 @@ void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
   // From now on credits and given up reservations wake the reactor; those that came before do not.
   notify_.ask(Notify::Level::kAll);
   take_completions();
-  fate_->check();
+  channel_state_->check();
   move_on(&finished);
   if (!waiting_.empty()) {
     hurry();
@@ -193,7 +193,7 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
   }
   if (free == 0) {
     take_completions();
-    fate_->check();
+    channel_state_->check();
     free = free_slots();
   }
   if (free == 0) {
@@ -217,11 +217,11 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
 // Any thread, and maybe with locks of its own: only notes it.
 void Outgoing::give_up(unsigned slot) noexcept {
   leases_gone_.fetch_or(std::uint64_t{1} << slot);
-  if (num_waiting_.load() == 0 || !fate_->in_maker()) {
+  if (num_waiting_.load() == 0 || !channel_state_->in_maker()) {
     return;
   }
   try {
-    fate_->session().reactor->post([weak = weak_from_this()] {
+    channel_state_->session().reactor->post([weak = weak_from_this()] {
       if (const auto self = weak.lock()) {
         self->advance();
       }
@@ -235,7 +235,7 @@ void Outgoing::close() noexcept {
   try {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (closed_ || peer_left_ || stopped_ || fate_->failed()) {
+      if (closed_ || peer_left_ || stopped_ || channel_state_->failed()) {
         closed_ = true;
         return;
       }
@@ -268,7 +268,7 @@ void Outgoing::move_on(Finished* finished) {
 }
 
 void Outgoing::fail(const char* finding) noexcept {
-  fate_->fail(Failure::Kind::kTransport, finding);
+  channel_state_->fail(Failure::Kind::kTransport, finding);
 }
 
 void Outgoing::advance() noexcept {
@@ -279,7 +279,7 @@ void Outgoing::advance() noexcept {
       return;
     }
     take_completions();
-    if (fate_->failed() || peer_left_) {
+    if (channel_state_->failed() || peer_left_) {
       std::move(waiting_.begin(), waiting_.end(), std::back_inserter(finished));
       waiting_.clear();
     }
@@ -311,7 +311,7 @@ bool Outgoing::flush(const Deadline& deadline) {
     advance();
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      fate_->check();
+      channel_state_->check();
       if (peer_left_) {
         return true;
       }
@@ -321,7 +321,7 @@ bool Outgoing::flush(const Deadline& deadline) {
       if (waiting_.empty()) {
         fence();
         take_completions();
-        fate_->check();
+        channel_state_->check();
         if (all_done()) {
           return true;
         }
@@ -337,7 +337,7 @@ bool Outgoing::flush(const Deadline& deadline) {
       }
     }
     // The peer may wait for its own messages to be taken, or have left.
-    fate_->session().completions->drain_sources();
+    channel_state_->session().completions->drain_sources();
   }
 }
 
@@ -371,12 +371,12 @@ void Outgoing::leave() noexcept {
   try {
     const Deadline deadline = Deadline::after(kLeaveWait);
     std::unique_lock<std::mutex> lock(mutex_);
-    if (peer_left_ || stopped_ || fate_->failed()) {
+    if (peer_left_ || stopped_ || channel_state_->failed()) {
       return;
     }
     post_control(Control::kGone);
     fence();
-    while (!all_done() && !fate_->failed() && !deadline.expired()) {
+    while (!all_done() && !channel_state_->failed() && !deadline.expired()) {
       notify_.ask(Notify::Level::kAll);
       take_completions();
       if (!all_done()) {

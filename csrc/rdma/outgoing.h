@@ -16,7 +16,7 @@
 
 #include "common/channel.h"
 #include "rdma/channel.h"
-#include "rdma/fate.h"
+#include "rdma/channel_state.h"
 #include "rdma/notify.h"
 #include "rdma/receives.h"
 #include "rdma/resources.h"
@@ -28,7 +28,8 @@ namespace adaptive::rdma {
 // returned it: then the write is over as well, and repeating it would change nothing.
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
-  Outgoing(std::shared_ptr<Fate> fate, std::shared_ptr<Device> device, const RdmaOptions& options);
+  Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
+           const RdmaOptions& options);
 
   void describe(EndpointRecord* record) const;
   void connect(const EndpointRecord& peer, const Patience& patience);
@@ -106,7 +107,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void fail(const char* finding) noexcept;
   void check_open() const;
 
-  std::shared_ptr<Fate> fate_;
+  std::shared_ptr<ChannelState> channel_state_;
   std::shared_ptr<Device> device_;
   const std::size_t slot_bytes_;
   const unsigned slots_;

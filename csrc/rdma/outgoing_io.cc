@@ -45,7 +45,7 @@ void Outgoing::take_credits() noexcept {
 
 // ---- Completions
 
-// Does not throw: what it finds broken is for fate_->check() to tell.
+// Does not throw: what it finds broken is for channel_state_->check() to tell.
 void Outgoing::take_completions() noexcept {
   std::array<ibv_wc, 16> found;
   int count = 0;
@@ -65,9 +65,9 @@ void Outgoing::note(const ibv_wc& completion) noexcept {
   const bool is_receive = (completion.wr_id & kReceiveId) != 0;
   if (completion.status != IBV_WC_SUCCESS) {
     if (!peer_left_) {
-      fate_->fail(status_text(completion.status).kind,
-                  describe_status(is_receive ? "receiving free slots" : "a write",
-                                  completion.status, completion.vendor_err));
+      channel_state_->fail(status_text(completion.status).kind,
+                           describe_status(is_receive ? "receiving free slots" : "a write",
+                                           completion.status, completion.vendor_err));
     }
     return;
   }
@@ -105,7 +105,7 @@ bool Outgoing::post_rest(Waiting* waiting) {
   do {
     if (!has_room(!staged)) {
       take_completions();
-      fate_->check();
+      channel_state_->check();
       if (!has_room(!staged)) {
         return false;
       }
@@ -224,8 +224,8 @@ void Outgoing::post(OutLane* lane, ibv_send_wr* first, std::uint64_t count) {
   const int code = ::ibv_post_send(lane->pair.get(), first, &refused);
   if (code != 0) {
     const SystemError error("ibv_post_send", std::to_string(count) + " writes", code);
-    fate_->fail(Failure::Kind::kTransport, error.what());
-    fate_->check();
+    channel_state_->fail(Failure::Kind::kTransport, error.what());
+    channel_state_->check();
   }
 }
 

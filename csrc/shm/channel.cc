@@ -16,9 +16,9 @@
 #include "common/fork_guard.h"
 #include "common/reactor.h"
 #include "cuda/agreement.h"
-#include "shm/courier.h"
+#include "shm/channel_state.h"
+#include "shm/device_sender.h"
 #include "shm/distance.h"
-#include "shm/fate.h"
 #include "shm/incoming.h"
 #include "shm/limits.h"
 #include "shm/outgoing.h"
@@ -151,14 +151,15 @@ class ShmSender final : public Sender {
             const Tick& tick)
       : session_(session),
         options_(options),
-        fate_(std::make_shared<Fate>(session.completions, link.peer(), name_of(session, link))),
+        channel_state_(std::make_shared<ChannelState>(session.completions, link.peer(),
+                                                      name_of(session, link))),
         wake_fd_(make_eventfd()) {
     const std::string purpose = "the channel from rank " + std::to_string(session.rank) + " to " +
-                                fate_->peer_name() + " (" + std::to_string(options.slots) +
+                                channel_state_->peer_name() + " (" + std::to_string(options.slots) +
                                 " slots of " + bytes_text(options.slot_bytes) + ")";
     memory_ = std::make_shared<OutgoingMemory>(options, purpose, deadline, tick);
     send_offer(link, session, options, *memory_, wake_fd_.get(), deadline, tick);
-    Peer peer = receive_offer(link, session, fate_->peer_name(), deadline, tick);
+    Peer peer = receive_offer(link, session, channel_state_->peer_name(), deadline, tick);
     MappedRegion control = attach_segment(peer.fds[0], peer.layout.control_bytes, purpose);
     MappedRegion data = attach_segment(peer.fds[1], peer.layout.data_bytes, purpose);
     // Both are through with what takes long, and meet.
@@ -167,18 +168,18 @@ class ShmSender final : public Sender {
     const bool leader = session.rank < link.peer();
     distance_ns_ = measure_distance_ns(
         leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
-    incoming_ = std::make_shared<Incoming>(fate_, session.job, options.limit_bytes, peer.layout,
-                                           std::move(control), std::move(data),
+    incoming_ = std::make_shared<Incoming>(channel_state_, session.job, options.limit_bytes,
+                                           peer.layout, std::move(control), std::move(data),
                                            std::move(peer.fds[2]), is_far(distance_ns_));
-    outgoing_ = std::make_unique<Outgoing>(session, fate_, options, memory_);
+    outgoing_ = std::make_unique<Outgoing>(session, channel_state_, options, memory_);
     outgoing_->connect(Bell::attach(std::move(peer.fds[3])), std::move(peer.fds[4]),
                        stream_threshold(options, distance_ns_), [this] { watch_->say_goodbye(); });
     if (agreement.path) {
       device_bytes_ = agreement.path->arena.size_bytes();
       incoming_->use_device(std::move(agreement.path->arena), link.open_process());
-      courier_ = std::make_unique<Courier>(fate_, *outgoing_, std::move(agreement.path->context),
-                                           std::move(agreement.path->peer),
-                                           std::move(agreement.path->stream), options.slot_bytes);
+      device_sender_ = std::make_unique<DeviceSender>(
+          channel_state_, *outgoing_, std::move(agreement.path->context),
+          std::move(agreement.path->peer), std::move(agreement.path->stream), options.slot_bytes);
     }
     start(std::move(link));
   }
@@ -190,7 +191,7 @@ class ShmSender final : public Sender {
     if (!guard_.in_maker()) {
       // Threads, descriptors of the reactor and the peer belong to the process that made this.
       static_cast<void>(watch_.release());
-      static_cast<void>(courier_.release());
+      static_cast<void>(device_sender_.release());
       return;
     }
     stop();
@@ -215,27 +216,28 @@ class ShmSender final : public Sender {
   void send_after(Message message, const void* data, bool on_device, void* stream,
                   const Keeper& keeper) override {
     check_process();
-    if (courier_ == nullptr) {
+    if (device_sender_ == nullptr) {
       Sender::send_after(message, data, on_device, stream, keeper);
     }
-    courier_->send(message, data, on_device, stream, keeper);
+    device_sender_->send(message, data, on_device, stream, keeper);
   }
 
   bool flush(const Deadline& deadline) override {
     check_process();
-    return (courier_ == nullptr || courier_->flush(deadline)) && outgoing_->flush(deadline);
+    return (device_sender_ == nullptr || device_sender_->flush(deadline)) &&
+           outgoing_->flush(deadline);
   }
 
   std::size_t pending() const noexcept override {
-    return (courier_ == nullptr ? 0 : courier_->pending()) + outgoing_->pending();
+    return (device_sender_ == nullptr ? 0 : device_sender_->pending()) + outgoing_->pending();
   }
 
   void close() noexcept override {
     if (!guard_.in_maker()) {
       return;
     }
-    if (courier_ != nullptr) {
-      courier_->close();  // and the channel, after what is on its way
+    if (device_sender_ != nullptr) {
+      device_sender_->close();  // and the channel, after what is on its way
     } else {
       outgoing_->close();
     }
@@ -262,7 +264,7 @@ class ShmSender final : public Sender {
         {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_, distance_ns_))},
         {"distance_ns", distance_ns_}};
     if (options_.cuda_device >= 0) {
-      info["gpu_path"] = std::string(courier_ == nullptr ? "pinned" : "cuda-ipc");
+      info["gpu_path"] = std::string(device_sender_ == nullptr ? "pinned" : "cuda-ipc");
       info["gpu_reason"] = device_refusal_;
       info["device_bytes"] = static_cast<std::int64_t>(device_bytes_);
     }
@@ -291,16 +293,17 @@ class ShmSender final : public Sender {
 
   void check_process() const {
     if (!guard_.in_maker()) {
-      throw Error("the channel to " + fate_->peer_name() +
+      throw Error("the channel to " + channel_state_->peer_name() +
                   " belongs to the process that opened it, not to its child");
     }
   }
 
   void start(Link link) {
     Reactor& reactor = *session_.reactor;
-    const auto on_error = [fate = fate_](const std::exception& error) {
-      fate->fail(Failure::Kind::kTransport,
-                 "the channel to " + fate->peer_name() + " failed: " + error.what());
+    const auto on_error = [channel_state = channel_state_](const std::exception& error) {
+      channel_state->fail(
+          Failure::Kind::kTransport,
+          "the channel to " + channel_state->peer_name() + " failed: " + error.what());
     };
     try {
       session_.completions->add(incoming_);
@@ -317,7 +320,7 @@ class ShmSender final : public Sender {
   }
 
   void stop() noexcept {
-    courier_.reset();                                    // its thread uses all the rest
+    device_sender_.reset();                              // its thread uses all the rest
     session_.reactor->remove(memory_->credit_fd.get());  // its handler may use the watch
     session_.reactor->remove(wake_fd_.get());
     watch_.reset();
@@ -331,7 +334,8 @@ class ShmSender final : public Sender {
   }
 
   void on_lost(const std::string& reason) {
-    fate_->break_off(Failure::Kind::kPeerLost, fate_->peer_name() + " is gone: " + reason);
+    channel_state_->break_off(Failure::Kind::kPeerLost,
+                              channel_state_->peer_name() + " is gone: " + reason);
     outgoing_->abandon();
     incoming_->lose(reason);
   }
@@ -339,7 +343,7 @@ class ShmSender final : public Sender {
   const Session session_;
   const ShmOptions options_;
   const ForkGuard guard_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<ChannelState> channel_state_;
   const ScopedFd wake_fd_;
   std::shared_ptr<OutgoingMemory> memory_;
   std::shared_ptr<Incoming> incoming_;
@@ -348,7 +352,7 @@ class ShmSender final : public Sender {
   std::string device_refusal_;
   std::size_t device_bytes_ = 0;
   std::unique_ptr<LinkWatch> watch_;
-  std::unique_ptr<Courier> courier_;
+  std::unique_ptr<DeviceSender> device_sender_;
 };
 
 }  // namespace

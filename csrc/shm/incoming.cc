@@ -34,7 +34,7 @@ struct Incoming::Assembled {
   ~Assembled() {
     channel->num_assembled_.fetch_sub(1);
     if (channel->stalled_.load() && channel->guard_.in_maker()) {
-      if (const auto completions = channel->fate_->completions()) {
+      if (const auto completions = channel->channel_state_->completions()) {
         completions->bell().ring();
       }
     }
@@ -44,10 +44,10 @@ struct Incoming::Assembled {
   Lease memory;
 };
 
-Incoming::Incoming(std::shared_ptr<Fate> fate, std::uint64_t job, std::uint64_t limit_bytes,
-                   const Layout& layout, MappedRegion control, MappedRegion data,
-                   ScopedFd credit_fd, bool flush_computed)
-    : fate_(std::move(fate)),
+Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t job,
+                   std::uint64_t limit_bytes, const Layout& layout, MappedRegion control,
+                   MappedRegion data, ScopedFd credit_fd, bool flush_computed)
+    : channel_state_(std::move(channel_state)),
       job_(job),
       layout_(layout),
       control_region_(std::move(control)),
@@ -68,9 +68,10 @@ void Incoming::use_device(cuda::Arena arena, ScopedFd sender) {
   device_ = std::make_unique<DeviceSlots>(
       std::move(arena), std::move(sender), [this](unsigned slot) { give_back(slot); },
       [this] { return importer(); },
-      [fate = fate_](const char* reason) {
-        fate->fail(Failure::Kind::kTransport, "the device's end of the channel from " +
-                                                  fate->peer_name() + " failed: " + reason);
+      [channel_state = channel_state_](const char* reason) {
+        channel_state->fail(Failure::Kind::kTransport, "the device's end of the channel from " +
+                                                           channel_state->peer_name() +
+                                                           " failed: " + reason);
       });
 }
 
@@ -91,8 +92,9 @@ bool Incoming::poll(Completions& into) noexcept {
   } catch (const std::exception& error) {
     finished_ = true;
     found_any = true;
-    fate_->fail(Failure::Kind::kTransport,
-                "the channel from " + fate_->peer_name() + " is broken: " + error.what());
+    channel_state_->fail(
+        Failure::Kind::kTransport,
+        "the channel from " + channel_state_->peer_name() + " is broken: " + error.what());
   }
   if (!finished_ && lost_.load(std::memory_order_acquire) && !stalled_.load()) {
     // What it published before its end was visible before that was known; one more look is enough.
@@ -122,7 +124,7 @@ void Incoming::read(const Entry& entry, Message* message, unsigned* slot,
 }
 
 void Incoming::check_entry(const Message& message, unsigned slot) const {
-  check_message(message, job_, layout_.slot_bytes, fate_->peer());
+  check_message(message, job_, layout_.slot_bytes, channel_state_->peer());
   const bool end = message.kind == MessageKind::kEnd;
   if (message.sequence != sequence_ || (end ? slot != kNoSlot : slot >= layout_.slots) ||
       (end && assembler_.busy())) {
@@ -185,7 +187,7 @@ bool Incoming::take_next(Completions& into) {
 void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flags,
                        Completions& into) {
   Arrival arrival;
-  arrival.peer = fate_->peer();
+  arrival.peer = channel_state_->peer();
   arrival.message = message;
   const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0 &&
                      message.piece_bytes <= kMostFlushedBytes;
@@ -201,7 +203,7 @@ void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flag
 
 void Incoming::deliver_on_device(const Message& message, unsigned slot, Completions& into) {
   Arrival arrival;
-  arrival.peer = fate_->peer();
+  arrival.peer = channel_state_->peer();
   arrival.message = message;
   arrival.payload = Lease(device_->data(slot), message.nbytes, shared_from_this(),
                           &Incoming::release_on_device, slot);
@@ -214,8 +216,8 @@ void Incoming::deliver_on_device(const Message& message, unsigned slot, Completi
 }
 
 void Incoming::add_piece(const Message& message, unsigned slot, Completions& into) {
-  auto whole =
-      assembler_.add(message, data_region_.data() + slot * layout_.slot_stride, fate_->peer());
+  auto whole = assembler_.add(message, data_region_.data() + slot * layout_.slot_stride,
+                              channel_state_->peer());
   give_back(slot);
   if (!whole) {
     return;
@@ -264,7 +266,7 @@ void Incoming::lose(const std::string& reason) noexcept {
     reason_ = reason;
   }
   lost_.store(true, std::memory_order_release);
-  if (const auto completions = fate_->completions()) {
+  if (const auto completions = channel_state_->completions()) {
     completions->bell().ring();
   }
 }
@@ -272,10 +274,10 @@ void Incoming::lose(const std::string& reason) noexcept {
 void Incoming::tell_loss() noexcept {
   finished_ = true;
   const std::lock_guard<std::mutex> lock(reason_mutex_);
-  fate_->fail(Failure::Kind::kPeerLost,
-              fate_->peer_name() + " is gone: " + reason_ + "; " +
-                  (any_ ? "the last message from it was " + describe(last_)
-                        : std::string("no message had come from it")));
+  channel_state_->fail(Failure::Kind::kPeerLost,
+                       channel_state_->peer_name() + " is gone: " + reason_ + "; " +
+                           (any_ ? "the last message from it was " + describe(last_)
+                                 : std::string("no message had come from it")));
 }
 
 void Incoming::stop() noexcept {

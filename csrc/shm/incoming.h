@@ -14,8 +14,8 @@
 #include "common/fork_guard.h"
 #include "common/mapped_region.h"
 #include "common/scoped_fd.h"
+#include "shm/channel_state.h"
 #include "shm/device_slots.h"
-#include "shm/fate.h"
 #include "shm/ring.h"
 
 namespace adaptive::shm {
@@ -34,9 +34,9 @@ struct Layout {
 // whatever is acted upon is copied out first and checked then.
 class Incoming final : public Source, public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(std::shared_ptr<Fate> fate, std::uint64_t job, std::uint64_t limit_bytes,
-           const Layout& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
-           bool flush_computed);
+  Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t job,
+           std::uint64_t limit_bytes, const Layout& layout, MappedRegion control, MappedRegion data,
+           ScopedFd credit_fd, bool flush_computed);
 
   ~Incoming() override;
 
@@ -69,7 +69,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   static void release(void* owner, std::uint64_t token) noexcept;
   static void release_on_device(void* owner, std::uint64_t token) noexcept;
 
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<ChannelState> channel_state_;
   const std::uint64_t job_;
   const Layout layout_;
   const MappedRegion control_region_;

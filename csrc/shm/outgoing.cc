@@ -80,11 +80,11 @@ void OutgoingMemory::drop_view(void* owner, std::uint64_t slot) noexcept {
 
 // ---- Outgoing
 
-Outgoing::Outgoing(const Session& session, std::shared_ptr<Fate> fate, const ShmOptions& options,
-                   std::shared_ptr<OutgoingMemory> memory)
+Outgoing::Outgoing(const Session& session, std::shared_ptr<ChannelState> channel_state,
+                   const ShmOptions& options, std::shared_ptr<OutgoingMemory> memory)
     : job_(session.job),
       rank_(session.rank),
-      fate_(std::move(fate)),
+      channel_state_(std::move(channel_state)),
       options_(options),
       memory_(std::move(memory)),
       control_(memory_->control()),
@@ -109,13 +109,13 @@ bool Outgoing::receiver_closed() const noexcept {
 
 // Fills in what the channel adds and refuses what the receiver would.
 void Outgoing::prepare(Message& message) const {
-  fate_->check();
+  channel_state_->check();
   if (closed_ || receiver_closed()) {
-    throw Error(describe(message) + " cannot be sent to " + fate_->peer_name() + ": " +
+    throw Error(describe(message) + " cannot be sent to " + channel_state_->peer_name() + ": " +
                 (closed_ ? "this end of the channel is closed" : "it has closed its end"));
   }
   if (message.nbytes > options_.limit_bytes) {
-    throw Error(describe(message) + " to " + fate_->peer_name() + " has " +
+    throw Error(describe(message) + " to " + channel_state_->peer_name() + " has " +
                 std::to_string(message.nbytes) + " bytes, more than the limit of " +
                 std::to_string(options_.limit_bytes));
   }
@@ -260,7 +260,7 @@ void Outgoing::drop_backlog(Owners& done) noexcept {
 }
 
 void Outgoing::publish_end() noexcept {
-  if (end_published_ || fate_->broken()) {
+  if (end_published_ || channel_state_->broken()) {
     return;
   }
   end_published_ = true;
@@ -276,16 +276,16 @@ void Outgoing::publish_end() noexcept {
 }
 
 void Outgoing::advance(Owners& done) {
-  if (fate_->broken()) {
+  if (channel_state_->broken()) {
     drop_backlog(done);
     return;
   }
   if (receiver_closed() && !backlog_.empty()) {
     const std::size_t count = backlog_.size();
     drop_backlog(done);
-    fate_->fail(Failure::Kind::kTransport,
-                fate_->peer_name() + " closed its end of the channel while " +
-                    std::to_string(count) + " messages to it were waiting for room");
+    channel_state_->fail(Failure::Kind::kTransport,
+                         channel_state_->peer_name() + " closed its end of the channel while " +
+                             std::to_string(count) + " messages to it were waiting for room");
     return;
   }
   while (!backlog_.empty()) {
@@ -332,8 +332,9 @@ void Outgoing::send(Message& message, const void* data, const Keeper& keeper) {
     queue(std::move(pending));
   } catch (...) {
     if (pending.offset != 0) {
-      fate_->fail(Failure::Kind::kTransport,
-                  "a message to " + fate_->peer_name() + " could only be sent in part: no memory");
+      channel_state_->fail(
+          Failure::Kind::kTransport,
+          "a message to " + channel_state_->peer_name() + " could only be sent in part: no memory");
     }
     throw;
   }
@@ -346,7 +347,7 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
     return std::nullopt;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  fate_->check();
+  channel_state_->check();
   gather();
   if (count_of(viewed_ | reserved_ | queued_) >= options_.reservable) {
     return std::nullopt;
@@ -369,8 +370,8 @@ void Outgoing::commit(Message& message, std::uint64_t token) {
   gather();  // it may have been dropped
   const auto slot = static_cast<unsigned>(token % kMostSlots);
   if (slot >= options_.slots || (reserved_ & bit(slot)) == 0 || reservations_[slot] != token) {
-    throw Error("the committed memory was not reserved from the channel to " + fate_->peer_name() +
-                ", or was committed or dropped before");
+    throw Error("the committed memory was not reserved from the channel to " +
+                channel_state_->peer_name() + ", or was committed or dropped before");
   }
   if (message.nbytes > options_.slot_bytes) {
     throw Error(describe(message) + " does not fit into the memory that was reserved for it");
@@ -437,12 +438,12 @@ bool Outgoing::flush(const Deadline& deadline) {
     Owners done;
     std::unique_lock<std::mutex> lock(mutex_);
     if (backlog_.empty()) {
-      fate_->check();
+      channel_state_->check();
       return true;
     }
     advance(done);
     if (backlog_.empty()) {
-      fate_->check();
+      channel_state_->check();
       return true;
     }
     lock.unlock();
@@ -451,7 +452,7 @@ bool Outgoing::flush(const Deadline& deadline) {
     }
     const bool room = spin_.spin_until([this] {
       return control_->returns.returned.load(std::memory_order_relaxed) != 0 ||
-             memory_->gone.load(std::memory_order_relaxed) != 0 || fate_->broken();
+             memory_->gone.load(std::memory_order_relaxed) != 0 || channel_state_->broken();
     });
     if (!room) {
       lock.lock();
@@ -477,8 +478,8 @@ void Outgoing::on_credit() noexcept {
   try {
     advance(done);
   } catch (const std::exception& error) {
-    fate_->fail(Failure::Kind::kTransport,
-                "sending to " + fate_->peer_name() + " failed: " + error.what());
+    channel_state_->fail(Failure::Kind::kTransport,
+                         "sending to " + channel_state_->peer_name() + " failed: " + error.what());
   }
 }
 

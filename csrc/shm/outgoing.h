@@ -17,7 +17,7 @@
 #include "common/fork_guard.h"
 #include "common/futex.h"
 #include "shm/channel.h"
-#include "shm/fate.h"
+#include "shm/channel_state.h"
 #include "shm/ring.h"
 #include "shm/segment.h"
 
@@ -57,8 +57,8 @@ struct OutgoingMemory {
 //   queued    committed, but behind others      until it is out
 class Outgoing {
  public:
-  Outgoing(const Session& session, std::shared_ptr<Fate> fate, const ShmOptions& options,
-           std::shared_ptr<OutgoingMemory> memory);
+  Outgoing(const Session& session, std::shared_ptr<ChannelState> channel_state,
+           const ShmOptions& options, std::shared_ptr<OutgoingMemory> memory);
 
   // What the peer gave: its bell, and what wakes its reactor.
   void connect(Bell bell, ScopedFd wake_fd, std::size_t stream_from_bytes,
@@ -111,7 +111,7 @@ class Outgoing {
 
   const std::uint64_t job_;
   const int rank_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<ChannelState> channel_state_;
   const ShmOptions options_;
   const std::shared_ptr<OutgoingMemory> memory_;
   Control* const control_;

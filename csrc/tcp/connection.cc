@@ -39,7 +39,7 @@ std::int64_t now_ns() {
 
 }  // namespace
 
-Connection::Connection(const Session& session, int peer, UnsharedFd socket, const Offer& mine,
+Connection::Connection(const Session& session, int peer, ForkSafeFd socket, const Offer& mine,
                        const Offer& theirs)
     : completions_(session.completions),
       describe_(session.describe),

@@ -20,7 +20,7 @@
 
 #include "common/channel.h"
 #include "common/fork_guard.h"
-#include "common/unshared_fd.h"
+#include "common/fork_safe_fd.h"
 #include "tcp/buffers.h"
 #include "tcp/frame.h"
 #include "tcp/writer.h"
@@ -32,7 +32,7 @@ class Connection final : public Source,
                          public std::enable_shared_from_this<Connection> {
  public:
   // `mine` are this end's slots and limits, `theirs` the peer's.
-  Connection(const Session& session, int peer, UnsharedFd socket, const Offer& mine,
+  Connection(const Session& session, int peer, ForkSafeFd socket, const Offer& mine,
              const Offer& theirs);
 
   void start();
@@ -78,7 +78,7 @@ class Connection final : public Source,
   const std::chrono::milliseconds period_;  // of heartbeats
   const ForkGuard guard_;
   std::shared_ptr<Reactor> reactor_;
-  UnsharedFd socket_;
+  ForkSafeFd socket_;
   BufferPool buffers_;
   Writer writer_;
   std::uint64_t timer_ = 0;

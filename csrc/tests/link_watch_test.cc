@@ -1,5 +1,5 @@
 // Tests of the watch over a link. Build: c++ -std=c++17 -I csrc -pthread <this>
-// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io,unshared_fd}.cc
+// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io,fork_safe_fd}.cc
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>

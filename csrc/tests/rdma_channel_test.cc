@@ -1,7 +1,7 @@
 // The contract of a channel over real verbs, run as two ranks by tests/labs/rdma_lab. With an
 // argument, only tests whose name contains it. Build: c++ -std=c++17 -DMEGATRON_ADAPTIVE_RDMA=1 -I
 // csrc -pthread <this> csrc/rdma/*.cc and csrc/common/{assembler,completions,copy,hello,link,
-// link_watch,listener,message,reactor,socket_address,socket_io,unshared_fd}.cc
+// link_watch,listener,message,reactor,socket_address,socket_io,fork_safe_fd}.cc
 // -libverbs -ldl
 #include <chrono>
 #include <random>

@@ -13,7 +13,7 @@
 
 #include "common/channel.h"
 #include "cuda/arena.h"
-#include "shm/fate.h"
+#include "shm/channel_state.h"
 #include "shm/outgoing.h"
 
 namespace adaptive::shm {
@@ -21,15 +21,15 @@ namespace adaptive::shm {
 // A thread copies one payload at a time: it waits for a slot, puts the copy on its own stream,
 // behind what computes the payload, and publishes the message when the device is done with it. The
 // channel sends nothing else meanwhile but through it.
-class Courier {
+class DeviceSender {
  public:
   // `outgoing` outlives it.
-  Courier(std::shared_ptr<Fate> fate, Outgoing& outgoing,
-          std::shared_ptr<const cuda::Context> context, cuda::PeerArena peer, cuda::Stream stream,
-          std::size_t slot_bytes);
-  Courier(const Courier&) = delete;
-  Courier& operator=(const Courier&) = delete;
-  ~Courier();  // drops what is not on its way
+  DeviceSender(std::shared_ptr<ChannelState> channel_state, Outgoing& outgoing,
+               std::shared_ptr<const cuda::Context> context, cuda::PeerArena peer,
+               cuda::Stream stream, std::size_t slot_bytes);
+  DeviceSender(const DeviceSender&) = delete;
+  DeviceSender& operator=(const DeviceSender&) = delete;
+  ~DeviceSender();  // drops what is not on its way
 
   // See Sender::send_after(). One thread.
   void send(const Message& message, const void* data, bool on_device, void* stream,
@@ -56,7 +56,7 @@ class Courier {
   bool overdue();
   cuda::Event take_event();
 
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<ChannelState> channel_state_;
   Outgoing& outgoing_;
   const std::shared_ptr<const cuda::Context> context_;
   cuda::PeerArena peer_;

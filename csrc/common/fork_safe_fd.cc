@@ -1,4 +1,4 @@
-#include "common/unshared_fd.h"
+#include "common/fork_safe_fd.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -69,13 +69,13 @@ class Registry {
 
 }  // namespace
 
-UnsharedFd::UnsharedFd(ScopedFd fd) : fd_(std::move(fd)) {
+ForkSafeFd::ForkSafeFd(ScopedFd fd) : fd_(std::move(fd)) {
   if (fd_) {
     Registry::instance().add(fd_.get());
   }
 }
 
-UnsharedFd& UnsharedFd::operator=(UnsharedFd&& other) noexcept {
+ForkSafeFd& ForkSafeFd::operator=(ForkSafeFd&& other) noexcept {
   if (this != &other) {
     reset();
     fd_ = std::move(other.fd_);
@@ -83,7 +83,7 @@ UnsharedFd& UnsharedFd::operator=(UnsharedFd&& other) noexcept {
   return *this;
 }
 
-void UnsharedFd::reset() noexcept {
+void ForkSafeFd::reset() noexcept {
   if (fd_) {
     Registry::instance().close(&fd_);
   }

@@ -8,13 +8,13 @@ namespace adaptive {
 // A forked child (a loader of data) that inherited such a socket would keep the connection open
 // after the end of its parent, and hide that end from the peer. fork() therefore replaces it in the
 // child: the number stays taken, but belongs to a socket that is connected with nobody.
-class UnsharedFd {
+class ForkSafeFd {
  public:
-  UnsharedFd() noexcept = default;
-  explicit UnsharedFd(ScopedFd fd);
-  UnsharedFd(UnsharedFd&&) noexcept = default;
-  UnsharedFd& operator=(UnsharedFd&& other) noexcept;
-  ~UnsharedFd() { reset(); }
+  ForkSafeFd() noexcept = default;
+  explicit ForkSafeFd(ScopedFd fd);
+  ForkSafeFd(ForkSafeFd&&) noexcept = default;
+  ForkSafeFd& operator=(ForkSafeFd&& other) noexcept;
+  ~ForkSafeFd() { reset(); }
 
   int get() const noexcept { return fd_.get(); }
   explicit operator bool() const noexcept { return static_cast<bool>(fd_); }

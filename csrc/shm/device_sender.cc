@@ -1,4 +1,4 @@
-#include "shm/courier.h"
+#include "shm/device_sender.h"
 
 #include <chrono>
 #include <string>
@@ -17,10 +17,10 @@ std::shared_ptr<void> owner_of(void* context) {
 
 }  // namespace
 
-Courier::Courier(std::shared_ptr<Fate> fate, Outgoing& outgoing,
-                 std::shared_ptr<const cuda::Context> context, cuda::PeerArena peer,
-                 cuda::Stream stream, std::size_t slot_bytes)
-    : fate_(std::move(fate)),
+DeviceSender::DeviceSender(std::shared_ptr<ChannelState> channel_state, Outgoing& outgoing,
+                           std::shared_ptr<const cuda::Context> context, cuda::PeerArena peer,
+                           cuda::Stream stream, std::size_t slot_bytes)
+    : channel_state_(std::move(channel_state)),
       outgoing_(outgoing),
       context_(std::move(context)),
       peer_(std::move(peer)),
@@ -28,7 +28,7 @@ Courier::Courier(std::shared_ptr<Fate> fate, Outgoing& outgoing,
       slot_bytes_(slot_bytes),
       thread_([this] { run(); }) {}
 
-Courier::~Courier() {
+DeviceSender::~DeviceSender() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_.store(true);
@@ -37,8 +37,8 @@ Courier::~Courier() {
   thread_.join();
 }
 
-void Courier::send(const Message& message, const void* data, bool on_device, void* stream,
-                   const Keeper& keeper) {
+void DeviceSender::send(const Message& message, const void* data, bool on_device, void* stream,
+                        const Keeper& keeper) {
   outgoing_.admit(message);
   if (on_device && message.nbytes > slot_bytes_) {
     throw Error(describe(message) + " has " + std::to_string(message.nbytes) +
@@ -54,7 +54,7 @@ void Courier::send(const Message& message, const void* data, bool on_device, voi
   cuda::record(job.ready, static_cast<cuda::StreamHandle*>(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) {
-    throw Error(describe(message) + " cannot be sent to " + fate_->peer_name() +
+    throw Error(describe(message) + " cannot be sent to " + channel_state_->peer_name() +
                 ": this end of the channel is closed");
   }
   jobs_.push_back(std::move(job));
@@ -70,15 +70,15 @@ void Courier::send(const Message& message, const void* data, bool on_device, voi
   changed_.notify_all();
 }
 
-bool Courier::flush(const Deadline& deadline) {
+bool DeviceSender::flush(const Deadline& deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   const bool done = changed_.wait_for(lock, std::chrono::milliseconds(deadline.remaining_ms()),
                                       [this] { return jobs_.empty(); });
-  fate_->check();
+  channel_state_->check();
   return done;
 }
 
-void Courier::close() noexcept {
+void DeviceSender::close() noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
@@ -86,7 +86,7 @@ void Courier::close() noexcept {
   changed_.notify_all();
 }
 
-cuda::Event Courier::take_event() {
+cuda::Event DeviceSender::take_event() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!spare_events_.empty()) {
@@ -98,20 +98,21 @@ cuda::Event Courier::take_event() {
   return cuda::make_event(context_, false);
 }
 
-void Courier::run() noexcept {
+void DeviceSender::run() noexcept {
   try {
     const cuda::Current current(*context_);
     std::unique_lock<std::mutex> lock(mutex_);
     carry_all(lock);
   } catch (const std::exception& error) {
-    fate_->fail(Failure::Kind::kTransport, "the device's end of the channel to " +
-                                               fate_->peer_name() + " failed: " + error.what());
+    channel_state_->fail(Failure::Kind::kTransport, "the device's end of the channel to " +
+                                                        channel_state_->peer_name() +
+                                                        " failed: " + error.what());
   }
   peer_ = {};
   outgoing_.tell_device_closed();
 }
 
-void Courier::carry_all(std::unique_lock<std::mutex>& lock) {
+void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || closing_ || !jobs_.empty(); });
     if (jobs_.empty() && closing_) {
@@ -127,8 +128,9 @@ void Courier::carry_all(std::unique_lock<std::mutex>& lock) {
     } catch (const PeerLostError&) {
       // The channel tells that itself, perhaps a moment later.
     } catch (const std::exception& error) {
-      fate_->fail(Failure::Kind::kTransport, describe(job.message) + " could not be brought to " +
-                                                 fate_->peer_name() + ": " + error.what());
+      channel_state_->fail(Failure::Kind::kTransport,
+                           describe(job.message) + " could not be brought to " +
+                               channel_state_->peer_name() + ": " + error.what());
     }
     std::shared_ptr<void> owner = std::move(job.owner);
     owner.reset();  // not under the mutex, which its deleter does not know
@@ -143,8 +145,8 @@ void Courier::carry_all(std::unique_lock<std::mutex>& lock) {
 }
 
 // After a failure it only lets go, as the channel does.
-void Courier::carry(Job& job) {
-  const auto ended = [this] { return stopping_.load() || fate_->broken(); };
+void DeviceSender::carry(Job& job) {
+  const auto ended = [this] { return stopping_.load() || channel_state_->broken(); };
   if (!job.on_device) {
     if (cuda::await(job.ready, ended)) {
       outgoing_.send(job.message, job.data, {&owner_of, &job.owner});
@@ -159,7 +161,7 @@ void Courier::carry(Job& job) {
   outgoing_.publish_on_device(job.message, slot);
 }
 
-void Courier::copy(Job& job, unsigned slot) {
+void DeviceSender::copy(Job& job, unsigned slot) {
   cuda::wait(stream_.get(), job.ready);
   cuda::wait(stream_.get(), peer_.consumed(slot));
   try {
@@ -178,7 +180,7 @@ void Courier::copy(Job& job, unsigned slot) {
 }
 
 // A device may compute as long as it likes until this end is to stop.
-bool Courier::overdue() {
+bool DeviceSender::overdue() {
   if (stopping_.load() && !limit_) {
     limit_ = Deadline::after(kDeviceEnds);
   }

@@ -1,11 +1,11 @@
-#include "rdma/fate.h"
+#include "rdma/channel_state.h"
 
 #include <exception>
 #include <utility>
 
 namespace adaptive::rdma {
 
-void Fate::fail(Failure::Kind kind, const std::string& finding) noexcept {
+void ChannelState::fail(Failure::Kind kind, const std::string& finding) noexcept {
   try {
     if (ended_.load() || failed()) {
       return;
@@ -26,18 +26,18 @@ void Fate::fail(Failure::Kind kind, const std::string& finding) noexcept {
   }
 }
 
-std::string Fate::last_received() const {
+std::string ChannelState::last_received() const {
   return any_received_ ? "the last message received from it was " + describe(last_)
                        : "no message was received from it";
 }
 
-void Fate::note_received(const Message& message) noexcept {
+void ChannelState::note_received(const Message& message) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   any_received_ = true;
   last_ = message;
 }
 
-void Fate::throw_failure() const {
+void ChannelState::throw_failure() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (kind_ == Failure::Kind::kPeerLost) {
     throw PeerLostError(text_);

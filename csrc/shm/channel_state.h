@@ -14,9 +14,9 @@ namespace adaptive::shm {
 
 // All methods may be called from any thread. Does not own the completions: what waits there may own
 // this.
-class Fate {
+class ChannelState {
  public:
-  Fate(std::weak_ptr<Completions> completions, int peer, std::string peer_name)
+  ChannelState(std::weak_ptr<Completions> completions, int peer, std::string peer_name)
       : completions_(std::move(completions)), peer_(peer), peer_name_(std::move(peer_name)) {}
 
   int peer() const noexcept { return peer_; }
@@ -37,11 +37,11 @@ class Fate {
   void fail(Failure::Kind kind, const std::string& text) noexcept {
     break_off(kind, text);
     const auto completions = completions_.lock();
-    if (completions != nullptr && !told_.exchange(true)) {
+    if (completions != nullptr && !reported_.exchange(true)) {
       try {
         completions->put(Failure{kind, peer_, text});
       } catch (...) {
-        told_.store(false);  // no memory now: whoever finds it next tells
+        reported_.store(false);  // no memory now: whoever finds it next tells
       }
     }
   }
@@ -65,7 +65,7 @@ class Fate {
   const int peer_;
   const std::string peer_name_;
   std::atomic<bool> broken_{false};
-  std::atomic<bool> told_{false};
+  std::atomic<bool> reported_{false};
   mutable std::mutex mutex_;
   Failure::Kind kind_ = Failure::Kind::kTransport;
   std::string text_;

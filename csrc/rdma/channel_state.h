@@ -13,9 +13,9 @@
 namespace adaptive::rdma {
 
 // All methods may be called from any thread.
-class Fate {
+class ChannelState {
  public:
-  Fate(const Session& session, int peer)
+  ChannelState(const Session& session, int peer)
       : session_(session),
         peer_(peer),
         // Asked once: it is code of others, which must not run under the locks of a channel.
