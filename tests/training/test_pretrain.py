@@ -33,8 +33,8 @@ class Watching:
     def verdict(self, within_s: float) -> PeerLostError | None:
         return self.lost
 
-    def report(self, text: str, *, told: bool) -> None:
-        self.reported.append((text, told))
+    def report(self, text: str, *, known: bool) -> None:
+        self.reported.append((text, known))
 
 
 class Store:
