@@ -25,6 +25,7 @@ import torch
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recording import Call, Tape, Value
+from megatron.adaptive.planner.running import least_largest_of
 
 __all__ = [
     "SharedWeight",
@@ -33,6 +34,7 @@ __all__ = [
     "check_groups",
     "check_shared",
     "check_stages",
+    "check_weights",
     "given_partition",
     "keep_only",
     "shared_weights",
@@ -75,6 +77,19 @@ def given_partition(
     return partition
 
 
+def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
+    """Refuse weights that are not one for each segment.
+
+    Raises:
+        ConfigError: there are more, or fewer.
+    """
+    if weights is not None and len(weights) != num_segments:
+        raise ConfigError(
+            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
+            "piece between cut points"
+        )
+
+
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divide segments so that the largest stage is as small as possible.
 
@@ -93,27 +108,9 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
             raise ConfigError(
                 f"weight {weight} of segment {segment}: give a finite number that is not negative"
             )
-    before = [0.0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    # best[end]: largest stage, sum of squares and stages of the segments up to `end`.
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())]
-    best += [None] * len(weights)
-    for _ in range(num_stages):
-        grown: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(weights) + 1)
-        for end in range(1, len(weights) + 1):
-            for start in range(end):
-                rest = best[start]
-                if rest is None:
-                    continue
-                cost = before[end] - before[start]
-                found = (max(rest[0], cost), rest[1] + cost * cost, (*rest[2], end - start))
-                if grown[end] is None or found < grown[end]:  # type: ignore[operator]
-                    grown[end] = found
-        best = grown
-    answer = best[-1]
-    assert answer is not None
-    return answer[2]
+    partition = least_largest_of(weights, num_stages)
+    assert partition is not None
+    return partition
 
 
 # Calls that a stage may repeat rather than be sent their result.
@@ -131,6 +128,7 @@ class StagePlan:
         inputs: names of the batch's entries that it uses.
         parameters, buffers: names of those it uses.
         copied: values that it changes and must not share with others.
+        result: the loss, in the last stage.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -140,6 +138,7 @@ class StagePlan:
     parameters: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)
+    result: int | None = None
 
 
 def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
@@ -241,6 +240,7 @@ class _Slicer:
         for plan, calls in zip(self._plans, members, strict=True):
             plan.calls = sorted(calls)
             self._list_sources(plan)
+        self._plans[-1].result = tape.loss
         return self._plans
 
     def _home(self, value: Value) -> int:

@@ -158,8 +158,6 @@ class StageProgram:
         plan: this stage's part of it.
         held: parameters and buffers by name; those of the stage must be there.
         device: where it runs.
-        is_last: it computes the loss.
-        autocast: element type of matrix products under mixed precision.
 
     Attributes:
         plan: as given.
@@ -174,16 +172,11 @@ class StageProgram:
         plan: StagePlan,
         held: Mapping[str, torch.Tensor],
         device: torch.device,
-        *,
-        is_last: bool,
-        autocast: torch.dtype | None = None,
     ) -> None:
         self.plan = plan
         self._tape = tape
         self._held = held
         self._device = device
-        self._autocast = autocast
-        self._result = tape.loss if is_last else None
         values = tape.values
         self._gradients_in = [n for n in plan.received if values[n].requires_grad]
         self._gradients_out = [n for n in plan.sent if values[n].requires_grad]
@@ -197,7 +190,7 @@ class StageProgram:
 
     def _prepare(self) -> list[_Step]:
         tape, plan = self._tape, self.plan
-        keep = {*plan.sent, *([] if self._result is None else [self._result])}
+        keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
         last: dict[int, int] = {}
         seen: set[int] = set()
         for place, number in enumerate(plan.calls):
@@ -212,7 +205,7 @@ class StageProgram:
                 last.setdefault(one, place)
             for _, new in call.changes:
                 last.setdefault(new, place)
-        for one in (*plan.sent, *keep):
+        for one in keep:
             if tape.values[one].source and one not in seen:
                 seen.add(one)
                 self._take(one)
@@ -262,7 +255,7 @@ class StageProgram:
             env[number] = inputs[name] if source == "input" else self._held[name]
         for number in self.plan.copied:
             env[number] = env[number].clone()
-        calls, ambient = self._tape.calls, self._autocast
+        calls, ambient = self._tape.calls, self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
             for step in self._steps:
                 if calls[step.number].is_random:
@@ -271,7 +264,7 @@ class StageProgram:
                 for one in step.drops:
                     del env[one]
         sent = [env[number] for number in self.plan.sent]
-        return sent, None if self._result is None else env[self._result]
+        return sent, None if self.plan.result is None else env[self.plan.result]
 
     def require_gradients(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of a message as leaves, those requiring a gradient that have one."""

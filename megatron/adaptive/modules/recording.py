@@ -175,6 +175,7 @@ class Tape:
         loss_value: its number for the sample.
         device: where it was recorded.
         aliases: other names of a parameter or buffer, by its first name.
+        autocast: element type of matrix products under mixed precision.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -184,6 +185,7 @@ class Tape:
     loss_value: float = 0.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
 
     @property
     def num_segments(self) -> int:
@@ -581,18 +583,33 @@ class Forward:
         model: the model.
         loss: makes the loss of its output and the batch; ``None`` where the model gives it.
         arguments: further keyword arguments of its forward.
-        autocast: element type of matrix products under mixed precision.
+        mixed_precision: its name, ``None`` for none.
+
+    Raises:
+        ConfigError: there is no such precision.
     """
 
     model: torch.nn.Module
-    loss: Loss | None
-    arguments: Mapping[str, Any]
-    autocast: torch.dtype | None
+    loss: Loss | None = None
+    arguments: Mapping[str, Any] | None = None
+    mixed_precision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixed_precision not in (None, *PRECISIONS):
+            raise ConfigError(
+                f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
+                "None"
+            )
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Element type of matrix products under mixed precision."""
+        return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
         """Return the loss of a microbatch."""
         given = {name: one for name, one in batch.items() if self._takes(name)}
-        output = self.model(**given, **self.arguments)
+        output = self.model(**given, **(self.arguments or {}))
         return self.loss(output, batch) if self.loss is not None else _loss_in(output)
 
     def _takes(self, name: str) -> bool:
@@ -666,6 +683,7 @@ class Forwards:
             training = take(forward, sample)
         with _mode(forward.model, training=False), torch.no_grad():
             evaluation = take(forward, sample)
+        training.autocast = evaluation.autocast = forward.autocast
         if training.cuts != evaluation.cuts:
             raise ConfigError(
                 f"in training the forward passes the cut points {', '.join(training.cuts)}, in "

@@ -110,9 +110,7 @@ def measure_segments(
     with torch.enable_grad(), undisturbed(forward.model, device):
         for segment, plan in enumerate(plans):
             held = _held(tape, plan, tensors, device)
-            program = StageProgram(
-                tape, plan, held, device, is_last=plan is plans[-1], autocast=forward.autocast
-            )
+            program = StageProgram(tape, plan, held, device)
             before = _memory(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
@@ -284,7 +282,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     held = tensors_of(forward.model)
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
-    program = StageProgram(tape, plan, held, device, is_last=True, autocast=forward.autocast)
+    program = StageProgram(tape, plan, held, device)
     modes = [(module, module.training) for module in forward.model.modules()]
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)

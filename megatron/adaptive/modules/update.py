@@ -156,10 +156,6 @@ class Update:
         self._clip_norm: float | None = None
         self.scaler: LossScale | None = None
 
-    def start(self, *, is_fp16: bool) -> None:
-        """Take the precision of the run."""
-        self.scaler = LossScale() if is_fp16 else None
-
     @property
     def scale(self) -> float:
         """Factor of the loss."""
