@@ -18,9 +18,7 @@ from megatron.adaptive.modules.cutting import (
     check_weights,
     given_partition,
     keep_only,
-    shared_weights,
     slice_tape,
-    unused_parameters,
 )
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
@@ -153,15 +151,15 @@ def _hold(
                 uses.setdefault(name, set()).add(placement.locate(stage)[0])
     mine = {n for s in stages for p in (plans[s], eval_plans[s]) for n in p.buffers}
     mine |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
-    if 0 in stages:  # somebody must keep them for a checkpoint
-        mine.update(unused_parameters(model, (forwards.training, forwards.evaluation)))
     order = [name for name, _ in model.named_parameters()]
+    if 0 in stages:  # somebody must keep those that nobody uses for a checkpoint
+        mine.update(name for name in order if name not in uses)
     held = keep_only(model, mine, device)
 
     def programs(tape: Tape, of: Sequence[StagePlan]) -> list[StageProgram]:
         return [StageProgram(tape, of[stage], held, device) for stage in stages]
 
-    shared = shared_weights(uses, order)
+    shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
     return Assembly(
         cut_points=tuple(forwards.training.cuts),
         partition=partition,
@@ -178,7 +176,7 @@ def _hold(
             mesh=mesh,
             parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
             shared=shared,
-            groups=mesh.groups_of(dict.fromkeys(one.positions for one in shared)),
+            groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
 

@@ -16,7 +16,7 @@ makes it itself, of the inputs that it is given anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -28,7 +28,6 @@ from megatron.adaptive.modules.recording import Call, Tape, Value
 from megatron.adaptive.planner.running import least_largest_of
 
 __all__ = [
-    "SharedWeight",
     "StagePlan",
     "balanced",
     "check_groups",
@@ -37,9 +36,8 @@ __all__ = [
     "check_weights",
     "given_partition",
     "keep_only",
-    "shared_weights",
     "slice_tape",
-    "unused_parameters",
+    "uses_of",
 ]
 
 
@@ -152,7 +150,7 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
         ConfigError: names the parameter, its other names and the cut.
     """
     declared = {name for group in groups for name in group}
-    for name, segments in _uses(tape).items():
+    for name, segments in uses_of(tape).items():
         if len(segments) < 2 or declared & {name, *tape.aliases.get(name, ())}:
             continue
         others = tape.aliases.get(name, ())
@@ -164,8 +162,8 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _uses(tape: Tape) -> dict[str, set[int]]:
-    """Segments that use each parameter."""
+def uses_of(tape: Tape) -> dict[str, set[int]]:
+    """Return the segments that use each parameter, by its first name."""
     found: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -345,19 +343,6 @@ class _Slicer:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedWeight:
-    """A parameter that several ranks of a pipeline hold.
-
-    Attributes:
-        name: its first name.
-        positions: of those ranks, ascending.
-    """
-
-    name: str
-    positions: tuple[int, ...]
-
-
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Check declared groups of shared weights.
 
@@ -380,21 +365,6 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
                     f"model has two: assign one to the other before"
                 )
-
-
-def shared_weights(uses: Mapping[str, Iterable[int]], order: Sequence[str]) -> list[SharedWeight]:
-    """Return the parameters that several ranks hold.
-
-    Args:
-        uses: positions that use each parameter.
-        order: names of all parameters.
-    """
-    found = []
-    for name in order:
-        positions = tuple(sorted(set(uses.get(name, ()))))
-        if len(positions) > 1:
-            found.append(SharedWeight(name, positions))
-    return found
 
 
 def keep_only(
@@ -435,9 +405,3 @@ def keep_only(
                 if one is not None and id(one) in by_id:
                     tensors[key] = by_id[id(one)]  # type: ignore[assignment]
     return held
-
-
-def unused_parameters(model: torch.nn.Module, tapes: Iterable[Tape]) -> list[str]:
-    """Return the parameters that no forward uses."""
-    used = {value.name for tape in tapes for value in tape.values if value.source == "parameter"}
-    return [name for name, _ in model.named_parameters() if name not in used]

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
     LayerCall,
+    LinearCall,
     WeightGradientStore,
     defer,
     is_deferring,
@@ -503,55 +504,6 @@ _ADDMM = (torch.addmm, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """``given @ weight + bias`` in ``dtype``, or in the tensors' own where that is ``None``.
-
-    Attributes:
-        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
-        bias: ``[out]``.
-    """
-
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
-    turned: bool
-    dtype: torch.dtype | None
-
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        weight = self.weight.t() if self.turned else self.weight
-        with torch.autocast(given.device.type, enabled=False):
-            return F.linear(self._cast(given), self._cast(weight), self._cast_bias())
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        weight = self._cast(self.weight)
-        rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
-        return rows.view(*gradient.shape[:-1], -1)
-
-    def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
-    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        given = self._cast(given).reshape(-1, given.shape[-1])
-        product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
-        yield self.weight, product.to(self.weight.dtype)
-        if self.bias is not None and self.bias.requires_grad:
-            yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
-
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        width = gradient.shape[-1]
-        return 2.0 * gradient.numel() / width * self.weight.numel()
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.dtype is None else tensor.to(self.dtype)
-
-    def _cast_bias(self) -> torch.Tensor | None:
-        return None if self.bias is None else self._cast(self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class Deferred:
     """A recorded call whose weight gradient can be put off.
 
@@ -581,7 +533,7 @@ class Deferred:
             call = EmbeddingCall(weight, self.padding, self.by_frequency)
         else:
             bias: Any = None if self.bias is None else env[self.bias]
-            call = _Product(weight, bias, self.kind == "addmm", dtype)
+            call = LinearCall(weight, bias, self.kind == "addmm", dtype)
         return defer(call, env[self.given], store)
 
 
