@@ -156,7 +156,9 @@ def test_parts_on_a_nodes_own_disk_are_copied_where_they_belong(ran: Any, golden
 def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
     status, text = ran[0][REFUSED_BY_RANKS[path]]
     assert status != 0
-    lines = [line for line in text.splitlines() if re.match(r"(?:rank \d+: )?error: |.*Error: ", line)]
+    lines = [
+        line for line in text.splitlines() if re.match(r"(?:rank \d+: )?error: |.*Error: ", line)
+    ]
     assert len(lines) == 1, text
     assert path in lines[0]
     assert re.search(r"\b2\b", lines[0].replace(path, "")), lines[0]
