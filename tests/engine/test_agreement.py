@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.adaptive.engine.agreement import (
-    Alone,
+    Agreement,
     Follower,
     Leader,
     decode_action,
@@ -291,7 +291,7 @@ def test_a_leader_that_has_ended_is_an_error() -> None:
 
 
 def test_a_rank_alone_asks_its_policy() -> None:
-    alone = Alone()
+    alone = Agreement()
     alone.begin(0, is_static=False)
     assert alone.decides
     assert alone.is_everywhere(message(0, 0))
