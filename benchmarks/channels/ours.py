@@ -19,11 +19,10 @@ from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Completions
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.header import CODE_OF, Label
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import Completions, Transport
 from megatron.adaptive.transport.liveness import here
 
 from .connectors import Connector

@@ -13,8 +13,8 @@ import torch.multiprocessing
 
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival
 from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import Arrival
 from megatron.adaptive.transport.native import NativeTransport
 
 pytestmark = [

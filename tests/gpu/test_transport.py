@@ -12,8 +12,8 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival
 from megatron.adaptive.transport.header import CODE_OF, Label
+from megatron.adaptive.transport.interface import Arrival
 from megatron.adaptive.transport.native import NativeTransport
 
 pytestmark = [

@@ -30,14 +30,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.completions import (
+from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
+from megatron.adaptive.transport.interface import (
     Arrival,
     CompletionQueue,
     Completions,
     HeldArrival,
 )
-from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
-from megatron.adaptive.transport.interface import Channel, DirectChannel
 
 _DEPTH = 4
 # Up to here copying a payload costs less than a second message of gloo.
@@ -132,9 +131,9 @@ class GlooTransport:
         while len(self._pending) > 4 * _DEPTH * len(self._sent):
             self._reap(self._send_limit)
 
-    def channel(self, peer: int) -> Channel:
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
-        return DirectChannel(self, peer)
+        return torch.empty(shape, dtype=dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
@@ -210,7 +209,8 @@ class GlooTransport:
     ) -> tuple[int, int]:
         """Announce ``payload``, whose own sends are ``works``; returns the slot and group rank."""
         sequence = self._sent[peer]
-        header = Header(label, tuple(payload.shape), payload.dtype, sequence).encode()
+        words = Header(label, tuple(payload.shape), payload.dtype, sequence).words()
+        header = torch.tensor(words, dtype=torch.int64)
         self._sent[peer] = sequence + 1
         slot, index = sequence % _DEPTH, self._index[peer]
         try:

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.transport.completions import Arrival, Completions, HeldArrival
 from megatron.adaptive.transport.connect import Gather, Payloads
 from megatron.adaptive.transport.gloo import GlooTransport, raw
 from megatron.adaptive.transport.header import Header, Label, settled
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import Arrival, Completions, HeldArrival, Transport
 
 __all__ = ["ProcessGroups", "gloo_group"]
 
@@ -148,7 +147,7 @@ class NcclTransport(GlooTransport):
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = settled(tensor.detach())
         # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
-        Header(label, tuple(payload.shape), payload.dtype, 0).encode()
+        Header(label, tuple(payload.shape), payload.dtype, 0).words()
         group = self._outgoing[peer]
         work = group.send([raw(payload)], dist.get_group_rank(group, peer), 0)
         self._send_header(peer, label, payload, (work,))
