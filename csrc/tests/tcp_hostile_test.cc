@@ -121,7 +121,7 @@ void broken_frames_are_refused() {
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kMore, 0, 11),
           "11 bytes where 10 were due");
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kStart, 0, 1).message(1, 1),
-          "within F chunk 1");
+          "within F chunk 3");
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kGoodbye, 0, 0), "a goodbye within");
   refused(Frames().frame(FrameType::kGoodbye, 0, 0).frame(FrameType::kStart, 0, 1).message(1, 0),
           "after its goodbye");

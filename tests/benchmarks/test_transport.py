@@ -299,7 +299,7 @@ needs_extension = pytest.mark.skipif(
 
 @needs_extension
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("connector", ["shm", "shm node", "tcp", "gloo transport"])
+@pytest.mark.parametrize("connector", ["shm", "tcp", "gloo transport"])
 def test_our_transports_run_the_patterns(pair: Pair, connector: str) -> None:
     options = {"slot_bytes": 1 << 16, "slots": 4}
     shared = {"connector": connector, "options": options}

@@ -36,12 +36,13 @@ def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
 
 
 def open_transports(
-    kind: str = "shm", *, staged: bool = False, **options: Any
+    kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
 ) -> tuple[NativeTransport, NativeTransport]:
     """Return the same as transports, which leave four slots to their senders.
 
     Args:
         kind: ``shm`` or ``tcp``.
+        device: of the tensors.
         staged: tensors are for a GPU, which the CPU stands in for.
         options: of the channel.
     """
@@ -51,7 +52,7 @@ def open_transports(
             return Staging(node, CPU, [peer], send)
 
         part: Callable[[Any], Staging] | None = make_staging if staged else None
-        return NativeTransport(node, {peer: kind}, device=CPU, least_free=4, make_staging=part)
+        return NativeTransport(node, {peer: kind}, device=device, least_free=4, make_staging=part)
 
     low, high = open_nodes(kind, **options)
     return make(low, 1), make(high, 0)
