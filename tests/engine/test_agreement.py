@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.adaptive.engine.agreement import (
-    Alone,
+    Agreement,
     Follower,
     Leader,
     decode_action,
@@ -19,9 +19,10 @@ from megatron.adaptive.engine.agreement import (
     encode_label,
 )
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import (
     Arrival,
@@ -34,6 +35,7 @@ from megatron.adaptive.transport.interface import (
 from .conftest import BOARDS, WATCHDOG_S, Start
 
 F, B = ActionKind.F, ActionKind.B
+ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 
 
 @pytest.mark.multiprocess
@@ -168,16 +170,16 @@ def test_only_decisions_are_published() -> None:
     leader = make_leader(board, {}, CompletionQueue())
     leader.begin(0, is_static=False)
     state = fresh(1)
-    assert leader.next_action(Adaptive(), state, 1.0) is None
+    assert leader.next_action(ADAPTIVE, state, 1.0) is None
     assert board.values == []
     state.arrive(F, 0, 0)
-    assert leader.next_action(Adaptive(), state, 1.0) == Action(F, 0, 0)
+    assert leader.next_action(ADAPTIVE, state, 1.0) == Action(F, 0, 0)
     # The follower is told even though its own state does not know of the input yet.
     follower = Follower(board, Paper(), CompletionQueue(), 1.0)
     follower.begin(0, is_static=False)
     assert not follower.decides
     assert leader.decides
-    assert follower.next_action(Adaptive(), fresh(1), 1.0) == Action(F, 0, 0)
+    assert follower.next_action(ADAPTIVE, fresh(1), 1.0) == Action(F, 0, 0)
     follower.close()
     leader.close()
     assert board.closed.is_set()
@@ -285,15 +287,15 @@ def test_a_leader_that_has_ended_is_an_error() -> None:
     follower = Follower(decisions, Paper(), CompletionQueue(), 1.0)
     follower.begin(0, is_static=False)
     with pytest.raises(PeerLostError, match="ran different numbers of steps"):
-        follower.next_action(Adaptive(), fresh(1), 1.0)
+        follower.next_action(ADAPTIVE, fresh(1), 1.0)
 
 
 def test_a_rank_alone_asks_its_policy() -> None:
-    alone = Alone()
+    alone = Agreement()
     alone.begin(0, is_static=False)
     assert alone.decides
     assert alone.is_everywhere(message(0, 0))
-    assert alone.next_action(Adaptive(), fresh(0), 1.0) == Action(F, 0, 0)
-    assert alone.next_action(Adaptive(), fresh(1), 1.0) is None
+    assert alone.next_action(ADAPTIVE, fresh(0), 1.0) == Action(F, 0, 0)
+    assert alone.next_action(ADAPTIVE, fresh(1), 1.0) is None
     assert alone.missing() == ""
     alone.close()

@@ -14,7 +14,7 @@ accelerator.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from megatron.adaptive.engine.agreement import Alone  # noqa: E402
+from megatron.adaptive.engine.agreement import Agreement  # noqa: E402
 from megatron.adaptive.engine.build import (  # noqa: E402
     build_executor,
     gather_places,
@@ -45,7 +45,7 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
         recorder=None,
     )
     assert wiring.transport is None
-    assert isinstance(wiring.agreement, Alone)
+    assert type(wiring.agreement) is Agreement
     wiring.close()
 
 

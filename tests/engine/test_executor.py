@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.memory import default_cap
@@ -237,7 +237,7 @@ def test_an_action_that_was_done_is_not_done_again() -> None:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
 
 
-class Following(Alone):
+class Following(Agreement):
     """What is picked comes from another rank, which knows that all inputs have arrived."""
 
     decides = False
@@ -245,7 +245,7 @@ class Following(Alone):
 
 def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
     pipeline, completions = last_rank()
-    executor = make_executor(pipeline, Following())
+    executor = make_executor(pipeline, agreement=Following())
     order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
 
     def pick(state: RankState) -> Action:
@@ -265,7 +265,7 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
             raise DeadlineError("no word of rank 4 within 1 s")
 
     pipeline, completions = last_rank()
-    executor = make_executor(pipeline, Silent())
+    executor = make_executor(pipeline, agreement=Silent())
     with pytest.raises(DeadlineError) as info:
         executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
     assert str(info.value) == (
@@ -278,7 +278,7 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
 
 
 def test_inputs_that_only_some_members_have_are_waited_for() -> None:
-    class Half(Alone):
+    class Half(Agreement):
         """The members of the group: this one and another."""
 
         def __init__(self) -> None:
@@ -298,7 +298,7 @@ def test_inputs_that_only_some_members_have_are_waited_for() -> None:
 
     pipeline, completions = last_rank()
     agreement = Half()
-    executor = make_executor(pipeline, agreement, timeout_s=0.05)
+    executor = make_executor(pipeline, agreement=agreement, timeout_s=0.05)
     stages = Counting(pipeline.placement, 1)
 
     def notice_of(step: int, microbatch: int) -> Notice:
@@ -344,7 +344,7 @@ def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
     # Marks are taken before and after each action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
-    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0, launch_ahead=ahead)
+    executor = make_executor(pipeline, clock=clock, pp_rank=0, launch_ahead=ahead)
     unfinished = []
 
     def pick(state: RankState) -> Action | None:
@@ -358,7 +358,7 @@ def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
 def test_a_static_order_waits_for_no_device() -> None:
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0)
+    executor = make_executor(pipeline, clock=clock, pp_rank=0)
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
@@ -138,7 +137,7 @@ def awaited_later(
 ) -> list[Span]:
     """Rank 1 of two does 1F1B on two microbatches; the second forward's input comes late."""
     recorder = recorder_of(tmp_path, 1, pipeline.placement, 2)
-    executor = make_executor(pipeline, Alone(), recorder=recorder)
+    executor = make_executor(pipeline, recorder=recorder)
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:
@@ -175,7 +174,7 @@ def test_others_see_what_it_does() -> None:
     # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1, one after the other in one thread
     placement = Placement(num_ranks=2, num_chunks=1)
     pipeline = Ranks(placement)
-    executor = make_executor(pipeline, Alone(), pp_rank=0)
+    executor = make_executor(pipeline, pp_rank=0)
     completions = pipeline.transports[0].completions
     seen: list[dict[str, Any]] = []
 
@@ -238,7 +237,7 @@ def test_a_wait_tells_what_kept_the_rank(
     placement = Placement(num_ranks=2, num_chunks=1)
     recorder = recorder_of(tmp_path, 0, placement, 3)
     pipeline = Ranks(placement)
-    executor = make_executor(pipeline, Alone(), pp_rank=0, recorder=recorder)
+    executor = make_executor(pipeline, pp_rank=0, recorder=recorder)
     completions = pipeline.transports[0].completions
     policy = make_policies(name, placement, 3)[0]
     backwards = [
@@ -264,7 +263,7 @@ def test_a_wait_tells_what_kept_the_rank(
 def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
     pipeline, completions = last_rank()
     recorder = recorder_of(tmp_path, 1, pipeline.placement, 4)
-    executor = make_executor(pipeline, Alone(), recorder=recorder)
+    executor = make_executor(pipeline, recorder=recorder)
     for microbatch in range(4):
         completions.put(forward_of(0, microbatch))
     recorder.begin_iteration(1, 4)

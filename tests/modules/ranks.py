@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from megatron.adaptive import accelerator
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
@@ -175,11 +173,7 @@ class Case:
         executor = Executor(
             placement=placement,
             pp_rank=orders.pp_rank,
-            peer_of=lambda position: position,
             transport=wire if placement.num_ranks > 1 else None,
-            agreement=Alone(),
-            clock=CpuClock(),
-            recorder=None,
             timeout_s=WATCHDOG_S / 2,
         )
         try:

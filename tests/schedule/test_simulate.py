@@ -10,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.simulate import Jitter, SimResult, SimSpan, StageTimes, simulate
 from megatron.adaptive.schedule.state import RankState
 
 F, B = ActionKind.F, ActionKind.B
+ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 TWO_RANKS = Placement(num_ranks=2, num_chunks=1)
 TIMES = StageTimes(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0))
 
 
 def test_one_microbatch_by_hand() -> None:
-    result = simulate(TWO_RANKS, 1, [Adaptive()] * 2, TIMES, latency_s=0.25)
+    result = simulate(TWO_RANKS, 1, [ADAPTIVE] * 2, TIMES, latency_s=0.25)
     assert result.spans == (
         (SimSpan(Action(F, 0, 0), 0.0, 1.0), SimSpan(Action(B, 0, 0), 6.0, 8.0)),
         (SimSpan(Action(F, 0, 0), 1.25, 2.75), SimSpan(Action(B, 0, 0), 2.75, 5.75)),
@@ -37,7 +38,7 @@ def test_one_microbatch_by_hand() -> None:
 def test_hand_over_on_one_rank_takes_no_time() -> None:
     placement = Placement(num_ranks=1, num_chunks=3)
     times = StageTimes.equal(3, forward_s=1.0, backward_s=2.0)
-    result = simulate(placement, 2, [Adaptive()], times, latency_s=9.0)
+    result = simulate(placement, 2, [ADAPTIVE], times, latency_s=9.0)
     assert result.makespan_s == 2 * 3 * 3.0
     assert result.bubble_fraction == (0.0,)
 
@@ -71,7 +72,7 @@ def test_random_factors_have_mean_one() -> None:
     result = simulate(
         placement,
         4000,
-        [Adaptive()],
+        [ADAPTIVE],
         StageTimes.equal(1, forward_s=1.0, backward_s=1.0),
         jitter=Jitter(seed=1, action_sigma=0.3),
     )
@@ -114,9 +115,9 @@ def test_following_a_run_repeats_its_times() -> None:
         jitter = Jitter(seed=3, action_sigma=0.4)
         return simulate(placement, 7, policies, times, latency_s=0.2, jitter=jitter, cap=cap)
 
-    adaptive = run([Adaptive()] * 3, 3.0)
+    adaptive = run([ADAPTIVE] * 3, 3.0)
     follow = [Follow(order) for order in adaptive.to_schedule("recorded").orders]
-    for again in (run(follow, None), run([Adaptive()] * 3, 3.0)):
+    for again in (run(follow, None), run([ADAPTIVE] * 3, 3.0)):
         assert again.spans == adaptive.spans
         assert again.peak_units == adaptive.peak_units
 
@@ -166,7 +167,7 @@ def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
 )
 def test_bad_input(times: StageTimes, latency_s: float, ranks: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        simulate(TWO_RANKS, 2, [Adaptive()] * ranks, times, latency_s=latency_s)
+        simulate(TWO_RANKS, 2, [ADAPTIVE] * ranks, times, latency_s=latency_s)
 
 
 def test_bad_sigma() -> None:

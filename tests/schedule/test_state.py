@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def make_state(
     microbatches: int = 4,
     cap: float | None = None,
     units: tuple[float, ...] | None = None,
-    forward_only: bool = False,
+    **more: Any,
 ) -> RankState:
     return RankState(
         placement=Placement(num_ranks=ranks, num_chunks=chunks),
@@ -31,7 +32,7 @@ def make_state(
         num_microbatches=microbatches,
         activation_units=units,
         cap=cap,
-        forward_only=forward_only,
+        **more,
     )
 
 
@@ -164,6 +165,48 @@ def test_thirds_add_up_to_the_cap() -> None:
     assert not state.fits(Action(F, 0, 2))
 
 
+@pytest.mark.parametrize(("kept", "after_backward"), [(1.0, 0.5), (0.25, 0.125), (0.0, 0.0)])
+def test_a_split_backward_keeps_its_part_until_the_last_piece(
+    kept: float, after_backward: float
+) -> None:
+    state = make_state(chunks=2, weight_pieces=3, kept_fraction=kept)
+    state.arrive(B, 0, 0)
+    held = []
+    for action in (
+        Action(F, 0, 0),
+        Action(B, 0, 0),
+        *(Action(W, 0, 0, piece) for piece in range(3)),
+    ):
+        assert state.is_ready(action)
+        run(state, action)
+        held.append(state.in_flight)
+    assert held == [0.5, after_backward, after_backward, after_backward, 0.0]
+    assert not state.is_ready(Action(W, 0, 0, 3))
+
+
+def test_one_microbatch_through_a_rank_that_holds_both_ends() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2, kind="v")
+    state = RankState(placement=placement, rank=0, num_microbatches=1, weight_pieces=2)
+    assert state.num_actions == 2 * (1 + 1 + 2)
+    for expected, arrival in (
+        ("F0-0", None),
+        ("F1-0", (F, 1, 0)),
+        ("B1-0", None),  # the last stage's backward starts from its own loss
+        ("W1-0", None),
+        ("W1-0.1", None),
+        ("B0-0", (B, 0, 0)),
+        ("W0-0", None),
+        ("W0-0.1", None),
+    ):
+        if arrival is not None:
+            assert names(state) == []
+            state.arrive(*arrival)
+        assert names(state) == [expected]
+        run(state, *state.ready())
+    assert state.done
+    assert state.in_flight == 0
+
+
 def test_without_cap_everything_fits() -> None:
     state = make_state(microbatches=9)
     for microbatch in range(8):
@@ -293,6 +336,8 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
         ({"units": (-1.0,)}, "activation size -1.0 of chunk 0"),
         ({"units": (float("nan"),)}, "activation size nan"),
         ({"units": (7.0,), "cap": 6.0}, "least cap is 7"),
+        ({"weight_pieces": -1}, "-1 pieces of a weight gradient"),
+        ({"kept_fraction": 2.0}, "kept fraction 2.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
