@@ -9,8 +9,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
@@ -94,11 +92,7 @@ class Channels:
         self.executor = Executor(
             placement=placement,
             pp_rank=rank,
-            peer_of=lambda position: position,
             transport=self._transport,
-            agreement=Alone(),
-            clock=CpuClock(),
-            recorder=None,
             timeout_s=_TIMEOUT_S,
         )
 

@@ -85,21 +85,6 @@ class Reader(Protocol):
         """
 
 
-class Links(Protocol):
-    """Makes channels between the members of a group. Every member makes its ends in one order."""
-
-    describe: Describe
-
-    def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Return the writing end of a channel to the global ranks ``readers``."""
-
-    def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Return end number ``index`` of a channel from global rank ``writer``."""
-
-    def close(self) -> None:
-        """Remove what was needed for setting up; the channels stay. Collective."""
-
-
 class MemoryWriter:
     """A writer in shared memory; needs the C++ extension.
 
@@ -284,8 +269,10 @@ class MessageReader:
         return int(message)
 
 
-class MessageLinks:
+class Links:
     """Makes channels of gloo messages between the members of a group.
+
+    Every member makes its ends in one order.
 
     Args:
         group: a gloo group of the members, used by nothing else.
@@ -297,21 +284,21 @@ class MessageLinks:
         self.describe = describe
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Implements :class:`Links`."""
+        """Return the writing end of a channel to the global ranks ``readers``."""
         return MessageWriter(self._group, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Implements :class:`Links`."""
+        """Return end number ``index`` of a channel from global rank ``writer``."""
         return MessageReader(self._group, writer, self.describe)
 
     def close(self) -> None:
-        """Implements :class:`Links`."""
+        """Remove what was needed for setting up; the channels stay. Collective."""
 
 
-class MemoryLinks:
+class MemoryLinks(Links):
     """Makes channels in shared memory between the members of a group on one node.
 
-    Collective: all members make this object together.
+    Collective: all members make this object together. An end waits for the other one to be made.
 
     Args:
         module: the extension.
@@ -320,9 +307,8 @@ class MemoryLinks:
     """
 
     def __init__(self, module: Any, group: dist.ProcessGroup, describe: Describe) -> None:
+        super().__init__(group, describe)
         self._module = module
-        self._group = group
-        self.describe = describe
         self._local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         message: list[Any] = [None]
@@ -334,13 +320,13 @@ class MemoryLinks:
         self._place = Path(message[0])
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Implements :class:`Links`; waits until the readers have their ends."""
+        """Implements :class:`Links`."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
         self._module.send_fd(str(self._place / name), log.fd, len(readers), _SETUP_TIMEOUT_S)
         return MemoryWriter(log, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Implements :class:`Links`; waits for the writer."""
+        """Implements :class:`Links`."""
         fd = self._module.recv_fd(str(self._place / name), _SETUP_TIMEOUT_S)
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)

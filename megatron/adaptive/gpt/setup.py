@@ -258,8 +258,8 @@ def make_loader(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         # With no spare processor a reader process only takes time from the ranks.
-        num_workers=config.data.num_workers if run.job.accelerator.reads_ahead else 0,
-        pin_memory=run.job.accelerator.reads_ahead,
+        num_workers=config.data.num_workers if run.job.accelerator.is_cuda else 0,
+        pin_memory=run.job.accelerator.is_cuda,
         on_read=on_read,
     )
 
