@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import sys
 import threading
@@ -92,8 +93,7 @@ class Case:
         self.forward = Forward(
             model=model,
             loss=options.get("loss"),
-            arguments=options.get("arguments", {}),
-            autocast=None,
+            arguments=options.get("arguments"),
         )
         self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
 
@@ -103,9 +103,7 @@ class Case:
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and gradients of the whole model in one process, without the pipeline."""
         model = copy.deepcopy(self.model)
-        forward = Forward(
-            model=model, loss=self.forward.loss, arguments=self.forward.arguments, autocast=None
-        )
+        forward = dataclasses.replace(self.forward, model=model)
         losses = []
         for number in range(self.count):
             loss = forward(self.microbatch(number))
@@ -155,10 +153,7 @@ class Case:
     ) -> list[float]:
         placement = orders.placement
         mine = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
-        programs = [
-            StageProgram(tape, plans[s], held, CPU, is_last=s == placement.num_stages - 1)
-            for s in mine
-        ]
+        programs = [StageProgram(tape, plans[s], held, CPU) for s in mine]
         split = orders.weight_pieces > 0 and not forward_only
         stages = ProgramStages(
             programs=programs,
