@@ -47,19 +47,3 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
     assert wiring.transport is None
     assert type(wiring.agreement) is Agreement
     wiring.close()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "expected"),
-    [
-        (1, 3, [[]]),
-        (2, 1, [[1], [0]]),
-        (2, 2, [[1], [0]]),
-        (4, 1, [[1], [0, 2], [1, 3], [2]]),
-        # The ring closes with several chunks.
-        (4, 2, [[1, 3], [0, 2], [1, 3], [0, 2]]),
-    ],
-)
-def test_neighbours(ranks: int, chunks: int, expected: list[list[int]]) -> None:
-    placement = Placement(num_ranks=ranks, num_chunks=chunks)
-    assert [list(placement.neighbours_of(rank)) for rank in range(ranks)] == expected

@@ -38,7 +38,7 @@ from megatron.adaptive.transport.connect import (
     network_address,
     own_endpoint,
 )
-from megatron.adaptive.transport.groups import ProcessGroups, gloo_group
+from megatron.adaptive.transport.gloo import ProcessGroups, gloo_group
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.liveness import here
 

@@ -35,6 +35,10 @@ from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
+_LAUNCH_AHEAD = 1
+"""Actions that a run-time rule may have unfinished on the device when it is asked for the next one;
+0 would leave the device idle while it decides."""
+
 
 class ActionInput(NamedTuple):
     """The tensor that an action takes, and where it came from.
@@ -154,8 +158,6 @@ class Executor:
         clock: takes the times of the trace; the host's where left out.
         recorder: where spans go, ``None`` for no trace.
         timeout_s: limit of every wait for an input.
-        launch_ahead: actions that a run-time rule may have unfinished on the device when it is
-            asked for the next one; 0 leaves the device idle while it decides.
     """
 
     def __init__(
@@ -168,7 +170,6 @@ class Executor:
         agreement: Agreement | None = None,
         clock: CpuClock | CudaClock | None = None,
         recorder: Recorder | None = None,
-        launch_ahead: int = 1,
         route: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         self._pp_rank = pp_rank
@@ -184,7 +185,6 @@ class Executor:
         self._clock: Any = clock or CpuClock()
         self._recorder = recorder
         self._timeout_s = timeout_s
-        self._launch_ahead = launch_ahead
         self._step = -1
         self._is_running = False
         self._decides = True
@@ -257,10 +257,10 @@ class Executor:
         early, self._early = self._early, []
         for item in early:
             self._accept(item, state)
-        launched, ahead = self._launched, self._launch_ahead
+        launched = self._launched
         while not state.done:
-            if not is_static and len(launched) > ahead:
-                self._clock.wait(launched[-1 - ahead].end)  # the device catches up
+            if not is_static and len(launched) > _LAUNCH_AHEAD:
+                self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
             self._drain(state)
             action = self._next_action(policy, state)
             if action is None:
