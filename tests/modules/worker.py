@@ -1,7 +1,7 @@
 """One of four ranks: runs programs on the public ``Pipeline``, one after the other.
 
-Usage: ``worker.py FOLDER PROGRAM ...``. Each program compares what it finds with what it must be; the
-names of those that did, and the error that ended the list, go to ``FOLDER/RANK.json``.
+Usage: ``worker.py FOLDER PROGRAM ...``. Each program compares what it finds with what it must be;
+the names of those that did, and the error that ended the list, go to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
