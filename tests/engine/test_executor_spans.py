@@ -40,7 +40,7 @@ from .loopback import (
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
     return Recorder(
         folder,
-        TraceHeader.create(
+        TraceHeader(
             run="test",
             rank=rank,
             world_size=placement.num_ranks,

@@ -274,7 +274,7 @@ def test_the_latest_run_is_found(tmp_path: Path) -> None:
 
 
 def header_of(rank: int, pp_rank: int, world_size: int) -> TraceHeader:
-    return TraceHeader.create(
+    return TraceHeader(
         run="run-1",
         rank=rank,
         world_size=world_size,
