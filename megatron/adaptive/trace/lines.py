@@ -160,12 +160,14 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
 def _marker(record: Mapping[str, Any], origin: object) -> IterationStart:
     is_late = "after_iteration" in record
     word = "after_iteration" if is_late else "begin_iteration"
-    numbers = [
-        _value(record, name, "int", origin) for name in (word, "num_microbatches", "start_ns")
-    ]
-    counts = tuple(_value(record, "counts", "counts", origin, []))
-    size_bytes = _value(record, "size_bytes", "int", origin)
-    return IterationStart(*numbers, counts, size_bytes, is_late)
+    return IterationStart(
+        iteration=_value(record, word, "int", origin),
+        num_microbatches=_value(record, "num_microbatches", "int", origin),
+        start_ns=_value(record, "start_ns", "int", origin),
+        counts=tuple(_value(record, "counts", "counts", origin, [])),
+        size_bytes=_value(record, "size_bytes", "int", origin),
+        is_late=is_late,
+    )
 
 
 def _samples(record: Mapping[str, Any], origin: object) -> ClockSamples:

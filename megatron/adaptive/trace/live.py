@@ -24,7 +24,13 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import IterationStart, TraceHeader
-from megatron.adaptive.trace.figures import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
+from megatron.adaptive.trace.figures import (
+    WAIT_CAUSES,
+    Floats,
+    RankFigures,
+    rank_figures,
+    stack_figures,
+)
 from megatron.adaptive.trace.index import Block, FileIndex, ends_at, read_blocks
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.live_state import ENDED, Now, read_now
@@ -210,10 +216,8 @@ class LiveRun:
     def _snapshot(self, folder: Path) -> Snapshot:
         headers = {r: tail.header for r, tail in self._tails.items() if tail.header is not None}
         world = max([header.world_size for header in headers.values()], default=0)
-        works = {
-            rank: [] if (f := self._tails[rank].figures) is None else f.work_ns for rank in headers
-        }
-        slow = slow_ranks(headers, {rank: list(work) for rank, work in works.items()})
+        figures = {rank: self._tails[rank].figures for rank in headers}
+        slow = slow_ranks(headers, {r: [] if f is None else f.work_ns for r, f in figures.items()})
         parts = _parts_of_steps(self._tails)
         ranks = [
             _rank(folder, rank, self._tails.get(rank), parts.get(rank), slow.get(rank))
@@ -357,7 +361,7 @@ def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
 
 
 def slow_ranks(
-    headers: Mapping[int, TraceHeader], compute_ns: Mapping[int, Sequence[float]]
+    headers: Mapping[int, TraceHeader], compute_ns: Mapping[int, Sequence[float] | Floats]
 ) -> dict[int, Slowness]:
     """Ranks that compute longer than they should, by a rule of thumb.
 
