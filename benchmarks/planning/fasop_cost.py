@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.planning.fasop_pipeline import climb, pipeline
 from benchmarks.planning.published.fasop import Fasop
-from megatron.adaptive.planner.search import search
+from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_space import SearchOptions
 
 __all__ = ["Configuration", "CostFunction"]
@@ -139,10 +139,10 @@ class CostFunction:
             top=_OURS,
             most_leaves=300,
         )
-        result = search(
+        searcher = Searcher(
             run.model, run.cluster, run.profile, global_batch=run.global_batch, options=options
         )
-        for plan in (one.plan for one in result.found):
+        for plan in (one.plan for one in searcher.search().found):
             names = "".join(run.cluster.nodes[node].name for node in plan.nodes)
             for order in _orders(names):
                 one = Configuration(

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.planner.search import SearchOptions, search
+from megatron.adaptive.planner.search import Searcher, SearchOptions
 
 __all__ = ["rows"]
 
@@ -27,7 +27,7 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
     profile = complete_profile(None, model, cluster)
     options = SearchOptions(micro_batch=(1, 2, 4))
     began = time.process_time()
-    found = search(model, cluster, profile, global_batch=1536, options=options)
+    found = Searcher(model, cluster, profile, global_batch=1536, options=options).search()
     taken = time.process_time() - began
     best = found.found[0]
     return [

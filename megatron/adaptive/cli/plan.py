@@ -14,13 +14,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.files import quantity
+from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
@@ -85,7 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--conf", type=Path, metavar="PLAN.sh", help="write it as variables of conf.sh")
     add("--pareto", type=Path, metavar="DIR", help="front of cost and speed over parts of it")
     add("--json", action="store_true", help="print the plans as JSON")
+    add("--schema", choices=FORMS, action=_PrintSchema, help="only print that of an input file")
     return parser
+
+
+class _PrintSchema(argparse.Action):
+    """Prints the JSON schema of an input file, as ``--help`` prints the options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
+        print(json.dumps(forms()[str(given[1])], indent=2))
+        parser.exit()
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,8 @@ from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import StageMemory
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.schedule import registry
-from megatron.adaptive.schedule.memory import default_cap, peak_units
+from megatron.adaptive.schedule.memory import default_cap
+from megatron.adaptive.schedule.validate import peak_units
 
 __all__ = [
     "LayerTable",

@@ -7,19 +7,16 @@ made of one of the ``rules``, and the policy that follows a list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine, rules
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
 from megatron.adaptive.schedule.compiled import Rule, is_known
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["Follow", "Policy", "RulePolicy", "codes_of", "reasons_of", "rule_of"]
-
-
-_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+__all__ = ["Follow", "Policy", "RulePolicy", "actions_of", "codes_of", "reasons_of", "rule_of"]
 
 
 class Policy(Protocol):
@@ -128,13 +125,25 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None
     codes = []
     latest: dict[int, tuple[int, int]] = {}
     for action in order:
-        code = _NUMBER[action.kind] * num_chunks + action.chunk
+        code = NUMBER[action.kind] * num_chunks + action.chunk
         place = (action.microbatch, action.piece)
         if place <= latest.get(code, (-1, 0)):
             return None
         latest[code] = place
         codes.append(code)
     return tuple(codes)
+
+
+def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
+    """The order that ``codes_of`` says, with weight gradients in so many pieces."""
+    counts = [0] * (3 * num_chunks)
+    actions = []
+    for code in codes:
+        kind, chunk = divmod(code, num_chunks)
+        pieces = max(1, weight_pieces) if kind == machine.W else 1
+        actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces)))
+        counts[code] += 1
+    return tuple(actions)
 
 
 def rule_of(
