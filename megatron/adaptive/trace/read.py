@@ -1,7 +1,7 @@
 """Reads the trace files of a run back.
 
 A folder holds one file per rank. Reading it finds out what is there (see ``index``) and puts all
-ranks on one clock (see ``align``); spans are read when they are asked for, as a table per rank, of
+ranks on one clock (see ``clock``); spans are read when they are asked for, as a table per rank, of
 all iterations or only some. A resumed run goes on in the same files; an iteration that was done
 again after a restart replaces its first form. Every irregularity but a line cut off at the end of a
 file is refused by name.
@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.align import Alignment, align, refine
-from megatron.adaptive.trace.clock import ClockFit, shift
+from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.messages import match_messages
