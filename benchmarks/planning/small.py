@@ -12,9 +12,9 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
-from megatron.adaptive.planner.search import SearchOptions, SearchResult, search
+from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
 
-__all__ = ["Problem", "better", "brute_force", "random_problem", "solve"]
+__all__ = ["Problem", "better", "brute_force", "random_problem", "searcher_of", "solve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,12 @@ def random_problem(seed: int) -> Problem:
 
 def solve(problem: Problem) -> SearchResult:
     """Search it."""
-    return search(
+    return searcher_of(problem).search()
+
+
+def searcher_of(problem: Problem) -> Searcher:
+    """Returns a searcher of the problem."""
+    return Searcher(
         problem.model,
         problem.cluster,
         problem.profile,

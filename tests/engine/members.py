@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import Links, MemoryLinks, MessageLinks
+from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, load_on_all
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
@@ -118,11 +117,8 @@ def make_executor(transport: Deaf, agreement: Agreement, timeout_s: float = 20.0
     return Executor(
         placement=PLACEMENT,
         pp_rank=PP_RANK,
-        peer_of=lambda position: position,
         transport=transport,
         agreement=agreement,
-        clock=CpuClock(),
-        recorder=None,
         timeout_s=timeout_s,
     )
 
@@ -145,11 +141,11 @@ class Member:
         self.size = size
         self.ranks = list(range(size))
         group = dist.new_group(self.ranks, backend="gloo")
-        self.links: Links
-        if kind == "message":
-            self.links = MessageLinks(group, describe)
-        else:
-            self.links = MemoryLinks(extension.require("this test"), group, describe)
+        self.links = (
+            Links(group, describe)
+            if kind == "message"
+            else MemoryLinks(extension.require("this test"), group, describe)
+        )
         self.transport = Deaf()
 
     def agreement(self) -> Agreement:

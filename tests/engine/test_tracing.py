@@ -12,7 +12,7 @@ from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
 
-HEADER = TraceHeader.create(
+HEADER = TraceHeader(
     run="run-1",
     rank=0,
     world_size=1,
@@ -104,20 +104,6 @@ def test_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
             pass
     tracing.close()
     assert kinds(read_run(tmp_path)) == {1: ["data", "step", "optimizer", "checkpoint"]}
-
-
-def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
-    tracing = Tracing()
-
-    def function() -> int:
-        return 3
-
-    assert tracing.around("reduce", function) is function
-    tracing.begin_iteration(1, 2, is_traced=True)
-    with tracing.span("optimizer"), tracing.host_span("evaluate"):
-        tracing.data_read(0, 1, 2)
-    tracing.end_iteration()
-    tracing.close()
 
 
 def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:

@@ -10,21 +10,13 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.memory import (
     check_cap,
-    default_activation_units,
     default_cap,
-    least_cap,
 )
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies, make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import StageTimes, simulate
 from megatron.adaptive.schedule.validate import peak_units
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
-def test_chunks_alike_make_one_whole_rank_microbatch(num_chunks: int) -> None:
-    assert least_cap(default_activation_units(num_chunks)) == pytest.approx(1.0)
-    check_cap(1.0, num_chunks=num_chunks)
 
 
 @given(ranks=st.integers(1, 8), chunks=st.integers(1, 4), rounds=st.integers(1, 5))
@@ -56,38 +48,26 @@ def test_a_cap_below_the_least_names_the_least() -> None:
         check_cap(float("nan"), num_chunks=1)
 
 
-def test_peaks_with_unequal_chunks() -> None:
-    order = tuple(
-        Action(ActionKind(kind), chunk, microbatch)
-        for kind, chunk, microbatch in [
-            ("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("F", 0, 1), ("F", 1, 1), ("B", 1, 1),
-            ("B", 0, 0), ("B", 0, 1),
-        ]
-    )  # fmt: skip
-    schedule = Schedule(
+def on_one_rank(words: str) -> Schedule:
+    actions = [word.replace(".", "-").split("-") for word in words.split()]
+    return Schedule(
         name="mine",
         placement=Placement(num_ranks=1, num_chunks=2),
-        num_microbatches=2,
-        orders=(order,),
+        num_microbatches=1 + max(int(numbers[1]) for numbers in actions),
+        orders=(
+            tuple(Action(ActionKind(n[0][0]), int(n[0][1]), *map(int, n[1:])) for n in actions),
+        ),
     )
+
+
+def test_peaks_with_unequal_chunks() -> None:
+    schedule = on_one_rank("F0-0 F1-0 B1-0 F0-1 F1-1 B1-1 B0-0 B0-1")
     assert peak_units(schedule, (10.0, 1.0)) == (21.0,)
     assert peak_units(schedule) == (1.5,)
 
 
 def test_a_split_backward_holds_until_the_last_piece_of_its_weight_gradient() -> None:
-    order = tuple(
-        Action(ActionKind(kind), chunk, 0, piece)
-        for kind, chunk, piece in [
-            ("F", 0, 0), ("B", 0, 0), ("F", 1, 0), ("B", 1, 0), ("W", 0, 0), ("W", 1, 0),
-            ("W", 1, 1), ("W", 0, 1),
-        ]
-    )  # fmt: skip
-    schedule = Schedule(
-        name="mine",
-        placement=Placement(num_ranks=1, num_chunks=2),
-        num_microbatches=1,
-        orders=(order,),
-    )
+    schedule = on_one_rank("F0-0 B0-0 F1-0 B1-0 W0-0 W1-0 W1-0.1 W0-0.1")
     assert peak_units(schedule, (10.0, 1.0)) == (11.0,)
     assert peak_units(schedule, (10.0, 9.0), kept_fraction=0.5) == (14.0,)
     with pytest.raises(ScheduleError, match="kept fraction -1"):

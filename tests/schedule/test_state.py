@@ -46,21 +46,6 @@ def names(state: RankState) -> list[str]:
     return [str(action) for action in state.ready()]
 
 
-def test_first_stage_forwards_need_no_arrival() -> None:
-    state = make_state()
-    assert names(state) == ["F0-0"]
-    run(state, Action(F, 0, 0))
-    assert names(state) == ["F0-1"]
-
-
-def test_other_stages_wait_for_their_input() -> None:
-    state = make_state(rank=1)
-    assert names(state) == []
-    assert not state.is_ready(Action(F, 0, 0))
-    state.arrive(F, 0, 0)
-    assert names(state) == ["F0-0"]
-
-
 def test_early_inputs_are_kept_until_their_turn() -> None:
     state = make_state(rank=1)
     state.arrive(F, 0, 2)
@@ -73,38 +58,12 @@ def test_early_inputs_are_kept_until_their_turn() -> None:
     assert not state.is_ready(Action(F, 0, 3))
 
 
-def test_last_stage_backward_follows_the_end_of_its_own_forward() -> None:
-    state = make_state(rank=1)
-    state.arrive(F, 0, 0)
-    state.start(Action(F, 0, 0))
-    assert names(state) == []
-    state.finish(Action(F, 0, 0))
-    assert names(state) == ["B0-0"]
-
-
 def test_backward_waits_for_its_gradient_and_its_own_forward() -> None:
     state = make_state()
     state.arrive(B, 0, 0)
     assert names(state) == ["F0-0"]
     run(state, Action(F, 0, 0))
     assert names(state) == ["F0-1", "B0-0"]
-
-
-def test_hand_over_on_one_rank_is_reported_by_the_caller() -> None:
-    state = make_state(ranks=1, chunks=2)
-    run(state, Action(F, 0, 0))
-    assert names(state) == ["F0-1"]
-    state.arrive(F, 1, 0)
-    assert names(state) == ["F0-1", "F1-0"]
-    run(state, Action(F, 1, 0))
-    assert names(state) == ["F0-1", "B1-0"]
-
-
-def test_a_started_action_is_no_longer_ready() -> None:
-    state = make_state()
-    state.start(Action(F, 0, 0))
-    assert not state.is_ready(Action(F, 0, 0))
-    assert state.is_ready(Action(F, 0, 1))
 
 
 def test_in_flight_counts_from_forward_start_to_backward_end() -> None:
@@ -145,16 +104,6 @@ def test_a_forward_leaves_room_for_every_later_chunk() -> None:
     assert not state.fits(Action(F, 0, 1)), "it would take the room of chunk 1"
     assert state.fits(Action(F, 1, 0))
     assert state.fits(Action(B, 0, 0))
-
-
-def test_unequal_chunks_and_other_units() -> None:
-    state = make_state(chunks=2, units=(300.0, 100.0), cap=700.0)
-    run(state, Action(F, 0, 0))
-    assert state.in_flight == 300.0
-    assert state.fits(Action(F, 0, 1)), "300 held, 300 for itself, 100 for chunk 1"
-    run(state, Action(F, 0, 1))
-    assert not state.fits(Action(F, 0, 2))
-    assert state.fits(Action(F, 1, 0))
 
 
 def test_thirds_add_up_to_the_cap() -> None:
@@ -207,13 +156,6 @@ def test_one_microbatch_through_a_rank_that_holds_both_ends() -> None:
     assert state.in_flight == 0
 
 
-def test_without_cap_everything_fits() -> None:
-    state = make_state(microbatches=9)
-    for microbatch in range(8):
-        run(state, Action(F, 0, microbatch))
-    assert state.fits(Action(F, 0, 8))
-
-
 def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
     state = make_state(rank=1, microbatches=2, cap=1.0, forward_only=True)
     for microbatch in range(2):
@@ -225,16 +167,6 @@ def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
     assert names(state) == []
     with pytest.raises(ScheduleError, match="no input"):
         make_state(forward_only=True).arrive(B, 0, 0)
-
-
-def test_counts_and_done() -> None:
-    state = make_state(ranks=1, microbatches=1)
-    assert (state.num_actions, state.num_started, state.num_finished) == (2, 0, 0)
-    state.start(Action(F, 0, 0))
-    assert (state.num_started, state.num_finished) == (1, 0)
-    state.finish(Action(F, 0, 0))
-    run(state, Action(B, 0, 0))
-    assert state.done
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.tokenizer import build_tokenizer
+from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.engine.deferred_layers import (
     defer_outer_layers,
     deferring_spec,
@@ -142,7 +142,8 @@ class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
-    fused = model.transformer_impl == "transformer_engine" and accelerator.can_fuse
+    # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
+    fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     settings: dict[str, Any] = {
         "num_layers": model.num_layers,
@@ -161,7 +162,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "init_method_std": model.init_method_std,
-        "use_cpu_initialization": model.use_cpu_initialization or not accelerator.draws_weights,
+        "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
         "perform_initialization": model.perform_initialization,
         "rotary_interleaved": model.rotary_interleaved,
         "attention_backend": AttnBackend[model.attention_backend],
@@ -184,11 +185,11 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
         # fused softmax and gradient accumulation are CUDA kernels of apex.
         "masked_softmax_fusion": model.masked_softmax_fusion and fused,
-        "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.can_fuse,
+        "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion and fused,
         "apply_rope_fusion": model.apply_rope_fusion and fused,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
-        "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.can_fuse,
+        "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
         "cross_entropy_fusion_impl": model.cross_entropy_fusion_impl,
         "deallocate_pipeline_outputs": True,
     }
@@ -210,11 +211,11 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
         return {
             "gated_linear_unit": True,
             "activation_func": F.silu,
-            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.can_fuse,
+            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.is_cuda,
         }
     if model.squared_relu:
         return {"activation_func": _squared_relu, "bias_activation_fusion": False}
-    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.can_fuse}
+    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
 
 
 def _squared_relu(tensor: torch.Tensor) -> torch.Tensor:
@@ -522,7 +523,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     """
     model = cfg.model
     if padded_vocab_size is None:
-        padded_vocab_size = _padded_vocab_size(cfg)
+        _, padded_vocab_size = load_tokenizer(cfg)
     layers = model.num_layers * _layer(cfg)
     logits = model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
@@ -557,13 +558,18 @@ def _layer(cfg: TrainerConfig) -> float:
     return attention + feed_forward
 
 
-def _padded_vocab_size(cfg: TrainerConfig) -> int:
-    tokenizer = build_tokenizer(
-        cfg.data.tokenizer_type,
-        cfg.data.vocab_file,
-        cfg.data.merge_file,
-        vocab_size=cfg.data.vocab_size,
-        make_divisible_by=cfg.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=cfg.parallel.tensor_model_parallel_size,
+def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
+    """Return the run's tokenizer and the rows of its embedding.
+
+    Raises:
+        DataError: the tokenizer's files cannot be read.
+    """
+    data = config.data
+    tokenizer = tokenizers.build_tokenizer(
+        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
     )
-    return tokenizer.padded_vocab_size
+    return tokenizer, tokenizers.padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )

@@ -486,12 +486,6 @@ class Comparison:
         return order.index(best) + 1
 
     @property
-    def loss_of_choice(self) -> float:
-        """Time of the run predicted fastest over that of the fastest, less 1."""
-        chosen = min(self.timed, key=lambda row: row.predicted.seconds).measured.seconds or 0.0
-        return chosen / min(row.measured.seconds or 0.0 for row in self.timed) - 1
-
-    @property
     def memory_errors(self) -> tuple[float, ...]:
         """Errors of the runs whose memory counts, with sign."""
         found = (row.memory_error for row in self.rows)

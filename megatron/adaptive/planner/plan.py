@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,6 @@ class StagePlace:
     replicas: tuple[Replica, ...]
     micro_batch: int
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all replicas."""
-        return sum(replica.tp for replica in self.replicas)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -130,11 +125,6 @@ class Plan:
     def num_microbatches(self) -> int:
         """Microbatches of each replica in a step."""
         return self.global_batch // (self.dp * self.micro_batch)
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs that the plan uses."""
-        return sum(place.num_gpus for place in self.places)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -252,7 +242,6 @@ class Prediction:
     price_per_hour: float
     estimated: bool = False
     binding: Limit | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def fits(self) -> bool:
@@ -505,7 +494,6 @@ def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
     lines.append(_stage_table(plan, seen, model, cluster))
     if seen.binding is not None:
         lines += ["", f"held back by {seen.binding.what}: {seen.binding.text}"]
-    lines += list(seen.notes)
     return "\n".join(lines)
 
 

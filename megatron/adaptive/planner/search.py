@@ -48,7 +48,6 @@ __all__ = [
     "SearchShape",
     "capacity_bound",
     "most_rate",
-    "search",
 ]
 
 
@@ -446,29 +445,6 @@ class Searcher:
             overlap_reduce=choice.overlap_reduce,
             sequence_parallel=choice.sequence_parallel,
         )
-
-
-def search(
-    model: Model,
-    cluster: Cluster,
-    profile: Profile,
-    *,
-    global_batch: int,
-    options: SearchOptions | None = None,
-    objective: Objective | None = None,
-) -> SearchResult:
-    """Finds the best plans for a model on a cluster.
-
-    Args:
-        model: what is trained.
-        cluster: on which nodes.
-        profile: how long it takes.
-        global_batch: samples of a step.
-        options: what may be chosen.
-        objective: what to minimise under which limits.
-    """
-    searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=options)
-    return searcher.search(objective)
 
 
 def _only(after: Any, partition: Sequence[int]) -> Any:

@@ -94,7 +94,7 @@ _RULES = {
 }
 _BEST_IN_A_V = ("adaptive", "hinted")
 _HINTS = ("zb-v", "v-half", "zb-h1", "interleaved")
-"""What may be a hint, best first."""
+"""Schedules that may be hints, best first."""
 
 
 def schedule_names() -> tuple[str, ...]:
