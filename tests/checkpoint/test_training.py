@@ -118,11 +118,11 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     run.checkpoints.save_behind(worker.progress(3))
     run.checkpoints.save_behind(worker.progress(4))  # waits for the one before
     assert run.learn(3, 6) == losses[3:]
-    run.checkpoints.finish()
+    run.checkpoints.saver.finish()
     path = CheckpointFolder(tmp_path).complete_path
     for iteration in (1, 3, 4):
-        assert run.checkpoints.completed() == (iteration, path(iteration))
-    assert run.checkpoints.completed() is None
+        assert run.checkpoints.saver.completed() == (iteration, path(iteration))
+    assert run.checkpoints.saver.completed() is None
     resumed = make(load=tmp_path, ckpt_step=3)
     assert resumed.checkpoints.load() == worker.progress(3)
     assert resumed.learn(3, 6) == losses[3:]
@@ -142,15 +142,15 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     (text,) = caplog.messages
     assert "iteration 1 was not written to" in text
     assert text.endswith("training waits until that of iteration 2 is there in its place")
-    run.checkpoints.finish()
+    run.checkpoints.saver.finish()
 
     run.checkpoints.save_behind(worker.progress(3))
     run.step(1)
     state = run.state()
     with pytest.raises(CheckpointError, match="iteration 3 was not written"):
-        run.checkpoints.finish()
+        run.checkpoints.saver.finish()
     run.checkpoints.save_behind(worker.progress(4))
-    pending = run.checkpoints._saver._writer._pending
+    pending = run.checkpoints.saver._pending
     assert pending is not None
     pending.join()
     folder.unlink()
@@ -179,7 +179,7 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
         run.checkpoints.save(worker.progress(2))
     run.checkpoints.save_behind(worker.progress(2))
     with pytest.raises(CheckpointError, match="the job has gone on without these ranks"):
-        run.checkpoints.finish()
+        run.checkpoints.saver.finish()
     assert others.is_dir()
     assert CheckpointFolder(saved).latest() == 1
 
