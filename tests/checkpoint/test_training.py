@@ -99,14 +99,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(
         assert end["loss scale"] < 2**32
 
 
-def test_saving_changes_nothing(make: Make, worker: Any, tmp_path: Path) -> None:
-    losses = make().learn(0, 6)
-    run = make(save=tmp_path)
-    found = run.learn(0, 3)
-    run.checkpoints.save(worker.progress(3))
-    assert found + run.learn(3, 6) == losses
-
-
 def test_what_is_written_behind_training_is_the_state_of_its_moment(
     make: Make, worker: Any, tmp_path: Path
 ) -> None:
@@ -201,10 +193,6 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
     assert count() == before
 
 
-def test_nothing_is_loaded_where_no_folder_is_named(make: Make) -> None:
-    assert make().checkpoints.load() is None
-
-
 def test_a_folder_without_checkpoint_starts_anew_with_a_warning(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,7 +248,8 @@ def test_weights_alone_reach_the_main_weights_of_16_bit_training(
 def test_another_schedule_of_the_learning_rate_is_refused_unless_told_which(
     make: Make, saved: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"--lr: 0.01 in the checkpoint, 0.02 here"):
+    ways = "--override-opt-param-scheduler .* or --use-checkpoint-opt-param-scheduler"
+    with pytest.raises(CheckpointError, match=f"--lr: 0.01 in the checkpoint, 0.02 here.*{ways}"):
         make(load=saved, lr="2e-2").checkpoints.load()
     own = make(load=saved, lr="2e-2", override_opt_param_scheduler=None)
     own.checkpoints.load()
@@ -311,11 +300,3 @@ def test_a_file_of_the_right_size_and_the_wrong_content_is_refused(make: Make, s
         assert "\n" not in str(caught.value)
         file.write_bytes(content)
     make(load=saved).checkpoints.load()
-
-
-def test_a_folder_that_cannot_be_made_is_told(make: Make, worker: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "late"
-    run = make(save=folder / "inner")
-    folder.write_text("a file in the way")
-    with pytest.raises(CheckpointError, match="iteration 1 was not written to .*Not a directory"):
-        run.checkpoints.save(worker.progress(1))
