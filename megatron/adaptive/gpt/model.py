@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.tokenizer import build_tokenizer
+from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.engine.deferred_layers import (
     defer_outer_layers,
     deferring_spec,
@@ -523,7 +523,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     """
     model = cfg.model
     if padded_vocab_size is None:
-        padded_vocab_size = _padded_vocab_size(cfg)
+        _, padded_vocab_size = load_tokenizer(cfg)
     layers = model.num_layers * _layer(cfg)
     logits = model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
@@ -558,13 +558,18 @@ def _layer(cfg: TrainerConfig) -> float:
     return attention + feed_forward
 
 
-def _padded_vocab_size(cfg: TrainerConfig) -> int:
-    tokenizer = build_tokenizer(
-        cfg.data.tokenizer_type,
-        cfg.data.vocab_file,
-        cfg.data.merge_file,
-        vocab_size=cfg.data.vocab_size,
-        make_divisible_by=cfg.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=cfg.parallel.tensor_model_parallel_size,
+def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
+    """Return the run's tokenizer and the rows of its embedding.
+
+    Raises:
+        DataError: the tokenizer's files cannot be read.
+    """
+    data = config.data
+    tokenizer = tokenizers.build_tokenizer(
+        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
     )
-    return tokenizer.padded_vocab_size
+    return tokenizer, tokenizers.padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
