@@ -13,9 +13,14 @@ from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.completions import delivered
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Item
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    CompletionQueue,
+    HeldArrival,
+    Item,
+    delivered,
+)
 
 from .competitors import Competitor
 from .scenarios import Draws

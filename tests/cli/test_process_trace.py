@@ -24,7 +24,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
-        header = TraceHeader.create(
+        header = TraceHeader(
             run="one",
             rank=rank,
             world_size=2,

@@ -21,7 +21,7 @@ NAME = "trace_pipeline_1_model_chunks_2"
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with a run of 1 rank, 2 chunks and 2 iterations as the latest."""
     monkeypatch.chdir(tmp_path)
-    header = TraceHeader.create(
+    header = TraceHeader(
         run="one",
         rank=0,
         world_size=1,

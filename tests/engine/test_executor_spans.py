@@ -42,7 +42,7 @@ from .loopback import (
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
     recorder = Recorder(
         folder,
-        TraceHeader.create(
+        TraceHeader(
             run="test",
             rank=rank,
             world_size=placement.num_ranks,

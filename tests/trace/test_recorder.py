@@ -22,7 +22,7 @@ from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
 
-HEADER = TraceHeader.create(
+HEADER = TraceHeader(
     run="run-1",
     rank=0,
     world_size=1,
@@ -201,7 +201,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         from megatron.adaptive.trace.event import TraceHeader
         from megatron.adaptive.trace.recorder import Recorder
         folder = Path({str(folder)!r})
-        header = TraceHeader.create(run="r", rank=0, world_size=1, pp_rank=0, num_ranks=1,
+        header = TraceHeader(run="r", rank=0, world_size=1, pp_rank=0, num_ranks=1,
                                     num_chunks=1, num_microbatches=2, schedule="1f1b")
     """
     program = textwrap.dedent(prelude) + textwrap.dedent(code)

@@ -21,8 +21,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.files import quantity
-from megatron.adaptive.planner.forms import FORMS
+from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
@@ -95,7 +94,7 @@ class _PrintSchema(argparse.Action):
     """Prints the JSON schema of an input file, as ``--help`` prints the options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
-        print(json.dumps(FORMS[given[1]], indent=2))
+        print(json.dumps(forms()[str(given[1])], indent=2))
         parser.exit()
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -322,12 +324,12 @@ class MemoryLinks(Links):
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
         """Implements :class:`Links`."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
-        self._module.send_fd(str(self._place / name), log.fd, len(readers), _SETUP_TIMEOUT_S)
+        _hand_out(log.fd, self._place / name, len(readers))
         return MemoryWriter(log, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
         """Implements :class:`Links`."""
-        fd = self._module.recv_fd(str(self._place / name), _SETUP_TIMEOUT_S)
+        fd = _fetch(self._place / name, self.describe(writer))
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
         finally:
@@ -339,6 +341,46 @@ class MemoryLinks(Links):
         dist.barrier(group=self._group)
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _hand_out(fd: int, place: Path, count: int) -> None:
+    """Hand a descriptor to ``count`` processes that call :func:`_fetch` with the same path."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place))
+        listener.listen(count)
+        end_s = time.monotonic() + _SETUP_TIMEOUT_S
+        for served in range(count):
+            listener.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{served} of {count} members of a tensor-parallel group took their end of "
+                    f"{place.name} within {_SETUP_TIMEOUT_S:g} s"
+                ) from None
+            with peer:
+                socket.send_fds(peer, [b"+"], [fd])
+
+
+def _fetch(place: Path, writer: str) -> int:
+    """Return the descriptor that ``writer`` hands out at ``place``, waiting for it to begin."""
+    end_s = time.monotonic() + _SETUP_TIMEOUT_S
+    with socket.socket(socket.AF_UNIX) as peer:
+        while True:
+            try:
+                peer.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
+                peer.connect(str(place))
+                found = socket.recv_fds(peer, 1, 1)[1]
+                if not found:
+                    raise PeerLostError(f"{writer} ended while it handed out {place.name}")
+                return found[0]
+            except (FileNotFoundError, ConnectionRefusedError, TimeoutError):
+                if time.monotonic() >= end_s:
+                    raise DeadlineError(
+                        f"{writer} did not hand out its end of {place.name} within "
+                        f"{_SETUP_TIMEOUT_S:g} s"
+                    ) from None
+            time.sleep(0.002)
 
 
 def _limit(timeout_s: float) -> datetime.timedelta:

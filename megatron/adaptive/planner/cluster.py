@@ -2,7 +2,7 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``forms``' ``cluster``; ``docs/planner.md`` describes it.
+``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations

@@ -3,21 +3,23 @@
 A key given twice is an error in all three forms. Quantities carry their unit in the text
 (``40 GB``, ``25 Gbit/s``, ``5 us``): bits and bytes differ by a factor of 8 that no number shows.
 
-Files are checked by ``forms``, which use a part of JSON Schema (2020-12): ``type``, ``enum``,
-``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
-``minItems``, ``maxItems``, ``minimum``, ``exclusiveMinimum``, ``pattern`` and ``oneOf`` over the
-keys of an object. An error names the rule that is broken in one line, with the nearest key where
-one is misspelt.
+Files are checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema (2020-12):
+``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``,
+``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``exclusiveMinimum``, ``pattern`` and
+``oneOf`` over the keys of an object. An error names the rule that is broken in one line, with the
+nearest key where one is misspelt.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,8 @@ else:
     import tomli as tomllib
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.forms import FORMS
 
-__all__ = ["check_form", "quantity", "read_file"]
+__all__ = ["FORMS", "check_form", "forms", "quantity", "read_file"]
 
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -151,12 +152,23 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+FORMS = ("cluster", "model", "profile")
+
+
+@functools.cache
+def forms() -> Mapping[str, Any]:
+    """Returns the JSON schemas of input files, by :data:`FORMS`."""
+    file = resources.files("megatron.adaptive.planner") / "data" / "forms.yaml"
+    found: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return found
+
+
 def check_form(value: Any, name: str, where: str) -> Any:
     """Holds what was read from a file against a form.
 
     Args:
         value: plain lists, dicts, texts and numbers.
-        name: one of :data:`forms.FORMS`.
+        name: one of :data:`FORMS`.
         where: the file, for the message.
 
     Returns:
@@ -165,7 +177,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
     Raises:
         ConfigError: the first rule that is broken.
     """
-    return _check(value, FORMS[name], where, "")
+    return _check(value, forms()[name], where, "")
 
 
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:

@@ -2,7 +2,7 @@
 
 GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
-is ``forms``' ``model``; ``docs/planner.md`` describes it.
+is ``model`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``forms``' ``profile``; ``docs/planner.md`` describes it. Who trains a model of
-his own through a pipeline knows where it can be cut, and can time the pieces between two cut
+The form is ``profile`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. Who trains a model
+of his own through a pipeline knows where it can be cut, and can time the pieces between two cut
 points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
 keys, a row for each piece, GPU and microbatch size::
 

@@ -32,7 +32,7 @@ from megatron.adaptive.trace.event import (
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
 
-__all__ = ["Block", "FileIndex", "index_file", "parse_spans", "read_blocks"]
+__all__ = ["Block", "FileIndex", "ends_at", "index_file", "parse_spans", "read_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class _Walk:
     def _block(self, marker: IterationStart) -> None:
         """Notes the spans below a marker and goes behind them."""
         offset, size = self._file.tell(), marker.size_bytes
-        whole = self._ends_at(offset, size)
+        whole = ends_at(self._file, offset + size, self._size)
         if not whole:
             size = self._measure(offset)
         block = Block(marker, len(self._index.headers) - 1, offset, size, whole)
@@ -207,15 +207,6 @@ class _Walk:
         self._index.blocks.append(block)
         self._file.seek(offset + size)
 
-    def _ends_at(self, offset: int, size: int) -> bool:
-        """Says whether ``size`` bytes from ``offset`` are whole lines before an object."""
-        end = offset + size
-        if end > self._size:
-            return False
-        self._file.seek(end - 1)
-        around = self._file.read(2)
-        return around[:1] == b"\n" and around[1:] in (b"", b"{")
-
     def _measure(self, offset: int) -> int:
         """Returns the size of the whole lines from ``offset`` on that are no objects."""
         self._file.seek(offset)
@@ -223,6 +214,15 @@ class _Walk:
         while (line := self._file.readline()).endswith(b"\n") and not line.startswith(b"{"):
             size += len(line)
         return size
+
+
+def ends_at(file: BinaryIO, end: int, size: int) -> bool:
+    """Says whether a file of ``size`` bytes has whole lines before ``end`` and no span after."""
+    if end > size:
+        return False
+    file.seek(end - 1)
+    around = file.read(2)
+    return around[:1] == b"\n" and around[1:] in (b"", b"{")
 
 
 _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
