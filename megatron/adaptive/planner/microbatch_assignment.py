@@ -23,6 +23,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.timing import ScheduleTimes
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.workload import PS_PER_S
 
 __all__ = ["as_run", "dealt_times", "dealt_widths", "even_share", "held_of", "hop_s"]
 
@@ -103,7 +104,7 @@ def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) ->
         message_s=message_s.max(axis=0)[:-1].tolist(),
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
-    ends, busy = np.array(step.ends_s), np.array(step.busy_s)
+    ends, busy = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S, np.array(step.busy_s)
     return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),
