@@ -86,9 +86,6 @@ class Profiler:
         name: of the model, in the profile.
         timeout_s: limit of every wait for another process.
 
-    Attributes:
-        most_samples: of the largest microbatch, where sizes are doubled.
-
     Raises:
         ConfigError: a setting, the batch or the model breaks a rule; named.
     """
@@ -113,7 +110,7 @@ class Profiler:
         name: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.most_samples = BatchShape(sample_batch, 1).samples
+        self._most = BatchShape(sample_batch, 1).samples
         check_groups(model, shared_weights)
         gone = next((name for name, one in model.named_parameters() if one.is_meta), None)
         if gone is not None:
@@ -164,14 +161,20 @@ class Profiler:
         finally:
             job.close()
 
-    def measure(self, job: Job) -> ModuleProfile:
-        """Measures in a job that is there already; see :meth:`run`."""
-        begin_s = time.monotonic()
+    def measure(self, job: Job, *, most: int | None = None) -> ModuleProfile:
+        """Measures in a job that is there already; see :meth:`run`.
+
+        Args:
+            job: of all ranks.
+            most: samples of the largest microbatch, where sizes are doubled; the sample's where
+                ``None``.
+        """
+        begin_s, most = time.monotonic(), self._most if most is None else most
         nodes = job.gather(self._about(job))
         kinds = [one["facts"]["gpu"] for one in nodes]
         mine: Any = None
         if kinds.index(kinds[job.rank]) == job.rank:
-            mine = self._part(job, nodes[job.rank]["limit"])
+            mine = self._part(job, nodes[job.rank]["limit"], most)
         gathered = job.gather(mine)
         for one in (mine, *gathered):
             if isinstance(one, AdaptiveError):
@@ -214,13 +217,13 @@ class Profiler:
             "limit": limit,
         }
 
-    def _part(self, job: Job, limit_bytes: float) -> DeviceSamples | AdaptiveError:
+    def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
         """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
         device, model = job.accelerator.device, self._forward.model
         samples: list[SegmentSample] = []
         tape: Tape | None = None
         try:
-            for found, rows in self._by_size(device, limit_bytes):
+            for found, rows in self._by_size(device, limit_bytes, most):
                 tape = found
                 samples += rows
             if tape is None:
@@ -255,13 +258,13 @@ class Profiler:
             return failed
 
     def _by_size(
-        self, device: torch.device, limit_bytes: float
+        self, device: torch.device, limit_bytes: float, most: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the tape and the pieces of one size of microbatch after the other."""
         forward, begin_s = self._forward, time.monotonic()
         host = forward.device.type == "cpu"
         needed = recorded = 0.0  # bytes for each sample
-        doubled = [2**power for power in range(self.most_samples.bit_length())]
+        doubled = [2**power for power in range(most.bit_length())]
         for size in self._sizes or doubled:
             if not self._sizes and time.monotonic() - begin_s > self._time_limit_s:
                 return

@@ -111,11 +111,15 @@ def measure_segments(
         for segment, plan in enumerate(plans):
             held = _held(tape, plan, tensors, device)
             program = StageProgram(tape, plan, held, device)
-            before = _memory(device)
+            before = peak = 0  # not counted on a CPU
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
             )
-            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device)
             halves = None
             if split:
                 both, _, _ = _time(
@@ -203,14 +207,6 @@ def _made_up(layout: MessageLayout) -> torch.Tensor:
     host = torch.device("cpu")
     values = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]
     return layout.pack(values, host)
-
-
-def _memory(device: torch.device) -> int:
-    """Returns the bytes that tensors hold, and begins to watch for the most; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:

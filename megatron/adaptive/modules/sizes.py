@@ -282,8 +282,8 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bo
         memory_limit_bytes=request.memory_limit_bytes,
     )
     # With larger ones there would be fewer microbatches than processes.
-    profiler.most_samples = max(1, request.batch_size // dist.get_world_size())
-    return profiler.measure(job), orders.placement.num_chunks, splits
+    most = max(1, request.batch_size // dist.get_world_size())
+    return profiler.measure(job, most=most), orders.placement.num_chunks, splits
 
 
 def _plan(profile: ModuleProfile, request: PipelineRequest, chunks: int, *, splits: bool) -> Chosen:
