@@ -7,6 +7,7 @@ Knows nothing of folders.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ __all__ = [
     "RNG",
     "StandingState",
     "addresses",
-    "count_groups",
+    "require_same_groups",
     "has_parameters",
     "is_sharded",
     "load_model",
@@ -43,7 +44,6 @@ __all__ = [
     "mesh_shape",
     "padded_vocab_size",
     "refresh_optimizer",
-    "saved_groups",
     "sharded_model",
     "sharded_optimizer",
     "sharded_rng",
@@ -177,7 +177,7 @@ def sharded_optimizer(
     leaf = _leaf(optimizer)
     distributed = isinstance(leaf, DistributedOptimizer)
     _fill_state(leaf)
-    with _StepForEmptyRank(leaf):
+    with _step_for_empty_rank(leaf):
         # Other optimizers would fill in state themselves when loading, in a way that fails for
         # SGD and forgets the step of torch's Adam.
         state: dict[str, Any] = leaf.sharded_state_dict(
@@ -306,7 +306,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             other[name] = own[name]
     # Written apart below, for megatron-core also wants to copy the step of torch's Adam from it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
-    with _StepForEmptyRank(leaf):
+    with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
     if shards is not None:
         _load_shards(leaf, shards)
@@ -315,14 +315,25 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     _fill_state(leaf)
 
 
-def count_groups(optimizer: Any) -> int:
-    """Return the number of groups of parameters, equal on all ranks."""
-    return len(_leaf(optimizer).optimizer.param_groups)
+def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> None:
+    """Check that a checkpoint has the optimizer's groups of parameters, equal on all ranks.
 
+    Args:
+        optimizer: megatron-core's optimizer.
+        saved: the common part of the checkpoint's optimizer state.
+        what: names the checkpoint in the error.
 
-def saved_groups(state: Mapping[str, Any]) -> int:
-    """Return the number of groups in the common part of a checkpoint's optimizer state."""
-    return len(state.get("optimizer", state)["param_groups"])
+    Raises:
+        CheckpointError: it has others.
+    """
+    before = len(saved.get("optimizer", saved)["param_groups"])
+    now = len(_leaf(optimizer).optimizer.param_groups)
+    if before != now:
+        raise CheckpointError(
+            f"{what} holds optimizer state in {before} groups of parameters and this "
+            f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
+            "weights alone with --no-load-optim"
+        )
 
 
 def _leaf(optimizer: Any) -> Any:
@@ -368,30 +379,22 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
         group["step"] = int(step)
 
 
-class _StepForEmptyRank:
-    """Shows the distributed optimizer a step where the rank's share has no parameter.
+@contextlib.contextmanager
+def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
+    """Show the distributed optimizer a step where the rank's share has no parameter.
 
     With torch's Adam megatron-core reads the step from the state of the parameters, and fails on a
     rank that has none (an empty stage, or more data parallel ranks than elements).
     """
-
-    _KEY = "step of a rank without parameters"
-
-    def __init__(self, leaf: Any) -> None:
-        self._inner = leaf.optimizer
-        self._needed = (
-            isinstance(leaf, DistributedOptimizer)
-            and _is_torch_adam(leaf)
-            and not any(group["params"] for group in self._inner.param_groups)
-        )
-
-    def __enter__(self) -> None:
-        if self._needed:
-            step = float(self._inner.param_groups[0].get("step", 0))
-            self._inner.state[self._KEY] = {"step": torch.tensor(step)}
-
-    def __exit__(self, *unused: object) -> None:
-        self._inner.state.pop(self._KEY, None)
+    key, inner = "step of a rank without parameters", leaf.optimizer
+    is_empty = not any(group["params"] for group in inner.param_groups)
+    if isinstance(leaf, DistributedOptimizer) and _is_torch_adam(leaf) and is_empty:
+        step = float(inner.param_groups[0].get("step", 0))
+        inner.state[key] = {"step": torch.tensor(step)}
+    try:
+        yield
+    finally:
+        inner.state.pop(key, None)
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from megatron.adaptive.gpt.model import (
     transformer_config,
 )
 from megatron.adaptive.gpt.placement import (
-    UnequalGradients,
     finalize_gradients,
+    finalize_unequal_gradients,
     placement_of,
     widths_of,
 )
@@ -194,9 +195,9 @@ def build_run(job: TrainingJob) -> Run:
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
     widths = widths_of(config)
-    finalize = finalize_gradients
+    finalize: Callable[..., None] = finalize_gradients
     if widths is not None:
-        finalize = UnequalGradients(widths)
+        finalize = partial(finalize_unequal_gradients, widths)
     core.finalize_model_grads_func = tracing.around("reduce", finalize)
     replay = wiring = None
     forward_backward: Callable[..., list[Any]]
