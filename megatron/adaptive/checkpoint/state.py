@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -76,17 +77,9 @@ _SCHEDULE_FLAGS = {
 }
 
 
-def unwrapped(chunk: torch.nn.Module) -> Any:
-    """Return megatron-core's model inside the wrappers of data parallelism and 16-bit types."""
-    model: Any = chunk
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
     """Return the rows of the embedding; every stage knows it, also one without the embedding."""
-    return int(unwrapped(chunks[0]).vocab_size)
+    return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
@@ -109,7 +102,7 @@ def sharded_model(
 ) -> dict[str, dict[str, Any]]:
     """Return the weights with their places in the whole model, by chunk."""
     return {
-        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
+        f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
     }
 
@@ -160,7 +153,7 @@ def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> N
     """Set the weights from what was loaded for :func:`sharded_model`."""
     for index, chunk in enumerate(chunks):
         # An empty stage has no weights, and leaves no trace in what was loaded.
-        unwrapped(chunk).load_state_dict(state.get(f"model{index}", {}))
+        unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}))
 
 
 def sharded_optimizer(
@@ -185,15 +178,6 @@ def sharded_optimizer(
         )
     _move_step_to_groups(state)
     return state
-
-
-def _lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
-    """Return whether all tensors are memory of the weights and the optimizer's state themselves.
-
-    Such tensors hold the state of every later step as well; others were made for one.
-    """
-    places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-    return all(one.untyped_storage().data_ptr() in places for one in tensors if one.numel())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +207,10 @@ class StandingState:
         random = [one for one in objects if one.key == RNG]
         if not all(_is_nothing(one.data) for one in objects if one.key != RNG):
             return None
-        if not _lives_in_place(tensors, chunks, optimizer):
+        # Tensors that are memory of the weights and the optimizer's state themselves hold the state
+        # of every later step as well; others were made for one.
+        places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
+        if any(one.untyped_storage().data_ptr() not in places for one in tensors if one.numel()):
             return None
         return cls(
             shards=shards, common=common, random=random, addresses=addresses(chunks, optimizer)
@@ -249,7 +236,7 @@ def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     for group in inner.param_groups:
         yield from group["params"]
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model = unwrap_model(chunk)
         yield from model.parameters()
         yield from model.buffers()
 
