@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -34,6 +34,15 @@ FAULT_HELP = (
 )
 
 
+_SIZES: dict[str, tuple[str, ...]] = {
+    "slow-rank": ("factor",),
+    "slow-link": ("seconds",),
+    "spikes": ("factor", "probability"),
+    "slow-data": ("seconds",),
+}
+_RUN_FIELDS = {field.name for field in fields(SyntheticRun)} - {"faults"}
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the traces and say how many spans there are.
 
@@ -48,22 +57,12 @@ def main(argv: Sequence[str]) -> int:
             f"--ranks {options.ranks} is no multiple of --pipeline {options.pipeline}: give so "
             "many ranks that every replica has all stages"
         )
+    given = {name: value for name, value in vars(options).items() if name in _RUN_FIELDS}
     run = SyntheticRun(
+        **given,
         num_ranks=options.pipeline,
         replicas=options.ranks // options.pipeline,
-        num_chunks=options.chunks,
-        num_microbatches=options.microbatches,
-        iterations=options.iterations,
-        schedule=options.schedule,
-        weight_pieces=options.weight_pieces,
-        action_sigma=options.jitter,
-        latency_s=options.latency,
-        occupancy_s=options.occupancy,
-        hosts=options.hosts,
-        clock_offset_s=options.clock_offset,
-        clock_drift_ppm=options.clock_drift,
         faults=tuple(parse_fault(text) for text in options.fault),
-        seed=options.seed,
     )
     if options.spans:
         run = replace(run, iterations=_iterations(run, options.spans))
@@ -99,21 +98,11 @@ def parse_fault(text: str) -> Fault:
     try:
         if kind not in FAULTS:
             raise ValueError(f"no fault {kind!r}")
-        if kind == "slow-link":
-            ends, seconds = values
-            source, to = (int(rank) for rank in ends.split("-"))
-            fault = Fault(kind="slow-link", rank=source, to=to, seconds=float(seconds))
-        elif kind == "slow-data":
-            rank, seconds = values
-            fault = Fault(kind="slow-data", rank=int(rank), seconds=float(seconds))
-        elif kind == "spikes":
-            rank, factor, probability = values
-            fault = Fault(
-                kind="spikes", rank=int(rank), factor=float(factor), probability=float(probability)
-            )
-        else:
-            rank, factor = values
-            fault = Fault(kind=cast(FaultKind, kind), rank=int(rank), factor=float(factor))
+        ranks, *numbers = values
+        source, _, to = ranks.partition("-")
+        ends = {"rank": int(source), "to": int(to) if kind == "slow-link" else -1}
+        sizes = dict(zip(_SIZES[kind], map(float, numbers), strict=True))
+        fault = Fault(kind=cast(FaultKind, kind), **ends, **sizes)  # type: ignore[arg-type]
         if when:
             first, _, last = when.partition("-")
             fault = replace(fault, first=int(first), last=int(last) if last else None)
@@ -141,18 +130,52 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
     add("--ranks", type=_count, default=4, help="all ranks")
     add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
-    add("--chunks", type=_count, default=1, help="chunks per rank")
-    add("--microbatches", type=_count, default=8, help="microbatches per step and replica")
+    add("--chunks", dest="num_chunks", type=_count, default=1, help="chunks per rank")
+    add(
+        "--microbatches",
+        dest="num_microbatches",
+        type=_count,
+        default=8,
+        help="of a step and replica",
+    )
     add("--iterations", type=_count, default=10, help="steps")
     add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
     add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
     add("--weight-pieces", type=int, default=0, metavar="N", help="of a rule; 0: whole B")
-    add("--jitter", type=float, default=0.03, metavar="SIGMA", help="of each action, lognormal")
-    add("--latency", type=float, default=1e-4, metavar="S", help="of a message")
-    add("--occupancy", type=float, default=0.0, metavar="S", help="a message's time on its link")
+    add(
+        "--jitter",
+        dest="action_sigma",
+        type=float,
+        default=0.03,
+        metavar="SIGMA",
+        help="of each action, lognormal",
+    )
+    add("--latency", dest="latency_s", type=float, default=1e-4, metavar="S", help="of a message")
+    add(
+        "--occupancy",
+        dest="occupancy_s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="a message's time on its link",
+    )
     add("--hosts", type=_count, default=1, help="machines, each with a clock of its own")
-    add("--clock-offset", type=float, default=0.0, metavar="S", help="between clocks, at most")
-    add("--clock-drift", type=float, default=0.0, metavar="PPM", help="between clocks, at most")
+    add(
+        "--clock-offset",
+        dest="clock_offset_s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="between clocks, at most",
+    )
+    add(
+        "--clock-drift",
+        dest="clock_drift_ppm",
+        type=float,
+        default=0.0,
+        metavar="PPM",
+        help="between clocks, at most",
+    )
     add("--fault", action="append", default=[], help=FAULT_HELP)
     add("--seed", type=int, default=0, help="of everything random")
     add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
