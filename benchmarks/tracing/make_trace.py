@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -40,7 +40,20 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "spikes": ("factor", "probability"),
     "slow-data": ("seconds",),
 }
-_RUN_FIELDS = {field.name for field in fields(SyntheticRun)} - {"faults"}
+_NUMBERS = {
+    "--chunks": ("num_chunks", "chunks per rank"),
+    "--microbatches": ("num_microbatches", "microbatches per step and replica"),
+    "--iterations": ("iterations", "steps"),
+    "--weight-pieces": ("weight_pieces", "of a rule; 0: whole B"),
+    "--jitter": ("action_sigma", "of each action, lognormal"),
+    "--latency": ("latency_s", "of a message, seconds"),
+    "--occupancy": ("occupancy_s", "a message's time on its link, seconds"),
+    "--hosts": ("hosts", "machines, each with a clock of its own"),
+    "--clock-offset": ("clock_offset_s", "between clocks, at most, seconds"),
+    "--clock-drift": ("clock_drift_ppm", "between clocks, at most, millionths"),
+    "--seed": ("seed", "of everything random"),
+}
+"""Options that are fields of the run, and their meaning."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
             f"--ranks {options.ranks} is no multiple of --pipeline {options.pipeline}: give so "
             "many ranks that every replica has all stages"
         )
-    given = {name: value for name, value in vars(options).items() if name in _RUN_FIELDS}
     run = SyntheticRun(
-        **given,
+        **{name: getattr(options, name) for name, _ in _NUMBERS.values()},
+        schedule=options.schedule,
         num_ranks=options.pipeline,
         replicas=options.ranks // options.pipeline,
         faults=tuple(parse_fault(text) for text in options.fault),
@@ -130,55 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
     add("--ranks", type=_count, default=4, help="all ranks")
     add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
-    add("--chunks", dest="num_chunks", type=_count, default=1, help="chunks per rank")
-    add(
-        "--microbatches",
-        dest="num_microbatches",
-        type=_count,
-        default=8,
-        help="of a step and replica",
-    )
-    add("--iterations", type=_count, default=10, help="steps")
     add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
     add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
-    add("--weight-pieces", type=int, default=0, metavar="N", help="of a rule; 0: whole B")
-    add(
-        "--jitter",
-        dest="action_sigma",
-        type=float,
-        default=0.03,
-        metavar="SIGMA",
-        help="of each action, lognormal",
-    )
-    add("--latency", dest="latency_s", type=float, default=1e-4, metavar="S", help="of a message")
-    add(
-        "--occupancy",
-        dest="occupancy_s",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="a message's time on its link",
-    )
-    add("--hosts", type=_count, default=1, help="machines, each with a clock of its own")
-    add(
-        "--clock-offset",
-        dest="clock_offset_s",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="between clocks, at most",
-    )
-    add(
-        "--clock-drift",
-        dest="clock_drift_ppm",
-        type=float,
-        default=0.0,
-        metavar="PPM",
-        help="between clocks, at most",
-    )
     add("--fault", action="append", default=[], help=FAULT_HELP)
-    add("--seed", type=int, default=0, help="of everything random")
     add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
+    for flag, (name, text) in _NUMBERS.items():
+        usual = getattr(SyntheticRun, name)
+        kind = _count if usual and type(usual) is int else type(usual)
+        add(flag, dest=name, type=kind, default=usual, metavar="N", help=text)
     return parser
 
 
