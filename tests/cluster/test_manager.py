@@ -137,7 +137,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
         found = asyncio.run(manager._layout())
         assert found is not None
         layout, nodes = found
-        return [place.node.name for place in assign(nodes, layout)]
+        return [node.name for node in assign(nodes, layout)]
 
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)

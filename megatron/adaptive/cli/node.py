@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -35,11 +36,12 @@ from megatron.adaptive.cluster.node import (
     ROOT,
     NodePlace,
     check_files,
+    check_port,
     check_trainer,
     make_folder,
     run_node,
 )
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -99,19 +101,19 @@ def _master(argv: Sequence[str]) -> int:
         f"master at {address}:{port}; on the other nodes: "
         f"bash run_worker.sh --master-addr {address}"
     )
-    store = open_store(port)
+    check_port(port)
     found = _Found(logs / _FOUND_NAME, address, port)
+    gathering = gather_nodes(
+        conf,
+        _hello(options, conf),
+        port,
+        say=_say,
+        make_answer=lambda places: _answer(conf, places, logs, port),
+    )
     try:
-        rank, answer, reached = gather_nodes(
-            conf,
-            _hello(options, conf),
-            store,
-            say=_say,
-            make_answer=lambda places: _answer(conf, places, logs, port),
-        )
+        rank, answer, reached = asyncio.run(gathering)
     finally:
         found.close()
-    del store  # torchrun takes its port
     if not given and reached is not None:
         address = reached
     place = _place(answer, rank, address)
@@ -155,7 +157,7 @@ def _worker(argv: Sequence[str]) -> int:
     if not given:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
-    joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
+    joined = asyncio.run(join_master(find, _hello(options, None), limit_s=limit_s, say=_say))
     folder = Path(joined["folder"])
     conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -254,32 +255,24 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     """Makes what chooses layouts; a planner is started, checked, and closed with the stack."""
     from megatron.adaptive.cluster.job import say
     from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
     from megatron.adaptive.cluster.ranks import model_file
 
-    if spec.is_pipeline:
-        from megatron.adaptive.cluster.plan_process import MeasuringChooser
-
-        model = model_file(spec.checkpoints)
-        planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
-        return MeasuringChooser(model, planner, options.plan_within, say)
-    if not options.plan_with:
+    if not spec.is_pipeline and not options.plan_with:
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    if spec.machines is not None:
-        from megatron.adaptive.cluster.membership import read_machines
+    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
 
-        read_machines(spec.machines)  # what is wrong with them comes before plans
-    process = stack.enter_context(
-        contextlib.closing(PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal))
-    )
-    if late := process.check(spec.machines):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
+    model = model_file(spec.checkpoints) if spec.is_pipeline else None
+    process = PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal, model=model)
+    stack.enter_context(contextlib.closing(process))
+    if model is None and (late := process.check(spec.machines)):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return PlannerChooser(process, options.plan_within, say)
+    return PlannerChooser(process, options.plan_within, say, model)
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

@@ -1,8 +1,6 @@
 """Runs one node's part in a job: joins the manager, starts, signals and ends ranks as it says.
 
-Manager and agents send each other a line of JSON for each message, and a sign of life every second.
-A side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
-closes no connection. A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
+A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
 manager, which lets the job save and go on without this node, and then lets the agent go. Ranks
 outlive neither the agent nor its connection: without a manager nobody could end them.
 """
@@ -23,84 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "AgentConnection", "spec_from_input"]
-
-BEAT_S = 1.0
-SILENCE_S = 20.0
-_LONGEST = 1 << 22
-
-
-class AgentConnection:
-    """Carries messages over one connection, from one event loop.
-
-    Args:
-        reader: of the connection.
-        writer: of the connection.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._beating: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def connect(cls, address: str, port: int, within_s: float) -> AgentConnection:
-        """Connects to a listening side.
-
-        Raises:
-            OSError: nobody listens there; ``TimeoutError`` is one.
-        """
-        opened = asyncio.open_connection(address, port, limit=_LONGEST)
-        try:
-            return cls(*await asyncio.wait_for(opened, within_s))
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"no answer within {within_s:g} s") from None
-
-    @property
-    def peer(self) -> str:
-        """Returns the address of the other side; as IPv4 where it came so to a socket for both."""
-        return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
-
-    def send(self, what: str, **values: Any) -> None:
-        """Sends a message; drops one to a side that is gone, which :meth:`receive` reports."""
-        if not self._writer.is_closing():
-            self._writer.write(json.dumps({"what": what, **values}).encode() + b"\n")
-
-    def beat(self) -> None:
-        """Gives signs of life from now on."""
-        self._beating = asyncio.get_running_loop().create_task(self._beat())
-
-    async def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message that is no sign of life; ``None`` where the other is lost."""
-        while True:
-            try:
-                line = await asyncio.wait_for(self._reader.readline(), SILENCE_S)
-            except (OSError, ValueError, asyncio.TimeoutError):
-                return None
-            try:
-                message = json.loads(line)
-            except ValueError:
-                return None
-            if not isinstance(message, dict) or "what" not in message:
-                return None
-            if message["what"] != "beat":
-                return message
-
-    async def close(self) -> None:
-        """Sends what is left and close. Idempotent."""
-        if self._beating is not None:
-            self._beating.cancel()
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._writer.drain(), 1.0)
-        self._writer.close()
-
-    async def _beat(self) -> None:
-        while not self._writer.is_closing():
-            self.send("beat", unix_ns=time.time_ns())
-            await asyncio.sleep(BEAT_S)
-
+__all__ = ["Agent", "AgentSpec", "spec_from_input"]
 
 _CONNECT_S = 20.0
 _END_S = 20.0
@@ -147,7 +71,7 @@ class Agent:
         self._status: int | None = None
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
-        self._link: AgentConnection | None = None
+        self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -190,9 +114,9 @@ class Agent:
                 await forkserver.wait()
             await link.close()
 
-    async def _join(self, spec: AgentSpec) -> AgentConnection:
+    async def _join(self, spec: AgentSpec) -> Connection:
         try:
-            link = await AgentConnection.connect(spec.address, spec.port, _CONNECT_S)
+            link = await Connection.connect(spec.address, spec.port, _CONNECT_S)
         except OSError as error:
             raise SetupError(
                 f"node {spec.name} does not reach the manager of the job at {spec.address}:"
@@ -240,7 +164,7 @@ class Agent:
         self._reading = asyncio.get_running_loop().create_task(self._read_forkserver(reader))
         return forkserver
 
-    async def _serve(self, link: AgentConnection) -> None:
+    async def _serve(self, link: Connection) -> None:
         while True:
             message = await link.receive()
             if message is None:
@@ -280,7 +204,7 @@ class Agent:
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
-    async def _send_inventory(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
+    async def _send_inventory(self, link: Connection, asked: Mapping[str, Any]) -> None:
         held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
         link.send("inventory", held=held)
 

@@ -46,9 +46,7 @@ from megatron.adaptive.cluster.membership import Event, Machine, Membership, Nod
 from megatron.adaptive.cluster.ranks import (
     EXIT_LEFT,
     JobSpec,
-    RankPlace,
     RunningRanks,
-    Start,
     assign,
     earliest,
     rank_orders,
@@ -237,7 +235,7 @@ class Manager:
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
             return None
-        first = places[0].node
+        first = places[0]
         port = await self._port_of(first)
         if port is None or not self._holds():
             return None
@@ -246,12 +244,7 @@ class Manager:
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = incarnation_folder(self._folder, incarnation.number, self._secret)
         arguments, variables = self._program.command(
-            Start(
-                layout=layout,
-                incarnation=incarnation.number,
-                resumed=incarnation.resumed,
-                progress=folder,
-            )
+            layout, incarnation.number, incarnation.resumed, folder
         )
         orders = rank_orders(
             self._spec.script,
@@ -283,14 +276,14 @@ class Manager:
         return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
 
     def _next_incarnation(
-        self, layout: ParallelLayout, places: Sequence[RankPlace], reason: str
+        self, layout: ParallelLayout, places: Sequence[Node], reason: str
     ) -> Incarnation:
         resumed = self._latest()
         incarnation = Incarnation(
             number=len(self._incarnations) + 1,
             layout=str(layout),
             processes=layout.world_size,
-            nodes=tuple(dict.fromkeys(place.node.name for place in places)),
+            nodes=tuple(dict.fromkeys(node.name for node in places)),
             reason=reason,
             resumed=resumed,
             predicted_s=layout.step_s,
@@ -493,7 +486,7 @@ class Manager:
         return not self._is_deposed
 
     def _latest(self) -> int:
-        return self._program.latest() or 0
+        return self._program.folder.latest() or 0
 
     def _note_progress(self) -> None:
         if not self._incarnations:

@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentConnection, AgentSpec
+from megatron.adaptive.cluster.agent import AgentSpec
+from megatron.adaptive.cluster.connection import LONGEST, Connection
 from megatron.adaptive.errors import ConfigError
 
 __all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
@@ -184,7 +185,7 @@ class Node:
     slots: int = 0
     is_ready: bool = False
     copies_port: int = 0
-    link: AgentConnection | None = None
+    link: Connection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class Membership:
         """
         listening = _listen(is_local=self.address == "127.0.0.1")
         self.port = listening.getsockname()[1]
-        self._server = await asyncio.start_server(self._connected, sock=listening, limit=1 << 22)
+        self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST)
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -417,9 +418,9 @@ class Membership:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._attend(AgentConnection(reader, writer))
+            await self._attend(Connection(reader, writer))
 
-    async def _attend(self, link: AgentConnection) -> None:
+    async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
         if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")

@@ -222,7 +222,7 @@ class Stragglers:
         most = 1 - WORTH_A_MORPH
         if layout.step_s is not None and running.layout.step_s is not None:
             return layout.step_s < most * running.layout.step_s
-        new = [self._slowness.get(place.node.name, 1.0) for place in assign(nodes, layout)]
+        new = [self._slowness.get(node.name, 1.0) for node in assign(nodes, layout)]
         old = [self._slowness.get(name, 1.0) for name in _nodes(running)]
         return relative_time(layout, new) < most * relative_time(running.layout, old)
 
