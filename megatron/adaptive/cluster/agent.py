@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
+from megatron.adaptive.cluster.host import count_gpus
 from megatron.adaptive.errors import SetupError
 
 __all__ = ["Agent", "AgentSpec", "spec_from_input"]
@@ -68,17 +68,12 @@ class Agent:
         self._owns_keeper = keeper is None
         self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
         self._watch_input = watch_input
-        self._status: int | None = None
+        self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def status(self) -> int | None:
-        """Returns the exit status of the manager's order to end, ``None`` where that was lost."""
-        return self._status
 
     async def run(self) -> None:
         """Serves until the manager lets the agent go, or is gone.
@@ -129,7 +124,7 @@ class Agent:
             name=spec.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            slots=spec.slots or _gpus() or 1,
+            slots=spec.slots or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1,
             copies_port=self._keeper.port,
             unix_ns=time.time_ns(),
         )
@@ -187,7 +182,7 @@ class Agent:
                 self._order(signal=message["number"])
             elif what == "leave":
                 # Without a status the manager gave the node up, which may join again.
-                self._status, self.why = message.get("status"), message.get("why", "")
+                self.status, self.why = message.get("status"), message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
@@ -264,10 +259,6 @@ def spec_from_input() -> AgentSpec:
         raise SetupError(
             "--agent is for the manager of a job, which sends an agent the rest"
         ) from None
-
-
-def _gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _free_port() -> int:

@@ -84,6 +84,7 @@ class Manager:
         kept: SnapshotKeeper | None = None,
     ) -> None:
         self._spec = spec
+        self._chooser = chooser
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder, say)
@@ -124,7 +125,7 @@ class Manager:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
-        await asyncio.to_thread(self._lease.claim, {})
+        await asyncio.to_thread(self._lease.claim)
         self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
@@ -207,7 +208,7 @@ class Manager:
                 or await self._fitting()
             ):
                 return found
-            why = f" ({self._stragglers.why})" if self._stragglers.why else ""
+            why = f" ({self._chooser.why})" if self._chooser.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
@@ -375,7 +376,7 @@ class Manager:
             self._ask_to_save(running, leaving.why)
             return
         found = await self._fitting(ready=True)
-        if found is not None and self._stragglers.is_better(found[0], running.layout):
+        if found is not None and self._chooser.is_better(found[0], running.layout):
             wanted = [node.name for node in self._stragglers.wanted(found[1])]
             came = ", ".join(name for name in wanted if name not in running.incarnation.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -30,7 +29,8 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.adaptive.cluster.agent import AgentSpec
 from megatron.adaptive.cluster.connection import LONGEST, Connection
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.cluster.host import interface_of, own_address
+from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
 
@@ -61,18 +61,8 @@ class Machine:
     def is_local(self) -> bool:
         """Returns whether this process runs on it, by its name or an address."""
         own = socket.gethostname().lower()
-        if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
-            return True
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        # Only addresses of this machine can be bound.
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((self.host, 0))
-            return True
-        return False
+        is_own = self.has_loopback or self.host.lower() in (own, own.partition(".")[0])
+        return is_own or interface_of(self.host) is not None
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:
@@ -234,7 +224,12 @@ class Membership:
         """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
-        return "127.0.0.1" if self._is_alone else _own_address()
+        if self._is_alone:
+            return "127.0.0.1"
+        try:
+            return own_address(None)
+        except SetupError:  # it may still be alone
+            return socket.gethostname()
 
     async def start(self) -> None:
         """Listen, and start the agents of the file.
@@ -453,12 +448,3 @@ def _listen(*, is_local: bool) -> socket.socket:
         with contextlib.suppress(OSError):  # where it was turned off since
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("127.0.0.1" if is_local else "", 0))
-
-
-def _own_address() -> str:
-    """Finds the address of the way out of this machine; sends no packet."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-    return socket.gethostname()

@@ -63,15 +63,6 @@ class Stragglers:
         self._moves: deque[float] = deque(maxlen=_MOST_MOVES)
         self._recalled: dict[str, Mapping[str, Any]] = {}
 
-    @property
-    def why(self) -> str:
-        """Explains why the chooser found no layout; may be empty."""
-        return self._chooser.why
-
-    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Implements ``layouts.Chooser``."""
-        return self._chooser.is_better(layout, running)
-
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
         """Chooses a layout; nodes that were left out take part only where there is none without.
 
