@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "pretrain_gpt.py"
@@ -128,6 +130,66 @@ class ElasticJob:
             if line["epoch"] == incarnation and "iteration" in line
         ]
 
+    def trained(self, incarnation: int, steps: int = 4) -> int:
+        """Wait until an epoch has done some steps; returns the last."""
+        what = f"{steps} steps of epoch {incarnation}"
+        self.until(lambda: len(self.steps(incarnation)) >= steps, what)
+        return max(self.steps(incarnation))
+
+    def epoch(self, number: int) -> dict[str, Any]:
+        """Wait until the manager tells of an epoch; returns that."""
+        self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
+        return dict(self.state()["epochs"][number - 1])
+
+    def lose(self, *names: str) -> None:
+        """Kill all of some nodes at once, without notice."""
+        family = []
+        for name in names:
+            agent = psutil.Process(self.agent(name))
+            family += [agent, *agent.children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
+                one.kill()
+        end_s = time.monotonic() + 10
+        while any(map(_lives, family)):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    def stop(self, limit_s: float = 150.0) -> None:
+        """Have the job save and end; nothing of it is left."""
+        self.manager.send_signal(signal.SIGTERM)
+        assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
+        assert self.left_behind() == []
+
+    def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
+        """Losses of one process that goes on alone from the checkpoint of an iteration.
+
+        Args:
+            folder: for its progress.
+            first: the iteration. All shapes start from the weights of the first: how weights are
+                drawn depends on the shape.
+            last: iteration.
+            more: flags of the trainer.
+        """
+        words = [sys.executable, str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
+        words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
+        words += ["--load", str(self.checkpoints), "--ckpt-step", str(first)]
+        words += ["--exit-interval", str(last)]
+        subprocess.run(words, env=environment(), check=True, timeout=300, capture_output=True)
+        lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
+        return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
+
+    def check_losses(self, folder: Path, first: int, *more: str) -> int:
+        """Compare every step after an iteration, those done twice too; returns the last one."""
+        done = {line["iteration"] for line in self.lines() if "iteration" in line}
+        expected = self.undisturbed(folder, first, max(done), *more)
+        assert set(expected) == {one for one in done if one > first}
+        for line in self.lines():
+            if line.get("iteration", 0) > first:
+                loss = expected[line["iteration"]]
+                assert line["loss"] == pytest.approx(loss, rel=1e-5), (loss, line, self.said())
+        return max(done)
+
     def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
         """Wait for something to become true."""
         end_s = time.monotonic() + limit_s
@@ -167,3 +229,10 @@ class ElasticJob:
                 self._family[one.pid] = one
         except psutil.NoSuchProcess:
             return
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

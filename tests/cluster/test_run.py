@@ -48,6 +48,11 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
+        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "chooses stages with unequal"),
+        (
+            ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
+            "a job that changes layout chooses the ranks of its stages",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
