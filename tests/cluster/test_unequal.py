@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from .jobs import ElasticJob
+from .jobs import ROOT, ElasticJob
 from .planning_files import FAST_S, SLOW_S, cluster_file, profile_file
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 
-SPEEDS = Path(__file__).with_name("speeds.py")
+SPEEDS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
 WIDE = ("--global-batch-size", "16", "--train-iters", "9999", "--save-interval", "1000")
 ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "traces")
 
@@ -54,7 +54,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         ["--global-batch-size", "8", "--save-interval", "8", *ENDLESS],
         [word for path in files for word in ("--plan-with", str(path))],
         script=SPEEDS,
-        variables={"LAYER_S": json.dumps(takes)},
+        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
     )
     try:
         moved = epoch_for(job, "a is slow, rank ")
@@ -89,7 +89,7 @@ def test_a_slow_node_is_left_out_and_stays_at_hand(tmp_path: Path) -> None:
         ["--save-interval", "100", *ENDLESS],
         ["--on-straggler", "exclude"],
         script=SPEEDS,
-        variables={"LAYER_S": json.dumps(takes)},
+        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
     )
     try:
         moved = epoch_for(job, "b is slow, rank ")
