@@ -143,7 +143,7 @@ def _seconds(word: str) -> float:
 def _agent() -> int:
     from megatron.adaptive.cluster.agent import Agent, spec_from_input
 
-    agent = Agent(spec_from_input(), watch_input=True)
+    agent = Agent(spec_from_input())
     asyncio.run(agent.run())
     return 1 if agent.status is None else agent.status
 
@@ -163,7 +163,6 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.layouts import choose_layout
     from megatron.adaptive.cluster.manager import Manager, Participant
     from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
-    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -196,12 +195,8 @@ def _run(options: argparse.Namespace) -> int:
         stop_s=options.stop_within,
         max_restarts=options.max_restarts,
         address=options.address,
-        copies=None
-        if not options.replicate_every
-        else SnapshotSpec(
-            every=options.replicate_every,
-            limit_bytes=options.replicate_memory,
-        ),
+        copy_every=options.replicate_every or 0,
+        copy_bytes=options.replicate_memory,
         on_straggler=on_straggler,
         is_pipeline=is_pipeline,
     )

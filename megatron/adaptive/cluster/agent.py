@@ -56,18 +56,13 @@ class Agent:
 
     Args:
         spec: where to join.
-        watch_input: end when the standard input does, as it does where the manager started the
-            agent and is gone.
         keeper: of copies of the state, ``None`` for one that ends with the agent.
     """
 
-    def __init__(
-        self, spec: AgentSpec, *, watch_input: bool = False, keeper: SnapshotKeeper | None = None
-    ) -> None:
+    def __init__(self, spec: AgentSpec, keeper: SnapshotKeeper | None = None) -> None:
         self._spec = spec
         self._owns_keeper = keeper is None
         self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
-        self._watch_input = watch_input
         self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
@@ -94,8 +89,6 @@ class Agent:
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for the manager
-        if self._watch_input:
-            self._leave_with_input()
         try:
             await self._serve(link)
         finally:
@@ -227,18 +220,6 @@ class Agent:
         self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
 
-    def _leave_with_input(self) -> None:
-        loop = asyncio.get_running_loop()
-        link = self._link
-        assert link is not None
-
-        def ended() -> None:
-            if not os.read(0, 1 << 12):
-                loop.remove_reader(0)
-                self._closing = loop.create_task(link.close())
-
-        loop.add_reader(0, ended)
-
 
 def spec_from_input() -> AgentSpec:
     """Reads what the manager sends an agent that it starts: a line of JSON on the standard input.
@@ -246,15 +227,8 @@ def spec_from_input() -> AgentSpec:
     Raises:
         SetupError: it is not there, as where somebody else starts the program so.
     """
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            break
-        line += byte
     try:
-        values: Mapping[str, Any] = json.loads(line)
-        return AgentSpec(**values)
+        return AgentSpec(**json.loads(sys.stdin.readline()))
     except (ValueError, TypeError):
         raise SetupError(
             "--agent is for the manager of a job, which sends an agent the rest"

@@ -49,6 +49,7 @@ from megatron.adaptive.cluster.ranks import (
     RunningRanks,
     assign,
     earliest,
+    is_well,
     rank_orders,
 )
 from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
@@ -95,7 +96,7 @@ class Manager:
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._secret, had)
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
@@ -342,7 +343,7 @@ class Manager:
     def _rank_ended(self, running: RunningRanks, event: Event) -> None:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
-        if not self._program.is_well(status):
+        if not is_well(status):
             node = self._members.nodes[event.node]
             running.rank_failed(event.message["key"], node, status, _GRACE_S)
 
@@ -419,7 +420,7 @@ class Manager:
             return 128 + int(self._stop), ""
         # A node that is taken or cut off is no failure of the program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
-        code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
+        code = next((one for one in statuses if one > 0 and not is_well(one)), 1)
         own = not lost and not any(one < 0 for one in statuses)
         if own and not self._has_worked:
             return code, ""  # it never worked: its message is above
@@ -455,7 +456,9 @@ class Manager:
             say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
-            node.why = event.why_it_leaves
+            node.why = f"{node.name} was taken from the machines file"
+            if event.kind == "notice":
+                node.why = f"notice {event.message['signal']} on {node.name}"
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
             if not self._incarnations or node.name not in self._incarnations[-1].nodes:
@@ -584,7 +587,7 @@ class Participant:
                 secret=owner.get("secret", ""),
                 slots=self._slots,
             ),
-            keeper=self._keeper,
+            self._keeper,
         )
         try:
             await agent.run()

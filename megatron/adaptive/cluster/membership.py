@@ -141,13 +141,6 @@ class Event(NamedTuple):
     node: str
     message: dict[str, Any]
 
-    @property
-    def why_it_leaves(self) -> str:
-        """Explains ``notice`` and ``removed`` for the node."""
-        if self.kind == "notice":
-            return f"notice {self.message['signal']} on {self.node}"
-        return f"{self.node} was taken from the machines file"
-
 
 @dataclass(kw_only=True, eq=False)
 class Node:
@@ -388,8 +381,8 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        # It stays open: its end means to the agent that the manager is gone.
         process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+        process.stdin.close()
         said = ""
         if process.stderr is not None:
             async for line in process.stderr:

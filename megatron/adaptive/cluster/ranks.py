@@ -29,7 +29,6 @@ from megatron.adaptive.checkpoint.folder import (
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
@@ -44,8 +43,8 @@ __all__ = [
     "TrainerProgram",
     "assign",
     "earliest",
-    "how_ended",
     "is_trainer",
+    "is_well",
     "model_file",
     "rank_orders",
 ]
@@ -88,10 +87,6 @@ class Program(ABC):
             resumed: the iteration that they go on from, 0 for none.
             progress: folder where they write their progress.
         """
-
-    def is_well(self, status: int) -> bool:
-        """Returns whether a rank that ended with a status did so in good order."""
-        return status == 0
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """Explains why a job goes on whose ranks ended in good order, empty where it need not.
@@ -195,10 +190,6 @@ class ScriptProgram(Program):
         )
         return list(self._arguments), {JOB_VARIABLE: order.to_text()}
 
-    def is_well(self, status: int) -> bool:
-        """Implements :class:`Program`."""
-        return status in (0, EXIT_MEASURED)
-
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """Implements :class:`Program`."""
         if EXIT_MEASURED in statuses:
@@ -258,7 +249,8 @@ class JobSpec:
         stop_s: how long ranks have to come to the end of a step and to save.
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
-        copies: of the state in memory, ``None`` for none.
+        copy_every: steps from one copy of the state in memory to the next, 0 for none.
+        copy_bytes: that copies may take on a node, ``None`` for what is there.
         on_straggler: what is done about a node that stays slow.
         is_pipeline: whether the script trains a ``Pipeline``, and has arguments of its own.
     """
@@ -273,9 +265,17 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
-    copies: SnapshotSpec | None = None
+    copy_every: int = 0
+    copy_bytes: int | None = None
     on_straggler: Policy = "ignore"
     is_pipeline: bool = False
+
+    @property
+    def copy_settings(self) -> dict[str, Any] | None:
+        """Returns how snapshots are kept, ``None`` for not at all."""
+        if not self.copy_every:
+            return None
+        return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
@@ -342,6 +342,11 @@ class RunningRanks:
 def earliest(*moments: float | None) -> float | None:
     """Returns the first of some moments, ``None`` for never."""
     return min((one for one in moments if one is not None), default=None)
+
+
+def is_well(status: int) -> bool:
+    """Returns whether a rank that ended with a status did so in good order."""
+    return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
