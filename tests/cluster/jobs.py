@@ -46,7 +46,56 @@ def command(
     return [*words, *flags, *extra]
 
 
-class ElasticJob:
+class JobFolder:
+    """Looks at a job from outside.
+
+    Args:
+        checkpoints: its folder.
+    """
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.checkpoints = checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What the manager tells."""
+        path = self.checkpoints / "elastic" / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the ranks of all epochs wrote, in order."""
+        files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
+        found = []
+        for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
+            incarnation = int(path.parent.name.split("-")[1])
+            for line in path.read_text().splitlines():
+                found.append({"epoch": incarnation, **json.loads(line)})
+        return found
+
+    def steps(self, incarnation: int) -> list[int]:
+        """Iterations that an epoch did."""
+        return [
+            line["iteration"]
+            for line in self.lines()
+            if line["epoch"] == incarnation and "iteration" in line
+        ]
+
+    def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
+        """Wait for something to become true."""
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            self.watch(what)
+            assert time.monotonic() < end_s, f"no {what} in {limit_s:g} s:\n{self.said()}"
+            time.sleep(0.05)
+
+    def watch(self, what: str) -> None:
+        """Look at the job while something is waited for."""
+
+    def said(self) -> str:
+        """All logs, which lie beside the checkpoints as text."""
+        return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
+
+
+class ElasticJob(JobFolder):
     """A running manager with its agents.
 
     Args:
@@ -70,7 +119,8 @@ class ElasticJob:
         flags: Sequence[str] = FLAGS,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.machines, self.checkpoints = folder / "machines.txt", folder / "checkpoints"
+        super().__init__(folder / "checkpoints")
+        self.machines = folder / "machines.txt"
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
@@ -96,11 +146,6 @@ class ElasticJob:
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
-    def state(self) -> dict[str, Any]:
-        """What the manager tells."""
-        path = self.checkpoints / "elastic" / "state.json"
-        return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
-
     def agent(self, name: str) -> int:
         """Process of a node's agent."""
         (found,) = [node for node in self.state()["machines"] if node["name"] == name]
@@ -111,24 +156,6 @@ class ElasticJob:
         (nursery,) = psutil.Process(self.agent(name)).children()
         (rank,) = nursery.children()
         return rank
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What the ranks of all epochs wrote, in order."""
-        files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
-        found = []
-        for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
-            incarnation = int(path.parent.name.split("-")[1])
-            for line in path.read_text().splitlines():
-                found.append({"epoch": incarnation, **json.loads(line)})
-        return found
-
-    def steps(self, incarnation: int) -> list[int]:
-        """Iterations that an epoch did."""
-        return [
-            line["iteration"]
-            for line in self.lines()
-            if line["epoch"] == incarnation and "iteration" in line
-        ]
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
         """Wait until an epoch has done some steps; returns the last."""
@@ -191,19 +218,14 @@ class ElasticJob:
                 assert line["loss"] == loss, (loss, line, self.said())
         return max(done)
 
-    def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
-        """Wait for something to become true."""
-        end_s = time.monotonic() + limit_s
-        while not condition():
-            self._remember()
-            assert self.manager.poll() is None, f"the job ended before {what}:\n{self.said()}"
-            assert time.monotonic() < end_s, f"no {what} in {limit_s:g} s:\n{self.said()}"
-            time.sleep(0.05)
-
     def end(self, limit_s: float = 150.0) -> int:
         """Wait for the end of the job; returns its status."""
         self._remember()
         return self.manager.wait(limit_s)
+
+    def watch(self, what: str) -> None:
+        self._remember()
+        assert self.manager.poll() is None, f"the job ended before {what}:\n{self.said()}"
 
     def said(self) -> str:
         """The log."""
