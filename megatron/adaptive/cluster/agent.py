@@ -68,7 +68,6 @@ class Agent:
         self.notice: signal.Signals | None = None  # that the node will be taken
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serves until the manager lets the agent go, or is gone.
@@ -166,11 +165,8 @@ class Agent:
                     rank["variables"] |= added
                     self._order(start=rank)
             elif what == "inventory":
-                sending = asyncio.get_running_loop().create_task(
-                    self._send_inventory(link, message)
-                )
-                self._tasks.add(sending)
-                sending.add_done_callback(self._tasks.discard)
+                held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
+                link.send("inventory", held=held)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
@@ -191,10 +187,6 @@ class Agent:
             "buddy": None if buddy is None else buddy.name,
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
-
-    async def _send_inventory(self, link: Connection, asked: Mapping[str, Any]) -> None:
-        held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
-        link.send("inventory", held=held)
 
     def _order(self, **order: Any) -> None:
         assert self._orders is not None

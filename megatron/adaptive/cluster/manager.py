@@ -49,6 +49,7 @@ from megatron.adaptive.cluster.ranks import (
     RunningRanks,
     assign,
     earliest,
+    how_ended,
     is_well,
     rank_orders,
 )
@@ -329,7 +330,10 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if event is not None and event.kind == "tick" and not running.stopping:
-                await self._handle_slow(running)
+                # Of this incarnation: the event may be of the one before.
+                slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
+                if reason := await self._stragglers.handle(slow, running, nodes):
+                    self._ask_to_save(running, reason)
             now_s = time.monotonic()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
@@ -344,8 +348,11 @@ class Manager:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
         if not is_well(status):
-            node = self._members.nodes[event.node]
-            running.rank_failed(event.message["key"], node, status, _GRACE_S)
+            node, rank = self._members.nodes[event.node], event.message["key"].partition("/")[2]
+            # What ends with a node that leaves is no failure.
+            gone = node.why if node.status == "leaving" else ""
+            fault = f"rank {rank} on {node.name} {how_ended(status)}"
+            running.at_fault(fault, _GRACE_S, gone=gone)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
@@ -362,13 +369,6 @@ class Manager:
         running.killed = True
         running.deadline_s = time.monotonic() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
-
-    async def _handle_slow(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout is better for a node that stays slow."""
-        # Of this incarnation: the event may be of the one before.
-        slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
-        if reason := await self._stragglers.handle(slow, running, nodes):
-            self._ask_to_save(running, reason)
 
     async def _reconsider(self, running: RunningRanks) -> None:
         """Asks the ranks to save and end if another layout suits the nodes that are left."""

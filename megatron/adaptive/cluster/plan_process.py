@@ -153,7 +153,11 @@ class PlannerChooser(Chooser):
         if self._model is not None:
             module = MeasuredModule.read(self._model)
             if module is None:
-                return _to_measure(offers)
+                count = sum(one.slots for one in offers)
+                whole = ParallelLayout(
+                    tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=()
+                )
+                return whole if count else None
             key = (module.signature, module.micro_batch_size, *offers)
             limit_s = limit_s if self._known else max(_FIRST_S, limit_s)
         if key not in self._known:
@@ -191,13 +195,6 @@ def _by_busiest_stage(model: Path, offers: Sequence[Offer]) -> tuple[ParallelLay
         return ScriptPlanning(model).plan(offers, timed=False), ""
     except ConfigError as error:
         return None, str(error)
-
-
-def _to_measure(offers: Sequence[Offer]) -> ParallelLayout | None:
-    count = sum(one.slots for one in offers)
-    if not count:
-        return None
-    return ParallelLayout(tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=())
 
 
 def _serve(

@@ -40,7 +40,7 @@ from megatron.adaptive.planner.cluster import (
 from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
-from megatron.adaptive.planner.plan import Plan, PlanRow, plan_document
+from megatron.adaptive.planner.plan import PlanRow, plan_document
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.search import SearchOptions
@@ -78,14 +78,9 @@ class NodeKind:
     slowness: float
 
     @property
-    def is_base(self) -> bool:
-        """Returns whether they are as their type is."""
-        return self.slowness == 1.0 and self.gpus == self.base.gpus
-
-    @property
     def node(self) -> NodeType:
         """Returns the type that stands for them in a plan."""
-        if self.is_base:
+        if self.slowness == 1.0 and self.gpus == self.base.gpus:
             return self.base
         name = f"{self.base.name} x {self.gpus}"
         name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
@@ -285,7 +280,12 @@ class Planning:
     def __init__(
         self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
     ) -> None:
-        _refuse_chosen(arguments)
+        for name in _CHOSEN:
+            if name in {word.partition("=")[0] for word in arguments}:
+                raise ConfigError(
+                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
+                    " them out"
+                )
         self._arguments = tuple(arguments)
         self._unequal = unequal
         self._config = as_asked(arguments)
@@ -398,9 +398,10 @@ class Planning:
         Raises:
             ConfigError: there is no plan.
         """
+        given = self._config.schedule.pipeline_schedule
         request = Request(
             global_batch=self._config.batch.global_batch_size,
-            schedules=self._schedules(),
+            schedules=(given if given in policy_names() else "1f1b",),
             options=options,
         )
         refused: ConfigError | None = None
@@ -450,10 +451,6 @@ class Planning:
         names = [name for kind in kinds for name in found[kind]]
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
         return names, cluster, profile_of(self._profile, kinds)
-
-    def _schedules(self) -> tuple[str, ...]:
-        given = self._config.schedule.pipeline_schedule
-        return (given if given in policy_names() else "1f1b",)
 
     def _options(self, cluster: Cluster) -> SearchOptions:
         config = self._config
@@ -540,7 +537,7 @@ class Planning:
             tensor=plan.tp,
             pipeline=plan.pp,
             data=plan.dp,
-            partition=self._layers(plan),
+            partition=tuple(self._model.counted(plan.partition)),
             micro_batch=plan.micro_batch,
             microbatches=plan.num_microbatches,
             flags=tuple(flags),
@@ -549,16 +546,3 @@ class Planning:
             pace=pace,
             widths=() if len(set(counts)) == 1 else tuple(counts),
         )
-
-    def _layers(self, plan: Plan) -> tuple[int, ...]:
-        return tuple(self._model.counted(plan.partition))
-
-
-def _refuse_chosen(arguments: Sequence[str]) -> None:
-    given = {word.partition("=")[0] for word in arguments}
-    for name in _CHOSEN:
-        if name in given:
-            raise ConfigError(
-                f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of them"
-                " out"
-            )

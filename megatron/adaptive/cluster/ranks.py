@@ -43,6 +43,7 @@ __all__ = [
     "TrainerProgram",
     "assign",
     "earliest",
+    "how_ended",
     "is_trainer",
     "is_well",
     "model_file",
@@ -331,12 +332,6 @@ class RunningRanks:
         self.fault = self.fault or fault
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
-
-    def rank_failed(self, key: str, node: Node, status: int, grace_s: float) -> None:
-        """Records a rank's exit; exits caused by a departing node are not failures."""
-        gone = node.why if node.status == "leaving" else ""
-        rank = key.partition("/")[2]
-        self.at_fault(f"rank {rank} on {node.name} {how_ended(status)}", grace_s, gone=gone)
 
 
 def earliest(*moments: float | None) -> float | None:
