@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from openpyxl import load_workbook
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.visualize_trace import main
+from megatron.adaptive.cli.trace import visualize as main
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.recorder import Recorder
 
