@@ -144,7 +144,7 @@ class Rank:
         ]
         self._fault: dict[str, Any] = run["fault"] or {"kind": "", "rank": -1, "to": -1}
         stages = self._placement.num_stages
-        header = TraceHeader.create(
+        header = TraceHeader(
             run=Path(run["folder"]).name,
             rank=rank,
             world_size=ranks * replicas,

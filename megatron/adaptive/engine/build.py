@@ -171,7 +171,7 @@ def open_trace(
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
     dist.barrier(group=job.control_group)
-    header = TraceHeader.create(
+    header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
         world_size=job.environment.world_size,

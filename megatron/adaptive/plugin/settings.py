@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flags import fields_of, flag
+from megatron.adaptive.config.flags import FieldSpec, fields_of, flag
 from megatron.adaptive.config.parallel import AUTO, TRANSPORTS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
@@ -38,7 +39,7 @@ def _why_no_schedule(name: str) -> str:
 
 def _schedule(word: str) -> str:
     if word not in CHOICES:
-        raise argparse.ArgumentTypeError(_why_no_schedule(word))
+        raise ValueError(_why_no_schedule(word))
     return word
 
 
@@ -159,12 +160,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         assert spec.flag is not None
         group.add_argument(
             spec.name,
-            type=spec.convert,
+            type=functools.partial(_convert, spec),
             choices=spec.flag.choices or None,
             metavar=spec.flag.unit or None,
             help=spec.flag.help,
         )
     return parser
+
+
+def _convert(spec: FieldSpec, word: str) -> Any:
+    try:
+        return spec.convert(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def megatron_arguments() -> Any:

@@ -22,7 +22,7 @@ from megatron.adaptive.schedule.action import NUMBER, Action
 from megatron.adaptive.schedule.compiled import Rule, compiled_loop, plain_loop
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
-from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
 
@@ -75,11 +75,20 @@ class SimResult:
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
         """Per rank, idle time divided by the makespan."""
-        whole = self.makespan_s * PS_PER_S
-        return tuple(
-            1 - int((ends - starts).sum()) / whole if whole else 0.0
-            for starts, ends in zip(self.starts_ps, self.ends_ps, strict=True)
-        )
+        whole = self.makespan_s
+        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_s)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Per rank, seconds within actions."""
+        pairs = zip(self.starts_ps, self.ends_ps, strict=True)
+        return tuple(int((ends - starts).sum()) / PS_PER_S for starts, ends in pairs)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """Per rank, its actions in the order they ran, in its own microbatches."""
+        chunks = self.placement.num_chunks
+        return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
 
     @cached_property
     def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
@@ -87,14 +96,9 @@ class SimResult:
         return tuple(
             tuple(
                 SimSpan(action, start / PS_PER_S, end / PS_PER_S)
-                for action, start, end in zip(
-                    self._actions(rank),
-                    self.starts_ps[rank].tolist(),
-                    self.ends_ps[rank].tolist(),
-                    strict=True,
-                )
+                for action, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
             )
-            for rank in range(self.placement.num_ranks)
+            for order, starts, ends in zip(self.orders, self.starts_ps, self.ends_ps, strict=True)
         )
 
     def to_schedule(self, name: str) -> Schedule:
@@ -103,11 +107,8 @@ class SimResult:
             name=name,
             placement=self.placement,
             num_microbatches=self.num_microbatches,
-            orders=tuple(map(self._actions, range(self.placement.num_ranks))),
+            orders=self.orders,
         )
-
-    def _actions(self, rank: int) -> tuple[Action, ...]:
-        return actions_of(self.codes[rank].tolist(), self.placement.num_chunks, self.weight_pieces)
 
 
 def simulate(
@@ -171,16 +172,38 @@ def simulate(
         )
         for rank in range(placement.num_ranks)
     ]
+    return run_states(states, policies, workload, compiled=compiled)
+
+
+def run_states(
+    states: Sequence[RankState],
+    policies: Sequence[Policy],
+    workload: Workload,
+    *,
+    widths: Sequence[int] | None = None,
+    compiled: bool = False,
+) -> SimResult:
+    """Simulate one step of ranks in their fresh states, which are used up.
+
+    Args:
+        states: one per rank of the job's pipeline.
+        policies: likewise.
+        workload: times of the whole step.
+        widths: ranks of each stage, stage by stage; where given, ``states`` are those of pipelines
+            of one rank each.
+        compiled: see ``simulate``.
+    """
+    placement = states[0].placement
     compiled_rule = rule_of(policies, placement.num_chunks) if compiled else None
-    world = _world(states, workload)
+    world = _world(states, workload, widths)
     if compiled_rule is None:
         world = _run_plain(world, states, policies)
     elif not _run_compiled(world, *compiled_rule):
-        world = _run_plain(_world(states, workload), states, policies)  # says why
+        world = _run_plain(_world(states, workload, widths), states, policies)  # says why
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
-        num_microbatches=num_microbatches,
+        num_microbatches=workload.durations_ps.shape[2],
         weight_pieces=states[0].weight_pieces,
         workload=workload,
         codes=_cut(world.codes, totals),
@@ -200,10 +223,15 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 def _run_compiled(world: Any, rule: Rule, hints: Sequence[Sequence[int]]) -> bool:
     """Run the compiled loop; False where it could not end."""
-    padded = np.full((len(hints), max(1, *map(len, hints))), -1, dtype=np.int64)
-    for rank, hint in enumerate(hints):
-        padded[rank, : len(hint)] = hint
-    return compiled_loop(rule)(world._replace(hints=padded)) == engine.DONE_ALL
+    return compiled_loop(rule)(world._replace(hints=_padded(hints))) == engine.DONE_ALL
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Any:
+    """Rows as one array, with -1 behind the shorter ones."""
+    padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
 
 
 def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Policy]) -> Any:
@@ -230,10 +258,13 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
     return lists
 
 
-def _world(states: Sequence[RankState], workload: Workload) -> Any:
+def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
     """Lay everything out as arrays, without hints."""
     placement, longest = states[0].placement, max(state.num_actions for state in states)
-    ranks, chunks = placement.num_ranks, placement.num_chunks
+    ranks, chunks = len(states), placement.num_chunks
+    first = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+    if widths is not None:
+        first = [sum(widths[:stage]) for stage in range(len(widths))]
     events = ranks + 2 * workload.delays_ps.size + 1
 
     def zeros(*shape: int) -> Any:
@@ -243,10 +274,11 @@ def _world(states: Sequence[RankState], workload: Workload) -> Any:
         return np.array(values, dtype=np.int64)
 
     return engine.World(
-        states=array([state.numbers for state in states]),
+        states=_padded([state.numbers for state in states]),
         hints=zeros(ranks, 1),
-        stages=array([placement.stage_of(r, c) for r in range(ranks) for c in range(chunks)]),
-        where=array([placement.locate(stage)[0] for stage in range(placement.num_stages)]),
+        stages=array([placement.stage_of(s.rank, c) for s in states for c in range(chunks)]),
+        where=array(first),
+        widths=array([1] * len(first) if widths is None else widths),
         durations=workload.durations_ps.reshape(-1),
         delays=workload.delays_ps.reshape(-1),
         occupancy=workload.occupancy_ps.reshape(-1),

@@ -242,7 +242,7 @@ class Rebalancing(Hook):
         if due is None:
             return
         begin_s = time.perf_counter()
-        self._live.checkpoints.finish()
+        self._live.checkpoints.saver.finish()
         if isinstance(due, Move):
             self._live.report_position(f"the move of layers after iteration {iteration}")
             self._move_layers(due, begin_s)
@@ -477,7 +477,7 @@ class Saving(Hook):
         live = self._live
         if live.config.checkpoint.save is not None and self._saved_at != live.progress.iteration:
             self._save(behind=False)
-        live.checkpoints.close()
+        live.checkpoints.saver.drain()
         self._report_completed()
 
     def _save(self, *, behind: bool) -> None:
@@ -494,7 +494,7 @@ class Saving(Hook):
 
     def _report_completed(self) -> None:
         """Reports checkpoints that were completed behind training."""
-        while (done := self._live.checkpoints.completed()) is not None:
+        while (done := self._live.checkpoints.saver.completed()) is not None:
             if done[0] != self._reported:
                 self._report_saved(*done)
 
