@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.planning import fasop, large, measured, own_runs  # noqa: E402
+from benchmarks.planning import fasop, goal_row, large, measured, own_runs  # noqa: E402
 from benchmarks.planning.small import better, brute_force, random_problem, solve  # noqa: E402
 
 
@@ -40,8 +40,8 @@ def small_rows(quick: bool) -> list[dict[str, Any]]:
             best = brute_force(problem)
             unlike += not (seconds == best or abs(seconds - best) <= 1e-9 * best)
     return [
-        _count(f"{number} small clusters: unlike brute force", unlike),
-        _count(f"{pairs} better clusters: worse plans", worse),
+        goal_row(f"{number} small clusters: unlike brute force", unlike, "<=", 0),
+        goal_row(f"{pairs} better clusters: worse plans", worse, "<=", 0),
     ]
 
 
@@ -54,17 +54,12 @@ def _seconds(problem: Any) -> float:
     return found[0].seconds if found else math.inf
 
 
-def _count(what: str, number: int) -> dict[str, Any]:
-    return {"what": what, "value": number, "goal": "0", "met": number == 0, "note": ""}
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as Markdown."""
     lines = ["| figure | value | goal | met | |", "|---|---|---|---|---|"]
     for row in rows:
         met = "yes" if row["met"] else "no"
-        value = row.get("value", row.get("measured"))
-        cells = (row["what"], f"{value:.5g}", row["goal"], met, row.get("note", ""))
+        cells = (row["what"], f"{row['value']:.5g}", row["goal"], met, row["note"])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
@@ -151,11 +149,7 @@ def _executor_s() -> float:
     executor = Executor(
         placement=placement,
         pp_rank=0,
-        peer_of=lambda position: position,
         transport=None,
-        agreement=Alone(),
-        clock=CpuClock(),
-        recorder=None,
         timeout_s=10.0,
     )
     state = RankState(

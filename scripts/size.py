@@ -59,8 +59,9 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in a file, as wc does."""
-    return (ROOT / path).read_bytes().count(b"\n")
+    """Returns the number of newlines in a file, as wc does; 0 for pictures and archives."""
+    content = (ROOT / path).read_bytes()
+    return 0 if b"\0" in content else content.count(b"\n")
 
 
 def module_name(path: str) -> str:

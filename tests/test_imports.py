@@ -21,13 +21,16 @@ WITHOUT_TORCH = [
     "megatron.adaptive.trace",
 ]
 
-# Imports every module below a package (or one module) with torch and megatron-core out of reach.
+# Imports every module below a package (or one module) with torch and megatron-core out of reach;
+# for ``schedule`` also numba, which is slow to import and for compiled simulation alone.
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
 
+blocked = ("torch", "numba") if sys.argv[1].endswith("schedule") else ("torch",)
+
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch" or name.startswith("megatron.core"):
+        if name.split(".")[0] in blocked or name.startswith("megatron.core"):
             raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
         return None
 

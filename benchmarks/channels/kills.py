@@ -92,8 +92,7 @@ def live(
         if choice < 0.4:
             transport.send(peer, _FORWARD, draw.choice(payloads))
         elif choice < 0.5:
-            channel = transport.channel(peer)
-            channel.send(_FORWARD, channel.reserve(_FORWARD, (SLOT_BYTES,), torch.uint8))
+            transport.send(peer, _FORWARD, transport.reserve(peer, (SLOT_BYTES,), torch.uint8))
         item: Any = transport.completions.wait(time.monotonic() + draw.choice((0.0, 0.002)))
         if item is not None:
             held.append(item.take())

@@ -1,36 +1,28 @@
 """The transports of this project as connectors, through their public interface and below it.
 
 ``shm``, ``tcp``, ``rdma`` and ``gloo transport`` are what the executor uses, by ``connect_ranks``.
-With `` node`` after it, the channel is driven without the layer of Python on top, which tells what
-that layer costs.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Completions
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.header import CODE_OF, Label
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import Completions, Transport
 from megatron.adaptive.transport.liveness import here
-
-from .connectors import Connector
 
 LIMIT_S = 60.0
 _LONG_S = 3600.0
-NODE = " node"
 GLOO = "gloo transport"
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 _BYTES = torch.uint8
@@ -43,22 +35,14 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def open_connector(name: str, rank: int, options: dict[str, Any]) -> Connector:
-    """Connect this process of a pair with the other. Collective.
+def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
+    """Make the transport that an executor would get. Collective.
 
     Args:
         name: see the module.
         rank: 0 or 1.
-        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback; others go to
-            the node's channel.
+        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback.
     """
-    if name.endswith(NODE):
-        return NodeConnector(name.removesuffix(NODE), rank, options)
-    return TransportConnector(rank, open_transport(name, rank, options))
-
-
-def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
-    """Make the transport that an executor would get. Collective."""
     settings = TransportConfig(
         transport=name.split()[0],
         transport_slot_bytes=options.get("slot_bytes"),
@@ -123,7 +107,6 @@ class TransportConnector:
         self.transport = transport
         self._rank = rank
         self._peer = 1 - rank
-        self._channel = transport.channel(self._peer)
         self._never_s = time.monotonic() + _LONG_S
 
     def expect(self, nbytes: int, count: int) -> None:
@@ -156,7 +139,12 @@ class TransportConnector:
         def back() -> None:
             wait(deadline_s).take()  # type: ignore[union-attr]
 
-        return self._alternate(there, back, rounds)
+        one, other = (back, there) if self._rank else (there, back)
+        start = time.perf_counter()
+        for _ in range(rounds):
+            one()
+            other()
+        return (time.perf_counter() - start) / rounds / 2
 
     def round_trip(self, payload: torch.Tensor) -> None:
         """Send a message and wait for the answer; on rank 1 the other way round."""
@@ -169,7 +157,7 @@ class TransportConnector:
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Memory of the channel to write the next payload into; :meth:`send` passes it on."""
-        return self._channel.reserve(_LABEL, (nbytes,), _BYTES)
+        return self.transport.reserve(self._peer, (nbytes,), _BYTES)
 
     def hand_over(self, nbytes: int, rounds: int) -> list[float]:
         """Hand reserved memory over, one after the other.
@@ -178,13 +166,13 @@ class TransportConnector:
             On rank 0 the moments before each was reserved, on rank 1 those when each was there as
             a tensor; both on the machine's clock.
         """
-        channel, wait = self._channel, self.transport.completions.wait
+        transport, peer, wait = self.transport, self._peer, self.transport.completions.wait
         deadline_s = time.monotonic() + LIMIT_S
         shape, answer = (nbytes,), torch.zeros(1, dtype=_BYTES)
 
         def there() -> float:
             start = time.monotonic()
-            channel.send(_LABEL, channel.reserve(_LABEL, shape, _BYTES))
+            transport.send(peer, _LABEL, transport.reserve(peer, shape, _BYTES))
             wait(deadline_s)  # until it has been dropped: none shall queue
             return start
 
@@ -192,7 +180,7 @@ class TransportConnector:
             payload = wait(deadline_s).take()  # type: ignore[union-attr]
             end = time.monotonic()
             del payload
-            channel.send(_LABEL, answer)
+            transport.send(peer, _LABEL, answer)
             return end
 
         step = back if self._rank else there
@@ -201,127 +189,3 @@ class TransportConnector:
     def close(self) -> None:
         """See :class:`~.connectors.Connector`."""
         self.transport.close()
-
-    def _alternate(self, there: Callable[[], None], back: Callable[[], None], rounds: int) -> float:
-        if self._rank:
-            return alternate(back, there, rounds)
-        return alternate(there, back, rounds)
-
-
-def alternate(one: Callable[[], None], other: Callable[[], None], rounds: int) -> float:
-    """Seconds of one call, when both take turns."""
-    start = time.perf_counter()
-    for _ in range(rounds):
-        one()
-        other()
-    return (time.perf_counter() - start) / rounds / 2
-
-
-class NodeConnector:
-    """A ``_C.Node`` with one channel each way.
-
-    Args:
-        kind: ``shm``, ``tcp`` or ``rdma``.
-        rank: 0 or 1.
-        options: see :func:`open_connector`.
-    """
-
-    def __init__(self, kind: str, rank: int, options: dict[str, Any]) -> None:
-        self._rank = rank
-        self._peer = 1 - rank
-        token = gather(bytes(range(16)))[0]
-        own = here(rank)["machine"], os.sched_getaffinity(0)
-        machines, masks = zip(*gather(own), strict=True)
-        alone = machines[0] != machines[1] or masks[0].isdisjoint(masks[1])
-        sharing = 1 if alone else 2
-        self.node: Any = extension.require("the benchmark").Node(rank, token, 1, sharing)
-        if kind == "shm":
-            address = self.node.listen("unix")
-        else:
-            address = self.node.listen("tcp", options.get("address", "127.0.0.1"))
-        known = ("slot_bytes", "slots", "crc", "device", "port", "gid_index", "mtu", "num_qps")
-        given = {name: options[name] for name in known if name in options}
-        self.node.open(kind, self._peer, gather(address)[self._peer], LIMIT_S, **given)
-        self._from_capsule: Callable[[Any], torch.Tensor] = torch._C._from_dlpack  # type: ignore[attr-defined]
-
-    def expect(self, nbytes: int, count: int) -> None:
-        """Nothing: messages come unasked."""
-
-    def send(self, payload: torch.Tensor) -> None:
-        """See :class:`~.connectors.Connector`."""
-        self.node.send(
-            *(self._peer, 0, 0, 0, 0, *CODE_OF[payload.dtype]),
-            *(tuple(payload.shape), payload.data_ptr(), payload.nbytes, payload),
-        )
-
-    def settle(self, under_way: int = 0) -> None:
-        """See :class:`~.connectors.Connector`; waits for all if it waits at all."""
-        if self.node.pending(self._peer) > under_way and not self.node.flush(LIMIT_S):
-            raise DeadlineError(f"not everything was taken within {LIMIT_S:g} s")
-
-    def receive(self) -> torch.Tensor:
-        """See :class:`~.connectors.Connector`."""
-        arrival = self.node.wait(LIMIT_S)
-        if arrival is None:
-            raise DeadlineError(f"nothing arrived within {LIMIT_S:g} s")
-        return self._from_capsule(arrival.dlpack())
-
-    def half_round_trip_s(self, payload: torch.Tensor, rounds: int) -> float:
-        """See :class:`~.connectors.Connector`; makes a tensor of each message."""
-        send, wait, tensor = self.node.send, self.node.wait, self._from_capsule
-        code, variant = CODE_OF[payload.dtype]
-        arguments = (
-            *(self._peer, 0, 0, 0, 0, code, variant),
-            *(tuple(payload.shape), payload.data_ptr(), payload.nbytes, payload),
-        )
-
-        def there() -> None:
-            send(*arguments)
-
-        def back() -> None:
-            tensor(wait(LIMIT_S).dlpack())
-
-        if self._rank:
-            return alternate(back, there, rounds)
-        return alternate(there, back, rounds)
-
-    def hand_over(self, nbytes: int, rounds: int) -> list[float]:
-        """See :meth:`TransportConnector.hand_over`."""
-        node, tensor, peer = self.node, self._from_capsule, self._peer
-        code, shape, answer = CODE_OF[_BYTES][0], (nbytes,), torch.zeros(1, dtype=_BYTES)
-
-        def there() -> float:
-            start = time.monotonic()
-            capsule, token = node.reserve(peer, nbytes, code, shape)
-            reserved = tensor(capsule)
-            node.commit(peer, token, 0, 0, 0, 0, code, 0, shape)
-            del reserved  # before commit() this would give the memory back
-            node.wait(LIMIT_S)
-            return start
-
-        def back() -> float:
-            payload = tensor(node.wait(LIMIT_S).dlpack())
-            end = time.monotonic()
-            del payload
-            self.send(answer)
-            return end
-
-        step = back if self._rank else there
-        return [step() for _ in range(rounds)]
-
-    def close(self) -> None:
-        """See :class:`~.connectors.Connector`."""
-        self.node.close(LIMIT_S)
-
-
-__all__ = [
-    "GLOO",
-    "LIMIT_S",
-    "NODE",
-    "Groups",
-    "NodeConnector",
-    "TransportConnector",
-    "gather",
-    "open_connector",
-    "open_transport",
-]

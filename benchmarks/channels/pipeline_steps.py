@@ -18,15 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.completions import CompletionQueue, HeldArrival
 from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival
 
 from .ours import LIMIT_S, TransportConnector
 from .worker import Member
@@ -151,11 +149,7 @@ class Pipeline:
         return Executor(
             placement=PLACEMENT,
             pp_rank=self._rank,
-            peer_of=lambda position: position,
             transport=transport,
-            agreement=Alone(),
-            clock=CpuClock(),
-            recorder=None,
             timeout_s=LIMIT_S,
         )
 

@@ -14,7 +14,6 @@ from typing import Any
 from . import peers as libraries
 from .copies import Copies
 from .machine import Cores, state_of
-from .ours import NODE
 from .pair import Pair, PairError
 from .report import Point, Result, Row, measured, missing, ratios, size_text
 
@@ -110,7 +109,7 @@ def channel_options(nbytes: int) -> dict[str, Any]:
     return {"slot_bytes": max(4 * KIB, nbytes), "slots": slots}
 
 
-def bandwidth(bench: Bench, sizes: Sequence[int], tcp: bool = True) -> Result:
+def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
     """Streams of cold tensors, and of tensors that are written and read."""
     if bench.copies is None:
         return Result(rows=[missing("shm: speed of the faster memcpy", NO_COMPILER)])
@@ -121,7 +120,7 @@ def bandwidth(bench: Bench, sizes: Sequence[int], tcp: bool = True) -> Result:
         options = channel_options(nbytes)
         messages = max(_LEAST_MESSAGES, bench.pool_bytes // nbytes)
         shared = {"nbytes": nbytes, "messages": min(messages, 512)}
-        ours = ["shm", "shm" + NODE, *(["tcp"] if tcp else []), "gloo"]
+        ours = ["shm", "tcp", "gloo"]
         distances = []
         for repetition in range(-1, bench.repetitions):
             distances.append(bench.distance())
@@ -137,8 +136,6 @@ def bandwidth(bench: Bench, sizes: Sequence[int], tcp: bool = True) -> Result:
             for pair, name in order[turn:] + order[:turn]:
                 opened = {} if name in ("gloo", "mpi", "ucx") else options
                 for pattern in ("stream", "fresh"):
-                    if pattern == "fresh" and name.endswith(NODE):
-                        continue
                     taken[name, pattern] = bench.pairs[pair].call(
                         "patterns", pattern, connector=name, options=opened, **shared
                     )[0]
@@ -169,16 +166,15 @@ def bandwidth_rows(
     rows = []
     for nbytes in (n for n in MEMORY_SIZES if n in states):
         fastest = min((one_way["memcpy " + kind, nbytes] for kind in COPIES), key=statistics.median)
-        for name in ("shm", "shm" + NODE):
-            rows.append(
-                measured(
-                    f"{name}, {size_text(nbytes)}: speed of the faster memcpy",
-                    ratios(fastest, one_way[name, nbytes]),
-                    goal=MEMORY_SPEED if name == "shm" else None,
-                    least=True,
-                    note=_times(one_way[name, nbytes], fastest),
-                )
+        rows.append(
+            measured(
+                f"shm, {size_text(nbytes)}: speed of the faster memcpy",
+                ratios(fastest, one_way["shm", nbytes]),
+                goal=MEMORY_SPEED,
+                least=True,
+                note=_times(one_way["shm", nbytes], fastest),
             )
+        )
     for nbytes in (n for n in GLOO_SIZES if n in states):
         state = states[nbytes]
         gloo, ours = one_way["gloo", nbytes], one_way["shm", nbytes]
@@ -225,7 +221,7 @@ def latency(bench: Bench, rounds: int) -> Result:
     """Half a round trip of a small tensor."""
     nbytes, options = KIB, channel_options(KIB)
     taken: dict[str, list[float]] = defaultdict(list)
-    names = [("torch", name) for name in ("shm", "shm" + NODE, "tcp", "gloo")]
+    names = [("torch", name) for name in ("shm", "tcp", "gloo")]
     names += [(pair, pair) for pair in bench.pairs if pair != "torch"]
     distances = []
     for repetition in range(-1, bench.repetitions):
@@ -271,29 +267,21 @@ def hand_over(bench: Bench, rounds: int, sizes: Sequence[int]) -> Result:
     """Memory of the channel that changes hands, whatever its size."""
     rows = []
     for nbytes in sizes:
-        taken: dict[str, list[float]] = defaultdict(list)
+        taken: list[float] = []
         for repetition in range(-1, bench.repetitions):
-            for name in ("shm", "shm" + NODE):
-                left, arrived = bench.pairs["torch"].call(
-                    "patterns",
-                    "hand_over",
-                    connector=name,
-                    nbytes=nbytes,
-                    rounds=rounds,
-                    options=channel_options(nbytes),
-                )
-                if repetition >= 0:
-                    pairs = zip(left, arrived, strict=True)
-                    taken[name].append(1e6 * statistics.median(end - start for start, end in pairs))
-        for name, samples in taken.items():
-            rows.append(
-                measured(
-                    f"{name}, {size_text(nbytes)} reserved: hand-over",
-                    samples,
-                    unit="us",
-                    goal=HAND_OVER_US if name == "shm" else None,
-                )
+            left, arrived = bench.pairs["torch"].call(
+                "patterns",
+                "hand_over",
+                connector="shm",
+                nbytes=nbytes,
+                rounds=rounds,
+                options=channel_options(nbytes),
             )
+            if repetition >= 0:
+                pairs = zip(left, arrived, strict=True)
+                taken.append(1e6 * statistics.median(end - start for start, end in pairs))
+        what = f"shm, {size_text(nbytes)} reserved: hand-over"
+        rows.append(measured(what, taken, unit="us", goal=HAND_OVER_US))
     return Result(rows=rows)
 
 

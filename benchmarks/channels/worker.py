@@ -143,9 +143,9 @@ class TorchFamily:
             from .connectors import Gloo
 
             return Gloo(self._rank, self.buffer)
-        from .ours import open_connector
+        from .ours import TransportConnector, open_transport
 
-        return open_connector(name, self._rank, options)
+        return TransportConnector(self._rank, open_transport(name, self._rank, options))
 
     def close(self) -> None:
         """See :class:`Family`."""

@@ -101,7 +101,7 @@ class Rank(GptRank):
         for _ in range(WINDOW):
             self._iteration += 1
             self.train()
-        self._checkpoints.finish()
+        self._checkpoints.saver.finish()
         processor = time.process_time() - processor
         dist.barrier(group=group)
         return (time.perf_counter() - start) / WINDOW, processor / WINDOW

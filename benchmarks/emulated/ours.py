@@ -9,15 +9,18 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.completions import delivered
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Item
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    CompletionQueue,
+    HeldArrival,
+    Item,
+    delivered,
+)
 
 from .competitors import Competitor
 from .scenarios import Draws
@@ -94,11 +97,7 @@ class Channels:
         self.executor = Executor(
             placement=placement,
             pp_rank=rank,
-            peer_of=lambda position: position,
             transport=self._transport,
-            agreement=Alone(),
-            clock=CpuClock(),
-            recorder=None,
             timeout_s=_TIMEOUT_S,
         )
 

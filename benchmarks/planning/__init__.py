@@ -1,1 +1,13 @@
-"""Parts of ``benchmarks/planner.py``, one module each."""
+"""Parts of ``benchmarks/planner.py``, one module each, and the rows that they give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["goal_row"]
+
+
+def goal_row(what: str, value: float, sign: str, limit: float, note: str = "") -> dict[str, Any]:
+    """Returns a figure beside its goal, ``<=`` or ``>=`` a limit."""
+    met = value <= limit * (1 + 1e-9) if sign == "<=" else value >= limit
+    return {"what": what, "value": value, "goal": f"{sign} {limit:g}", "met": met, "note": note}

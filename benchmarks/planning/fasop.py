@@ -7,18 +7,18 @@ search is then given instead of ours.
 
 from __future__ import annotations
 
-import csv
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planning import goal_row
 from benchmarks.planning.fasop_cost import CostFunction
 from benchmarks.planning.published.fasop import Fasop, FasopRun
+from benchmarks.planning.published.files import read_csv
 from megatron.adaptive.planner.communication import boundary_s, embedding_s, reduce_s
 from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.layers import layer_table
 from megatron.adaptive.planner.plan import Plan
-from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_space import SearchOptions
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
@@ -54,8 +54,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
         place = plan.places[rank]
         tables = [
             layer_table(
-                run.model,
-                run.profile,
+                run,
                 run.cluster.nodes[one.node],
                 tp=one.tp,
                 micro_batch=place.micro_batch,
@@ -80,11 +79,10 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
         compiled=True,
     )
     ends = [
-        float(result.ends_ps[rank][-1]) / 1e12
-        + reduce_s(plan.places, rank, run.cluster, run.profile, run.model, held[rank])
+        float(result.ends_ps[rank][-1]) / 1e12 + reduce_s(plan.places, rank, run, held[rank])
         for rank in range(plan.pp)
     ]
-    return max(ends) + embedding_s(plan.places, run.model, run.cluster, plan.tp)
+    return max(ends) + embedding_s(plan.places, run, plan.tp)
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
@@ -95,9 +93,7 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
         other = (one + 1) % plan.pp
         for pair in ((one, other), (other, one)):
             if pair[0] != pair[1]:
-                latency, busy = boundary_s(
-                    plan.places[pair[0]], plan.places[pair[1]], run.cluster, run.profile, size
-                )
+                latency, busy = boundary_s(plan.places[pair[0]], plan.places[pair[1]], run, size)
                 links[pair] = Link(latency_s=latency, occupancy_s=busy)
     return links
 
@@ -118,23 +114,18 @@ def neutral_rows(data: Fasop) -> list[dict[str, Any]]:
     for name in data.runs:
         run = data.run(name)
         # Machine code is loaded before the clock starts, as imports are.
-        Searcher(
-            run.model, run.cluster, run.profile, global_batch=run.global_batch, options=_SPACE
-        ).search()
+        run.searcher(_SPACE).search()
         began = time.process_time()
-        searcher = Searcher(
-            run.model, run.cluster, run.profile, global_batch=run.global_batch, options=_SPACE
-        )
-        ours = searcher.search().found[0].plan
+        ours = run.searcher(_SPACE).search().found[0].plan
         taken = time.process_time() - began
         theirs = next(one for one in run.plans if not one.out_of_memory)
         mine, other = neutral_s(run, ours), neutral_s(run, run.plan(theirs))
         gains.append(1 - mine / other)
         slowest = max(slowest, taken)
         note = f"FASOP's {other:.4f} s, {taken:.2f} s CPU, {ours.schedule} x {ours.chunks}"
-        found.append(_row(f"{name}: seconds of our best plan", mine, "<=", other, note))
-    found.append(_row("six cases: less time on average", sum(gains) / len(gains), ">=", 0.02))
-    found.append(_row("six cases: most CPU seconds of a search", slowest, "<=", 1.0))
+        found.append(goal_row(f"{name}: seconds of our best plan", mine, "<=", other, note))
+    found.append(goal_row("six cases: less time on average", sum(gains) / len(gains), ">=", 0.02))
+    found.append(goal_row("six cases: most CPU seconds of a search", slowest, "<=", 1.0))
     return found
 
 
@@ -144,7 +135,7 @@ def _own(folder: Path) -> list[dict[str, Any]]:
         began = time.process_time()
         seconds, one, _ = CostFunction(folder, name).best()
         note = f"tp {one.tp} dp {one.dp} pp {one.pp}, {time.process_time() - began:.1f} s CPU"
-        found.append(_row(f"{name}: best by FASOP's cost function", seconds, "<=", limit, note))
+        found.append(goal_row(f"{name}: best by FASOP's cost function", seconds, "<=", limit, note))
     return found
 
 
@@ -154,25 +145,16 @@ def _front(data: Fasop, folder: Path) -> list[dict[str, Any]]:
         tp=(1, 2, 4), recompute=("none",), distributed_optimizer=(False,), most_leaves=200
     )
     began = time.process_time()
-    searcher = Searcher(
-        run.model, run.cluster, run.profile, global_batch=run.global_batch, options=options
-    )
-    front = pareto(searcher)
+    front = pareto(run.searcher(options))
     taken = time.process_time() - began
-    with (folder / "search_cost.csv").open(newline="") as file:
-        theirs = {row["run"]: row for row in csv.DictReader(file)}[run.name]
+    theirs = {row["run"]: row for row in read_csv(folder / "search_cost.csv")}[run.name]
     note = f"{len(front.found)} points, slack {front.slack:.1%}, FASOP's {theirs['cpu_user_s']} s"
     return [
-        _row("front of 80 clusters: CPU seconds", taken, "<=", 20.0, note),
-        _row(
+        goal_row("front of 80 clusters: CPU seconds", taken, "<=", 20.0, note),
+        goal_row(
             "front of 80 clusters: choices and orders of nodes",
             front.placements,
             ">=",
             float(theirs["plans_evaluated"]),
         ),
     ]
-
-
-def _row(what: str, value: float, sign: str, limit: float, note: str = "") -> dict[str, Any]:
-    met = value <= limit * (1 + 1e-9) if sign == "<=" else value >= limit
-    return {"what": what, "value": value, "goal": f"{sign} {limit:g}", "met": met, "note": note}

@@ -10,35 +10,22 @@ Source: Hwang, Lee, Oh, Yi, FASOP, HPDC 2024; rules as written down with the dat
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from benchmarks.planning.fasop_pipeline import climb, pipeline
-from benchmarks.planning.published.fasop import Fasop
-from megatron.adaptive.planner.search import search
+from benchmarks.planning.published.fasop import Fasop, FasopPlan
+from benchmarks.planning.published.files import read_json
 from megatron.adaptive.planner.search_space import SearchOptions
 
-__all__ = ["Configuration", "CostFunction"]
+__all__ = ["CostFunction"]
 
 _GIB = 2**30
 _OURS = 1
 _ARRAYS = ("times", "needs", "limits", "reduce", "ends", "m")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """A plan without its partition."""
-
-    tp: int
-    dp: int
-    pp: int
-    micro_batch: int
-    placement: str
 
 
 class CostFunction:
@@ -52,9 +39,9 @@ class CostFunction:
     def __init__(self, folder: Path, run: str) -> None:
         data = Fasop(folder)
         self.run = data.run(run)
-        clusters = json.loads((folder / "clusters.json").read_text())
+        clusters = read_json(folder / "clusters.json")
         told = clusters["runs"][run]
-        models = json.loads((folder / "models.json").read_text())["models"]
+        models = read_json(folder / "models.json")["models"]
         self.model = models[told["model"]]
         self.types = {one["symbol"]: one for one in clusters["node_types"][told["node_types"]]}
         self.counts: dict[str, int] = told["node_counts"]
@@ -66,7 +53,7 @@ class CostFunction:
         self.split = 25 if self.layers.splits else 0
         self._sums: dict[Any, Any] = {}
 
-    def configurations(self) -> Iterator[Configuration]:
+    def configurations(self) -> Iterator[FasopPlan]:
         """All that FASOP tries, with every order of nodes instead of rotations."""
         orders = list(_orders("A" * self.counts["A"] + "B" * self.counts["B"]))
         total = self.gpus * self.nodes
@@ -78,7 +65,7 @@ class CostFunction:
                 share = self.batch // dp
                 for micro_batch in (b for b in range(1, share + 1) if share % b == 0):
                     for order in orders:
-                        yield Configuration(
+                        yield FasopPlan(
                             tp=tp,
                             dp=dp,
                             pp=pp,
@@ -86,7 +73,7 @@ class CostFunction:
                             placement=order,
                         )
 
-    def cost(self, one: Configuration, partition: tuple[int, ...]) -> tuple[float, bool]:
+    def cost(self, one: FasopPlan, partition: tuple[int, ...]) -> tuple[float, bool]:
         """Seconds of a step, and whether it breaks the memory rule."""
         rows = self._rows(one)
         cuts = np.concatenate([[0], np.cumsum(partition)])
@@ -101,7 +88,7 @@ class CostFunction:
         seconds = float((ends + rows["reduce"][:, cuts[1]]).max()) + rows["tied"]
         return seconds, bool((need > rows["limits"]).any())
 
-    def best(self) -> tuple[float, Configuration, tuple[int, ...]]:
+    def best(self) -> tuple[float, FasopPlan, tuple[int, ...]]:
         """The plan that the function likes best."""
         ranked = []
         for one in self.configurations():
@@ -110,14 +97,14 @@ class CostFunction:
             bound = rows["m"] / speed + rows["reduce"][:, 1].max() + rows["tied"]
             ranked.append((bound, one))
         ranked.sort(key=lambda pair: pair[0])
-        found: list[tuple[float, Configuration, tuple[int, ...]]] = []
+        found: list[tuple[float, FasopPlan, tuple[int, ...]]] = []
         for bound, one in ranked:
             if found and bound >= min(row[0] for row in found):
                 break
             found.append(self._climbed(one))
         return min([*found, *self._ours()], key=lambda row: row[0])
 
-    def _climbed(self, one: Configuration) -> tuple[float, Configuration, tuple[int, ...]]:
+    def _climbed(self, one: FasopPlan) -> tuple[float, FasopPlan, tuple[int, ...]]:
         """The best partition that climbing finds, from every place of the split."""
         rows = self._rows(one)
         best = (float("inf"), one, ())
@@ -128,7 +115,7 @@ class CostFunction:
                 best = (found, one, tuple(np.diff(cuts).tolist()))
         return best
 
-    def _ours(self) -> Iterator[tuple[float, Configuration, tuple[int, ...]]]:
+    def _ours(self) -> Iterator[tuple[float, FasopPlan, tuple[int, ...]]]:
         """The best plans by our own costs, climbed on by FASOP's."""
         run = self.run
         options = SearchOptions(
@@ -139,13 +126,10 @@ class CostFunction:
             top=_OURS,
             most_leaves=300,
         )
-        result = search(
-            run.model, run.cluster, run.profile, global_batch=run.global_batch, options=options
-        )
-        for plan in (one.plan for one in result.found):
+        for plan in (one.plan for one in run.searcher(options).search().found):
             names = "".join(run.cluster.nodes[node].name for node in plan.nodes)
             for order in _orders(names):
-                one = Configuration(
+                one = FasopPlan(
                     tp=plan.tp,
                     dp=plan.dp,
                     pp=plan.pp,
@@ -171,7 +155,7 @@ class CostFunction:
                 right = _proportional(times[first:], self.split, n)
                 yield np.concatenate([left[:-1], right])
 
-    def _rows(self, one: Configuration) -> dict[str, Any]:
+    def _rows(self, one: FasopPlan) -> dict[str, Any]:
         """Everything that does not depend on the partition."""
         kinds = [self._gpu(one, i) for i in range(one.pp)]
         times = np.array([self._times(self.types[kind]["gpu"], one) for kind in kinds])
@@ -189,7 +173,7 @@ class CostFunction:
             "tied": self._tied(one),
         }
 
-    def _times(self, gpu: str, one: Configuration) -> Any:
+    def _times(self, gpu: str, one: FasopPlan) -> Any:
         key = (gpu, one.tp, one.micro_batch)
         if key not in self._sums:
             each = [
@@ -199,7 +183,7 @@ class CostFunction:
             self._sums[key] = np.concatenate([[0.0], np.cumsum(each)])
         return self._sums[key]
 
-    def _gpu(self, one: Configuration, stage: int) -> str:
+    def _gpu(self, one: FasopPlan, stage: int) -> str:
         if one.pp == 1:
             return "B" if "B" in one.placement else "A"
         if one.pp < self.nodes:
@@ -208,7 +192,7 @@ class CostFunction:
             return "B" if "B" in part else "A"
         return one.placement[int(stage // (one.pp / self.nodes))]
 
-    def _limit(self, one: Configuration, stage: int) -> float:
+    def _limit(self, one: FasopPlan, stage: int) -> float:
         if one.pp >= self.nodes:
             node = stage // int(one.pp / self.nodes)
         else:
@@ -218,7 +202,7 @@ class CostFunction:
         kind = one.placement[node]
         return float(self.types[kind]["usable_memory_gib_per_gpu"]) * _GIB
 
-    def _needs(self, one: Configuration, m: int) -> Any:
+    def _needs(self, one: FasopPlan, m: int) -> Any:
         h, s, v = (self.model[k] for k in ("hidden_size", "sequence_length", "vocab_size"))
         a, b, tp, q = self.model["attention_heads"], one.micro_batch, one.tp, min(m, one.pp)
         needs = []
@@ -232,13 +216,13 @@ class CostFunction:
                 needs.append(18 * 12 * h * h / tp + kept)
         return np.concatenate([[0.0], np.cumsum(needs)])
 
-    def _link(self, one: Configuration, x: int, y: int) -> float:
+    def _link(self, one: FasopPlan, x: int, y: int) -> float:
         a, b = one.placement[x // self.gpus], one.placement[y // self.gpus]
         if x // self.gpus == y // self.gpus:
             return float(self.types[a]["intra_node_bits_per_s"])
         return float(min(self.types[k]["inter_node_bits_per_s"] for k in (a, b)))
 
-    def _boundary(self, one: Configuration, stage: int) -> float:
+    def _boundary(self, one: FasopPlan, stage: int) -> float:
         least = float("inf")
         for d, t in itertools.product(range(one.dp), range(one.tp)):
             x = t + one.tp * (d + one.dp * stage)
@@ -249,7 +233,7 @@ class CostFunction:
         size = self.model["sequence_length"] * self.model["hidden_size"]
         return 16 * one.micro_batch * size / least
 
-    def _reduce(self, one: Configuration, kinds: list[str]) -> Any:
+    def _reduce(self, one: FasopPlan, kinds: list[str]) -> Any:
         """``[stages, layers + 1]``: every stage reduces what the first has, so many layers."""
         h, v = self.model["hidden_size"], self.model["vocab_size"]
         parameters, table = [0.0], 0.0
@@ -274,7 +258,7 @@ class CostFunction:
             rows.append(2 * (one.dp - 1) * 16 * np.array(parameters) / (one.dp * speed))
         return np.array(rows)
 
-    def _tied(self, one: Configuration) -> float:
+    def _tied(self, one: FasopPlan) -> float:
         if self.split or one.pp == 1:
             return 0.0
         first = one.tp * (one.dp - 1)
@@ -315,3 +299,134 @@ def _proportional(times: Any, begin: int, end: int) -> Any:
     for i in range(stages, 0, -1):
         cuts[i] = min(cuts[i], end - begin - (stages - i))
     return cuts + begin
+
+
+@njit(cache=True)
+def pipeline(stage_s: Any, first_s: float, last_s: float, m: int) -> Any:
+    """End of each stage's last backward.
+
+    Args:
+        stage_s: ``[stages]``, forward and backward of one microbatch; a third is forward.
+        first_s: forward transfer out of the first stage. Others onward take no time.
+        last_s: backward transfer out of the last stage. Others back take no time.
+        m: microbatches.
+    """
+    p = stage_s.shape[0]
+    warm = np.zeros(p, dtype=np.int64)
+    for i in range(p):
+        warm[i] = min(p - 1 - i, m)
+    forward_in = np.full((p, m), np.inf)
+    backward_in = np.full((p, m), np.inf)
+    finished = np.full((p, 2 * m), np.inf)
+    forward_in[0, :] = 0.0
+    at = np.zeros(p, dtype=np.int64)
+    free = np.zeros(p)
+    left = 2 * m * p
+    while left > 0:
+        for i in range(p):
+            while at[i] < 2 * m:
+                k, w = at[i], warm[i]
+                # Position to action: forwards ahead, then pairs, then the other backwards.
+                if k < w:
+                    onward, n = True, k
+                elif k < w + 2 * (m - w):
+                    onward = (k - w) % 2 == 0
+                    n = w + (k - w) // 2 if onward else (k - w) // 2
+                else:
+                    onward, n = False, k - m
+                arrived = forward_in[i, n] if onward else backward_in[i, n]
+                if arrived == np.inf:
+                    break
+                ready = 0.0
+                if onward and i < p - 1 and 0 < n < warm[i + 1]:
+                    ready = finished[i + 1, n - 1]
+                elif not onward and i > 0:
+                    v = warm[i - 1]
+                    place = v + 2 * n + 1 if n < m - v else n + m
+                    ready = finished[i - 1, place - 1]
+                if ready == np.inf:
+                    break
+                share = stage_s[i] / 3 if onward else 2 * stage_s[i] / 3
+                computed = max(free[i], arrived) + share
+                end = computed
+                if onward and i < p - 1:
+                    end = max(computed, ready) + (first_s if i == 0 else 0.0)
+                    forward_in[i + 1, n] = end
+                    if i == 0 and n >= w:
+                        end = computed
+                elif onward:
+                    backward_in[i, n] = computed
+                elif i > 0:
+                    end = max(computed, ready) + (last_s if i == p - 1 else 0.0)
+                    backward_in[i - 1, n] = end
+                finished[i, k] = end
+                free[i] = end
+                at[i] += 1
+                left -= 1
+    return free
+
+
+@njit(cache=True)
+def _value(
+    times: Any, needs: Any, limits: Any, reduce_s: Any, ends: Any, m: int, cuts: Any, worst: float
+) -> float:
+    """Seconds of a partition without the embedding's; infinite where it does not fit."""
+    p = cuts.shape[0] - 1
+    stage_s = np.zeros(p)
+    for i in range(p):
+        low, high = cuts[i], cuts[i + 1]
+        if low >= high or (needs[high] - needs[low]) > limits[i]:
+            return np.inf
+        stage_s[i] = times[i, high] - times[i, low]
+    if m * stage_s.max() >= worst:
+        return np.inf
+    if p == 1:
+        return float(m * stage_s[0] + reduce_s[0, cuts[1]])
+    found = pipeline(stage_s, ends[0], ends[1], m)
+    return float((found + reduce_s[:, cuts[1]]).max())
+
+
+@njit(cache=True)
+def climb(
+    times: Any,
+    needs: Any,
+    limits: Any,
+    reduce_s: Any,
+    ends: Any,
+    m: int,
+    cuts: Any,
+    split: int,
+) -> float:
+    """Hand layers over between any two stages while the step gets shorter.
+
+    Args:
+        times: ``[stages, layers + 1]``, running sums of each layer's time on a stage's GPU.
+        needs: ``[layers + 1]``, running sums of bytes.
+        limits: ``[stages]`` of bytes.
+        reduce_s: ``[stages, layers + 1]``, gradient reduction by layers of the first stage.
+        ends: transfers of the first and last stage.
+        m: microbatches.
+        cuts: ``[stages + 1]``, changed to the best.
+        split: a stage has to begin at this layer; 0 for none.
+    """
+    p = cuts.shape[0] - 1
+    best = _value(times, needs, limits, reduce_s, ends, m, cuts, np.inf)
+    since, at = 0, 0
+    trial = cuts.copy()
+    while since < p * p:
+        source, target = at // p, at % p
+        at = (at + 1) % (p * p)
+        since += 1
+        if source == target:
+            continue
+        step = -1 if source < target else 1
+        for cut in range(min(source, target) + 1, max(source, target) + 1):
+            trial[cut] += step
+        if split == 0 or (trial == split).any():
+            value = _value(times, needs, limits, reduce_s, ends, m, trial, best)
+            if value < best:
+                best, since = value, 0
+                cuts[:] = trial
+                continue
+        trial[:] = cuts
+    return best

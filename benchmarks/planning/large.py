@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planning import goal_row
 from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.planner.search import SearchOptions, search
+from megatron.adaptive.planner.search import Searcher, SearchOptions
 
 __all__ = ["rows"]
 
@@ -27,16 +29,11 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
     profile = complete_profile(None, model, cluster)
     options = SearchOptions(micro_batch=(1, 2, 4))
     began = time.process_time()
-    found = search(model, cluster, profile, global_batch=1536, options=options)
+    found = Searcher(
+        PlanInputs(model, cluster, profile), global_batch=1536, options=options
+    ).search()
     taken = time.process_time() - began
     best = found.found[0]
-    return [
-        {
-            "what": f"GPT-3 175B on {cluster.num_gpus} GPUs of {len(cluster.groups)} types:"
-            " CPU seconds of the search",
-            "value": taken,
-            "goal": "<= 60",
-            "met": taken <= 60,
-            "note": f"{best.seconds:.2f} s a step, gap {found.gap:.1%}",
-        }
-    ]
+    what = f"GPT-3 175B on {cluster.num_gpus} GPUs of {len(cluster.groups)} types"
+    note = f"{best.seconds:.2f} s a step, gap {found.gap:.1%}"
+    return [goal_row(f"{what}: CPU seconds of the search", taken, "<=", 60, note)]

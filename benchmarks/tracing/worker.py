@@ -35,8 +35,6 @@ from benchmarks.emulated.work import (  # noqa: E402
     Sleeper,
     sharpen_timers,
 )
-from megatron.adaptive.accelerator import CpuClock  # noqa: E402
-from megatron.adaptive.engine.agreement import Alone  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.schedule.memory import default_cap  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
@@ -146,7 +144,7 @@ class Rank:
         ]
         self._fault: dict[str, Any] = run["fault"] or {"kind": "", "rank": -1, "to": -1}
         stages = self._placement.num_stages
-        header = TraceHeader.create(
+        header = TraceHeader(
             run=Path(run["folder"]).name,
             rank=rank,
             world_size=ranks * replicas,
@@ -175,10 +173,8 @@ class Rank:
         self._executor = Executor(
             placement=self._placement,
             pp_rank=self.position,
-            peer_of=lambda position: position * replicas + self.replica,
+            route=lambda position, microbatch: (position * replicas + self.replica, microbatch),
             transport=self._transport,
-            agreement=Alone(),
-            clock=CpuClock(),
             recorder=self._recorder,
             timeout_s=TIMEOUT_S,
         )

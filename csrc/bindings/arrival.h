@@ -1,4 +1,4 @@
-// A received message as a Python object, and memory as DLPack capsules.
+// A received message as a Python object.
 #pragma once
 
 #include "bindings/python.h"
@@ -13,7 +13,6 @@ void bind_arrival(pybind11::module_& module);
 struct ArrivalForm {
   pybind11::object type;  // `Arrival`, or a subclass of it
   long least_free = 0;    // with fewer free slots take() copies
-  bool direct = false;    // take() makes tensors by itself, without asking the subclass
 };
 
 // The form of a node that was told of none.
@@ -24,16 +23,5 @@ void check_arrival_type(const pybind11::object& type);
 
 // A new object of that form. Throws py::error_already_set.
 pybind11::object make_arrival(Arrival&& arrival, const ArrivalForm& form);
-
-// Where memory is, as DLPack has it.
-struct Place {
-  int type = 1;  // the host's
-  int id = 0;
-};
-
-// A capsule "dltensor" over the memory of `lease`, which is given back, from any thread and without
-// the GIL, when whoever takes the capsule is done. Throws Error for a message without a DLPack
-// form.
-pybind11::object make_dlpack(Lease&& lease, const Message& message, Place place = {});
 
 }  // namespace adaptive

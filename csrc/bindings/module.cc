@@ -1,22 +1,19 @@
-// The Python module megatron.adaptive._C: decision log, descriptors, RDMA devices; the transports
-// are in transport.cc. Only files in this folder include Python's headers.
+// The Python module megatron.adaptive._C: decision log and RDMA devices; the channels are
+// in node.cc. Only files in this folder include Python's headers.
 //
 // Blocking calls release the GIL; those that wait come back about every 100 ms so that signal
 // handlers of Python run. Exceptions of the core become those of megatron.adaptive.errors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "bindings/python.h"
 #include "common/deadline.h"
 #include "common/error.h"
-#include "common/fd_passing.h"
 #include "rdma/devices.h"
 #include "shm/decision_log.h"
 
@@ -26,23 +23,7 @@ namespace adaptive {
 namespace {
 
 // Raised by one whenever Python code has to know about a change here; see extension.py.
-constexpr int kInterface = 5;
-
-// Refuses a second thread instead of making it wait: each end of a log belongs to one.
-class OneThread {
- public:
-  explicit OneThread(std::atomic<bool>& busy) : busy_(busy) {
-    if (busy_.exchange(true)) {
-      throw std::runtime_error("two threads use one end of a decision log at the same time");
-    }
-  }
-  OneThread(const OneThread&) = delete;
-  OneThread& operator=(const OneThread&) = delete;
-  ~OneThread() { busy_.store(false); }
-
- private:
-  std::atomic<bool>& busy_;
-};
+constexpr int kInterface = 6;
 
 // Calls wait(deadline) without the GIL, in slices. Worth avoiding where nothing has to be waited
 // for: getting the GIL back from a busy thread can take milliseconds.
@@ -62,70 +43,79 @@ WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   }
 }
 
-[[noreturn]] void throw_ended(WaitStatus status, const DecisionLog& log) {
-  if (status == WaitStatus::kAborted) {
-    throw Error("the decision log was aborted with reason code " +
-                std::to_string(log.abort_reason().value_or(0)));
+// One end of a log, which belongs to one thread at a time.
+template <typename Log>
+struct End {
+  explicit End(Log value) : log(std::move(value)) {}
+
+  // Tries, then waits; `try_now` and `wait` say how. Throws DeadlineError with the words of `late`.
+  template <typename TryNow, typename Wait, typename Late>
+  void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
+    const Busy guard(busy, "use one end of a decision log");
+    WaitStatus status = try_now();
+    if (status == WaitStatus::kNotYet) {
+      status = wait_in_slices(timeout_s, wait);
+    }
+    if (status == WaitStatus::kNotYet) {
+      throw DeadlineError(late());
+    }
+    if (status == WaitStatus::kAborted) {
+      throw Error("the decision log was aborted with reason code " +
+                  std::to_string(log.abort_reason().value_or(0)));
+    }
+    if (status == WaitStatus::kClosed) {
+      throw Error("the decision log is closed");
+    }
   }
-  throw Error("the decision log is closed");
+
+  Log log;
+  bool busy = false;
+};
+
+using PyWriter = End<DecisionWriter>;
+using PyReader = End<DecisionReader>;
+
+void publish(PyWriter& end, std::int64_t value, double timeout_s) {
+  DecisionWriter& log = end.log;
+  end.act(
+      timeout_s, [&] { return log.try_publish(value); },
+      [&](const Deadline& deadline) { return log.publish(value, deadline); },
+      [&] {
+        return "decision " + std::to_string(log.published()) + " could not be published within " +
+               seconds_text(timeout_s) + ": reader " + std::to_string(log.slowest_reader()) +
+               " is " + std::to_string(log.capacity()) + " decisions behind, it is stuck or gone";
+      });
 }
 
-struct PyWriter {
-  explicit PyWriter(DecisionWriter value) : log(std::move(value)) {}
+std::int64_t next_of(PyReader& end, double timeout_s) {
+  DecisionReader& log = end.log;
+  std::int64_t value = 0;
+  end.act(
+      timeout_s, [&] { return log.try_next(value); },
+      [&](const Deadline& deadline) { return log.next(value, deadline); },
+      [&] {
+        return "decision " + std::to_string(log.position()) + " did not reach reader " +
+               std::to_string(log.index()) + " within " + seconds_text(timeout_s) +
+               ": the leader is stuck or gone";
+      });
+  return value;
+}
 
-  void publish(std::int64_t value, double timeout_s) {
-    const OneThread guard(busy);
-    WaitStatus status = log.try_publish(value);
-    if (status == WaitStatus::kNotYet) {
-      status = wait_in_slices(
-          timeout_s, [&](const Deadline& deadline) { return log.publish(value, deadline); });
-    }
-    if (status == WaitStatus::kReady) {
-      return;
-    }
-    if (status == WaitStatus::kNotYet) {
-      const std::uint32_t reader = log.slowest_reader();
-      throw DeadlineError(
-          "decision " + std::to_string(log.published()) + " could not be published within " +
-          seconds_text(timeout_s) + ": reader " + std::to_string(reader) + " is " +
-          std::to_string(log.capacity()) + " decisions behind, it is stuck or gone");
-    }
-    throw_ended(status, log);
-  }
-
-  DecisionWriter log;
-  std::atomic<bool> busy{false};
-};
-
-struct PyReader {
-  explicit PyReader(DecisionReader value) : log(std::move(value)) {}
-
-  std::int64_t next(double timeout_s) {
-    const OneThread guard(busy);
-    std::int64_t value = 0;
-    WaitStatus status = log.try_next(value);
-    if (status == WaitStatus::kNotYet) {
-      status = wait_in_slices(timeout_s,
-                              [&](const Deadline& deadline) { return log.next(value, deadline); });
-    }
-    if (status == WaitStatus::kReady) {
-      return value;
-    }
-    if (status == WaitStatus::kNotYet) {
-      throw DeadlineError("decision " + std::to_string(log.position()) + " did not reach reader " +
-                          std::to_string(log.index()) + " within " + seconds_text(timeout_s) +
-                          ": the leader is stuck or gone");
-    }
-    throw_ended(status, log);
-  }
-
-  DecisionReader log;
-  std::atomic<bool> busy{false};
-};
+// What both ends have.
+template <typename Log>
+py::class_<End<Log>> bind_end(py::module_& module, const char* name, const char* words) {
+  return py::class_<End<Log>>(module, name, words)
+      .def(
+          "abort", [](End<Log>& self, std::uint32_t code) { self.log.abort(code); },
+          py::arg("reason_code"),
+          "Ends the log at once and wakes all who wait. Any thread; the first reason stays.")
+      .def_property_readonly("abort_reason",
+                             [](const End<Log>& self) { return self.log.abort_reason(); });
+}
 
 void bind_decision_log(py::module_& module) {
-  py::class_<PyWriter>(module, "DecisionWriter", R"(The leader's end of a decision log.)")
-      .def("publish", &PyWriter::publish, py::arg("value"), py::arg("timeout_s"),
+  bind_end<DecisionWriter>(module, "DecisionWriter", "The leader's end of a decision log.")
+      .def("publish", &publish, py::arg("value"), py::arg("timeout_s"),
            R"(Appends a signed 64-bit integer for every reader.
 
 Waits only while the slowest reader is `capacity` decisions behind, without the GIL, for at most
@@ -134,37 +124,18 @@ closed or aborted.)")
       .def(
           "close", [](PyWriter& self) { self.log.close(); },
           "Ends the log in order: readers still get what was published. Any thread, repeatable.")
-      .def(
-          "abort", [](PyWriter& self, std::uint32_t code) { self.log.abort(code); },
-          py::arg("reason_code"),
-          "Ends the log at once and wakes all who wait. Any thread; the first reason stays.")
-      .def_property_readonly("abort_reason",
-                             [](const PyWriter& self) { return self.log.abort_reason(); })
+      .def_property_readonly("published", [](const PyWriter& self) { return self.log.published(); })
       .def_property_readonly(
           "fd", [](const PyWriter& self) { return self.log.fd(); },
-          "Descriptor of the shared memory, for attach(); the writer keeps and closes it.")
-      .def_property_readonly("published", [](const PyWriter& self) { return self.log.published(); })
-      .def_property_readonly("num_readers",
-                             [](const PyWriter& self) { return self.log.num_readers(); })
-      .def_property_readonly("capacity", [](const PyWriter& self) { return self.log.capacity(); });
+          "Descriptor of the shared memory, for attach(); the writer keeps and closes it.");
 
-  py::class_<PyReader>(module, "DecisionReader", R"(A follower's end of a decision log.)")
-      .def("next", &PyReader::next, py::arg("timeout_s"),
+  bind_end<DecisionReader>(module, "DecisionReader", "A follower's end of a decision log.")
+      .def_property_readonly("position", [](const PyReader& self) { return self.log.position(); })
+      .def("next", &next_of, py::arg("timeout_s"),
            R"(Returns the next decision, in the order of publication.
 
 Waits without the GIL for at most timeout_s seconds. One thread at a time. Raises DeadlineError;
-TransportError when the log was aborted, or closed with nothing left to read.)")
-      .def(
-          "abort", [](PyReader& self, std::uint32_t code) { self.log.abort(code); },
-          py::arg("reason_code"),
-          "Ends the log at once and wakes all who wait. Any thread; the first reason stays.")
-      .def_property_readonly("abort_reason",
-                             [](const PyReader& self) { return self.log.abort_reason(); })
-      .def_property_readonly("index", [](const PyReader& self) { return self.log.index(); })
-      .def_property_readonly("position", [](const PyReader& self) { return self.log.position(); })
-      .def_property_readonly("num_readers",
-                             [](const PyReader& self) { return self.log.num_readers(); })
-      .def_property_readonly("capacity", [](const PyReader& self) { return self.log.capacity(); });
+TransportError when the log was aborted, or closed with nothing left to read.)");
 
   py::class_<DecisionLog>(module, "DecisionLog", R"(One writer, N readers, a ring of decisions.)")
       .def_static(
@@ -190,37 +161,6 @@ Processes pinned to a CPU each should therefore pass 1.)")
 
 fd stays the caller's and may be closed afterwards. Raises TransportError when fd holds no decision
 log of this version or the index is taken.)");
-}
-
-void bind_fd_passing(py::module_& module) {
-  const auto tick = [] {
-    const py::gil_scoped_acquire acquire;
-    run_signal_handlers();
-  };
-  module.def(
-      "send_fd",
-      [tick](const std::string& socket_path, int fd, int count, double timeout_s) {
-        const Deadline deadline = deadline_after(timeout_s);
-        const py::gil_scoped_release release;
-        send_fd(socket_path, fd, count, deadline, tick);
-      },
-      py::arg("socket_path"), py::arg("fd"), py::arg("count"), py::arg("timeout_s"),
-      R"(Hands fd to `count` processes of the same user that call recv_fd() with the same name.
-
-A name starting with '@' is abstract (no file); any other is a path that must not exist yet, made
-with mode 0600 and removed at the end. Returns when all have confirmed. Raises DeadlineError,
-TransportError.)");
-  module.def(
-      "recv_fd",
-      [tick](const std::string& socket_path, double timeout_s) {
-        const Deadline deadline = deadline_after(timeout_s);
-        const py::gil_scoped_release release;
-        return recv_fd(socket_path, deadline, tick).release();
-      },
-      py::arg("socket_path"), py::arg("timeout_s"),
-      R"(Fetches the descriptor that send_fd() hands out under this name; the caller closes it.
-
-Waits for the other side to start if need be. Raises DeadlineError, TransportError.)");
 }
 
 void bind_rdma(py::module_& module) {
@@ -263,7 +203,6 @@ PYBIND11_MODULE(_C, module) {
   module.attr("INTERFACE") = adaptive::kInterface;
   py::register_local_exception_translator(&adaptive::translate);
   adaptive::bind_decision_log(module);
-  adaptive::bind_fd_passing(module);
   adaptive::bind_rdma(module);
   adaptive::bind_transport(module);
 }

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "common/deadline.h"
@@ -26,6 +27,23 @@ std::string seconds_text(double seconds);
 
 // Throws what a handler raised. Needs the GIL.
 void run_signal_handlers();
+
+// Refuses a second thread instead of making it wait. Needs the GIL, at both ends.
+class Busy {
+ public:
+  Busy(bool& flag, const char* what) : flag_(flag) {
+    if (flag_) {
+      throw std::runtime_error(std::string("two threads ") + what + " at the same time");
+    }
+    flag_ = true;
+  }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
+  ~Busy() { flag_ = false; }
+
+ private:
+  bool& flag_;
+};
 
 // Sets Python's error to the one of megatron.adaptive.errors for a core exception; for any other
 // the one that pybind11 would choose. Needs the GIL.

@@ -2,6 +2,7 @@
 // What the receiving end does is in completions.h: it puts arrivals there.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,6 +29,24 @@ struct Session {
   unsigned local_processes = 0;              // busy processes on this node's CPUs
   std::function<std::string(int)> describe;  // "rank 3 (stage 1, pid 77 on b)"; any thread
 };
+
+constexpr unsigned kMostSlots = 64;  // one bit each
+
+// What channels of all kinds can be set to; both ends of one may differ, but for RDMA.
+struct ChannelOptions {
+  std::size_t slot_bytes = std::size_t{1} << 20;       // largest payload in one piece
+  unsigned slots = 16;                                 // messages that the channel holds
+  std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
+  bool crc = false;                                    // of what this end sends
+  // A peer across the network that is silent for so long is lost.
+  std::chrono::milliseconds silent_limit{10'000};
+  // How many slots reserve() may have taken that the peer has not. A sender that takes them all
+  // cannot send what comes first, while a receiver that holds the others waits for it.
+  unsigned reservable = kMostSlots;
+};
+
+// Throws std::invalid_argument for what no channel can be set to.
+void check_options(const ChannelOptions& options);
 
 // How to keep the sender's memory alive, should that be necessary: most sends copy at once.
 struct Keeper {

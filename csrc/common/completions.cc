@@ -1,8 +1,5 @@
 #include "common/completions.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -41,24 +38,8 @@ struct Bell::Words {
 namespace {
 
 constexpr std::uint64_t kBellMagic = 0x4d41'5042'454c'4c31ULL;
-constexpr int kBellSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-
 std::size_t page_bytes() {
   return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-}
-
-ScopedFd make_page() {
-  ScopedFd fd(::memfd_create("megatron-adaptive-bell", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) {
-    throw_errno("memfd_create", "bell");
-  }
-  if (::ftruncate(fd.get(), static_cast<off_t>(page_bytes())) != 0) {
-    throw_errno("ftruncate", "bell");
-  }
-  if (::fcntl(fd.get(), F_ADD_SEALS, kBellSeals) != 0) {
-    throw_errno("fcntl", "F_ADD_SEALS");
-  }
-  return fd;
 }
 
 // Everything this thread wrote before comes before everything it reads afterwards, for all.
@@ -74,7 +55,9 @@ std::uint32_t load_after_fence(std::atomic<Word>& word) noexcept {
 
 }  // namespace
 
-Bell::Bell() : fd_(make_page()), region_(MappedRegion::shared(fd_.get(), page_bytes())) {
+Bell::Bell()
+    : fd_(make_sealed_file("megatron-adaptive-bell", page_bytes())),
+      region_(MappedRegion::shared(fd_.get(), page_bytes())) {
   words_ = new (region_.data()) Words{};
   words_->magic = kBellMagic;
 }
@@ -85,20 +68,14 @@ Bell::Bell(ScopedFd fd, MappedRegion region)
       words_(reinterpret_cast<Words*>(region_.data())) {}
 
 Bell Bell::attach(ScopedFd fd) {
-  struct stat status{};
-  if (::fstat(fd.get(), &status) != 0) {
-    throw_errno("fstat", "bell");
-  }
-  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  // A page that can shrink would end this process with SIGBUS when it rings.
-  if (seals < 0 || (seals & kBellSeals) != kBellSeals ||
-      static_cast<std::size_t>(status.st_size) != page_bytes()) {
-    throw Error("the descriptor does not hold a bell: it is not a sealed file of one page");
+  const std::string what = "the descriptor does not hold a bell of this version";
+  if (sealed_size(fd.get(), what) != page_bytes()) {
+    throw Error(what + ": it is not one page");
   }
   MappedRegion region = MappedRegion::shared(fd.get(), page_bytes());
   Bell bell(std::move(fd), std::move(region));
   if (bell.words_->magic != kBellMagic) {
-    throw Error("the descriptor does not hold a bell of this version: it starts with other bytes");
+    throw Error(what + ": it starts with other bytes");
   }
   return bell;
 }
@@ -126,11 +103,6 @@ void Bell::end_sleep() noexcept {
 }
 
 // ---- Completions
-
-Completions::Completions(unsigned local_processes, double spin_us)
-    : spin_(local_processes), spin_us_(spin_us) {}
-
-Completions::~Completions() = default;
 
 bool Completions::poll_sources() noexcept {
   const std::lock_guard<std::mutex> lock(sources_mutex_);
@@ -164,39 +136,7 @@ std::optional<Item> Completions::poll() {
 }
 
 bool Completions::look() noexcept {
-  return num_items_.load(std::memory_order_acquire) != 0 || poll_sources() ||
-         interrupted_.load(std::memory_order_relaxed);
-}
-
-bool Completions::spin(const Deadline& deadline) {
-  if (spin_us_ < 0.0) {
-    return spin_.spin_until([this] { return look(); });
-  }
-  if (spin_us_ == 0.0) {
-    return look();
-  }
-  // The clock is asked rarely: where that is a system call it takes longer than a message.
-  constexpr int kLooksPerClockRead = 64;
-  const auto look_often = [this] {
-    for (int i = 0; i < kLooksPerClockRead; ++i) {
-      if (look()) {
-        return true;
-      }
-      relax_cpu();
-    }
-    return false;
-  };
-  if (look_often()) {
-    return true;
-  }
-  const Deadline end = deadline.at_most(
-      std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(spin_us_, 1e12) * 1e3)));
-  do {
-    if (look_often()) {
-      return true;
-    }
-  } while (!end.expired());
-  return false;
+  return num_items_.load(std::memory_order_acquire) != 0 || poll_sources();
 }
 
 void Completions::sleep(const Deadline& deadline) {
@@ -225,11 +165,7 @@ std::optional<Item> Completions::wait(const Deadline& deadline, std::chrono::nan
     if (auto item = poll()) {
       return item;
     }
-    // Not exchanged each time: that would be a write per message.
-    if (interrupted_.load(std::memory_order_relaxed) && interrupted_.exchange(false)) {
-      return std::nullopt;
-    }
-    if (spin(deadline)) {
+    if (spin_.spin_until([this] { return look(); })) {
       continue;
     }
     if (!end) {
@@ -276,11 +212,6 @@ void Completions::remove(const Source* source) noexcept {
     last = std::move(*place);
     sources_.erase(place);
   }
-}
-
-void Completions::interrupt() noexcept {
-  interrupted_.store(true);
-  bell_.ring();
 }
 
 }  // namespace adaptive

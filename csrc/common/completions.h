@@ -189,17 +189,15 @@ class Source {
 class Completions {
  public:
   // local_processes: busy processes that share this node's CPUs; decides how long wait() spins.
-  // spin_us: instead, spin so long always; negative for the learnt value.
-  explicit Completions(unsigned local_processes, double spin_us = -1.0);
-  ~Completions();
+  explicit Completions(unsigned local_processes) : spin_(local_processes) {}
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
   // The oldest item, if there is one now.
   std::optional<Item> poll();
 
-  // The oldest item; waits for one. Empty when the deadline passed or interrupt() was called, and
-  // when nothing came for about `longest`, if that is given: for callers that look up now and then.
+  // The oldest item; waits for one. Empty when the deadline passed, and when nothing came for about
+  // `longest`, if that is given: for callers that look up now and then.
   // The clock is not asked before a while of spinning was in vain.
   std::optional<Item> wait(const Deadline& deadline,
                            std::chrono::nanoseconds longest = std::chrono::nanoseconds::max());
@@ -218,27 +216,21 @@ class Completions {
   // After the return the source is not called any more.
   void remove(const Source* source) noexcept;
 
-  // Makes a waiting thread return empty.
-  void interrupt() noexcept;
-
   Bell& bell() noexcept { return bell_; }
 
  private:
   bool poll_sources() noexcept;
   bool look() noexcept;
-  bool spin(const Deadline& deadline);
   void sleep(const Deadline& deadline);
   std::optional<Item> pop();
 
   Bell bell_;
   SpinBudget spin_;
-  double spin_us_;
   std::mutex sources_mutex_;  // held while sources are polled; taken before items_mutex_
   std::vector<std::shared_ptr<Source>> sources_;
   std::mutex items_mutex_;
   std::deque<Item> items_;
   std::atomic<std::size_t> num_items_{0};
-  std::atomic<bool> interrupted_{false};
 };
 
 }  // namespace adaptive

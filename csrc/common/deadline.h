@@ -7,8 +7,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 
 namespace adaptive {
+
+// Called about every 100 ms and after signals while a function waits; may throw to end it.
+using Tick = std::function<void()>;
 
 class Deadline {
  public:

@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/fork_safe_fd.h"
 #include "common/reactor.h"
 #include "common/scoped_fd.h"

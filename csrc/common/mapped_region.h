@@ -1,15 +1,52 @@
-// The one owner of a shared memory mapping.
+// Files of memory that processes share, and the one owner of their mappings.
 #pragma once
 
+#include <fcntl.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <string>
 #include <utility>
 
 #include "common/error.h"
+#include "common/scoped_fd.h"
 
 namespace adaptive {
+
+// Of a file whose size cannot change any more: an access past its end would end this process.
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Makes an anonymous file of zeros of that size for good. Throws SystemError.
+inline ScopedFd make_sealed_file(const char* name, std::size_t size_bytes, unsigned flags = 0) {
+  ScopedFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
+  if (!fd) {
+    throw_errno("memfd_create", name);
+  }
+  if (::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
+    throw_errno("ftruncate", std::to_string(size_bytes) + " bytes");
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kSizeSeals) != 0) {
+    throw_errno("fcntl", "F_ADD_SEALS");
+  }
+  return fd;
+}
+
+// Returns the size of a file that another process made so. Throws Error, beginning with `what`, for
+// any other.
+inline std::size_t sealed_size(int fd, const std::string& what) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    throw_errno("fstat", what);
+  }
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSizeSeals) != kSizeSeals) {
+    throw Error(what + ": the size of that file is not sealed");
+  }
+  return static_cast<std::size_t>(status.st_size);
+}
 
 class MappedRegion {
  public:

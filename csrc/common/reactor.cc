@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -137,13 +136,9 @@ struct Reactor::Impl : std::enable_shared_from_this<Reactor::Impl> {
   std::exception_ptr kept_error;
 };
 
-Reactor::Impl::Impl()
-    : epoll(::epoll_create1(EPOLL_CLOEXEC)), wake_fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+Reactor::Impl::Impl() : epoll(::epoll_create1(EPOLL_CLOEXEC)), wake_fd(make_eventfd()) {
   if (!epoll) {
     throw_errno("epoll_create1", "EPOLL_CLOEXEC");
-  }
-  if (!wake_fd) {
-    throw_errno("eventfd", "0");
   }
   control(EPOLL_CTL_ADD, wake_fd.get(), EPOLLIN, kWakeId);
 }
@@ -167,9 +162,7 @@ void Reactor::Impl::control(int operation, int fd, std::uint32_t events, std::ui
 
 void Reactor::Impl::wake() noexcept {
   if (!wake_sent.exchange(true)) {
-    const std::uint64_t one = 1;
-    // Cannot fail but by a full counter, which wakes as well.
-    [[maybe_unused]] const ssize_t written = ::write(wake_fd.get(), &one, sizeof(one));
+    signal(wake_fd);
   }
 }
 
@@ -205,8 +198,7 @@ void Reactor::Impl::run() {
     for (int i = 0; i < count && !stopping.load(); ++i) {
       const epoll_event& event = events[static_cast<std::size_t>(i)];
       if (event.data.u64 == kWakeId) {
-        std::uint64_t ignored = 0;
-        [[maybe_unused]] const ssize_t got = ::read(wake_fd.get(), &ignored, sizeof(ignored));
+        clear(wake_fd);
         // Cleared before the tasks are looked at: a task put from now on wakes again.
         wake_sent.store(false);
       } else {
@@ -443,10 +435,6 @@ void Reactor::stop(std::uint64_t timer) noexcept {
   impl_->timers.erase(entry);
   impl_->wait_until_not_running(lock, timer);
   lock.unlock();
-}
-
-bool Reactor::is_own_thread() const noexcept {
-  return impl_->is_own_thread();
 }
 
 }  // namespace adaptive

@@ -41,8 +41,6 @@ class Reactor {
   std::uint64_t every(std::chrono::milliseconds period, Task task);
   void stop(std::uint64_t timer) noexcept;
 
-  bool is_own_thread() const noexcept;
-
  private:
   struct Impl;
   std::shared_ptr<Impl> impl_;  // shared with the thread

@@ -1,9 +1,13 @@
-// The one owner of a file descriptor.
+// The one owner of a file descriptor, and the descriptors that threads and peers signal by.
 #pragma once
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <utility>
+
+#include "common/error.h"
 
 namespace adaptive {
 
@@ -39,5 +43,25 @@ class ScopedFd {
  private:
   int fd_ = -1;
 };
+
+// Turns readable with signal(), until clear(). Throws SystemError.
+inline ScopedFd make_eventfd() {
+  ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!fd) {
+    throw_errno("eventfd", "0");
+  }
+  return fd;
+}
+
+// One that cannot take more is readable already.
+inline void signal(const ScopedFd& fd) noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));
+}
+
+inline void clear(const ScopedFd& fd) noexcept {
+  std::uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = ::read(fd.get(), &count, sizeof(count));
+}
 
 }  // namespace adaptive

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/scoped_fd.h"
 
 namespace adaptive {

@@ -29,9 +29,10 @@ namespace {
 // Both directions with one peer, as the completions see them.
 class Pair : public Source, public std::enable_shared_from_this<Pair> {
  public:
-  Pair(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
-       const RdmaOptions& options)
-      : channel_state_(std::move(channel_state)),
+  Pair(const Session& session, std::shared_ptr<ChannelState> channel_state,
+       std::shared_ptr<Device> device, const RdmaOptions& options)
+      : session_(session),
+        channel_state_(std::move(channel_state)),
         device_(std::move(device)),
         incoming_(std::make_shared<Incoming>(channel_state_, device_, options)),
         outgoing_(std::make_shared<Outgoing>(channel_state_, device_, options)) {}
@@ -53,6 +54,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
   void on_lost(const std::string& reason);
   void on_left();
 
+  const Session session_;
   std::shared_ptr<ChannelState> channel_state_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Incoming> incoming_;
@@ -82,9 +84,8 @@ void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
 }
 
 void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
-  const Session& session = channel_state_->session();
   // Weak: the reactor must not end up as the last owner of what owns it.
-  session.reactor->add(
+  session_.reactor->add(
       device_->events->fd, EPOLLIN,
       [weak = weak_from_this()](std::uint32_t) {
         if (const auto self = weak.lock()) {
@@ -97,9 +98,9 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
         }
       });
   incoming_->notify().ask(Notify::Level::kSolicited);
-  session.completions->add(shared_from_this());
+  session_.completions->add(shared_from_this());
   watch_.emplace(
-      *session.reactor, std::move(link), silent_limit,
+      *session_.reactor, std::move(link), silent_limit,
       [weak = weak_from_this()](const std::string& reason) {
         if (const auto self = weak.lock()) {
           self->on_lost(reason);
@@ -111,7 +112,7 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
         }
       });
   // The peer may have been faster: what came before we asked makes no event.
-  session.completions->drain_sources();
+  session_.completions->drain_sources();
 }
 
 // Of the reactor's thread.
@@ -129,7 +130,7 @@ void Pair::on_events() {
     if (stalled) {
       incoming_->notify().ask(Notify::Level::kAll);
     }
-    Completions& completions = *channel_state_->session().completions;
+    Completions& completions = *session_.completions;
     const bool looks = completions.bell().ring();
     // What the peer marked has to move on even if nobody waits, and may have come before we asked.
     if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
@@ -154,7 +155,7 @@ void Pair::arm() noexcept {
 
 void Pair::on_lost(const std::string& reason) {
   // What it sent before it ended comes first.
-  channel_state_->session().completions->drain_sources();
+  channel_state_->drain_sources();
   const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
   if (!in_order) {
     channel_state_->fail(Failure::Kind::kPeerLost, reason);
@@ -165,7 +166,7 @@ void Pair::on_lost(const std::string& reason) {
 // The word that it is gone goes ahead of the goodbye, but nobody waits long for its
 // acknowledgement: on a bad network it may be lost with the queue pair that would have repeated it.
 void Pair::on_left() {
-  channel_state_->session().completions->drain_sources();
+  channel_state_->drain_sources();
   if (incoming_->peer_gone()) {
     return;
   }
@@ -181,13 +182,12 @@ void Pair::stop() noexcept {
   if (!channel_state_->in_maker()) {
     return;
   }
-  const Session& session = channel_state_->session();
   if (watch_) {
     outgoing_->leave();
     channel_state_->end();
     watch_->say_goodbye();
-    session.completions->remove(this);
-    session.reactor->remove(device_->events->fd);
+    session_.completions->remove(this);
+    session_.reactor->remove(device_->events->fd);
     watch_.reset();
   }
   outgoing_->stop();
@@ -244,7 +244,7 @@ void check_options(const RdmaOptions& options) {
       throw std::invalid_argument("an RDMA channel's " + what);
     }
   };
-  require(options.slots >= 1 && options.slots <= kMostSlots, "slots must be within 1 and 64");
+  adaptive::check_options(options);
   require(options.slot_bytes >= 64 && options.slot_bytes <= (std::size_t{1} << 30),
           "slot_bytes must be within 64 and 1 GiB");
   require(options.num_qps >= 1 && options.num_qps <= kMostLanes, "num_qps must be within 1 and 16");
@@ -295,10 +295,12 @@ void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs,
   }
 }
 
-std::shared_ptr<Pair> build_pair(const std::shared_ptr<ChannelState>& channel_state, Link* link,
-                                 const RdmaOptions& options, const Deadline& deadline,
-                                 const Tick& tick) {
-  auto pair = std::make_shared<Pair>(channel_state, open_device(choose(*link, options)), options);
+std::shared_ptr<Pair> build_pair(const Session& session, Link* link, const RdmaOptions& options,
+                                 const Deadline& deadline, const Tick& tick) {
+  const auto channel_state =
+      std::make_shared<ChannelState>(session, link->peer(), "RDMA channel with ");
+  auto pair =
+      std::make_shared<Pair>(session, channel_state, open_device(choose(*link, options)), options);
   const EndpointRecord mine = pair->describe(options.num_qps);
   link->send_record(encode(mine), {}, deadline, tick);
   const auto answer = link->recv_record(kLargestRecordBytes, 0, deadline, tick);
@@ -317,10 +319,9 @@ std::shared_ptr<Pair> build_pair(const std::shared_ptr<ChannelState>& channel_st
 std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaOptions& options,
                                   const Deadline& deadline, const Tick& tick) {
   rdma::check_options(options);
-  const auto channel_state = std::make_shared<rdma::ChannelState>(session, link.peer());
   std::shared_ptr<rdma::Pair> pair;
   try {
-    pair = rdma::build_pair(channel_state, &link, options, deadline, tick);
+    pair = rdma::build_pair(session, &link, options, deadline, tick);
   } catch (const std::exception& error) {
     try {
       // So that the peer does not have to guess.

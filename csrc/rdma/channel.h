@@ -9,26 +9,17 @@
 // The bytes are in docs/transport.md.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 
 #include "common/channel.h"
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/link.h"
 
 namespace adaptive {
 
-struct RdmaOptions {
-  std::size_t slot_bytes = std::size_t{1} << 20;
-  unsigned slots = 16;                                 // at most 64
-  std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
-  bool crc = false;
-  std::chrono::milliseconds silent_limit{10'000};
-
+struct RdmaOptions : ChannelOptions {
   // What is not given is found: the device and port that are active and carry the link's address,
   // its RoCE v2 GID, the largest MTU that both ends have.
   std::string device;    // "mlx5_0"
@@ -43,9 +34,6 @@ struct RdmaOptions {
   // Largest single write; 0 for what suits the device. A long message is several writes, so that
   // each lost packet costs one write's repetition.
   std::size_t write_bytes = 0;
-  // How many slots reserve() may have taken that the peer has not. A sender that takes them all
-  // cannot send what comes first, while a receiver that holds the others waits for it.
-  unsigned reservable = 64;
 };
 
 // Opens both directions of the pair at the ends of `link`; both ends call it at the same time with

@@ -5,23 +5,16 @@
 #ifdef MEGATRON_ADAPTIVE_RDMA
 
 #include <arpa/inet.h>
-#include <infiniband/verbs.h>
 
 #include <cerrno>
 #include <fstream>
-#include <memory>
+
+#include "rdma/resources.h"
 
 namespace adaptive {
 namespace {
 
-struct CloseDevice {
-  void operator()(ibv_context* context) const noexcept { ::ibv_close_device(context); }
-};
-struct FreeDeviceList {
-  void operator()(ibv_device** list) const noexcept { ::ibv_free_device_list(list); }
-};
-using DeviceContext = std::unique_ptr<ibv_context, CloseDevice>;
-using DeviceList = std::unique_ptr<ibv_device*, FreeDeviceList>;
+using rdma::DeviceList;
 
 std::string link_layer_name(std::uint8_t link_layer) {
   switch (link_layer) {
@@ -94,7 +87,7 @@ RdmaPort describe_port(ibv_context* context, const std::string& device, int numb
 
 RdmaDevice describe_device(ibv_device* device) {
   RdmaDevice result{::ibv_get_device_name(device), {}};
-  const DeviceContext context(::ibv_open_device(device));
+  const rdma::Context context(::ibv_open_device(device));
   if (!context) {
     throw_errno("ibv_open_device", result.name);
   }

@@ -201,8 +201,7 @@ void Incoming::deliver_slot(unsigned slot, Completions& into) {
         static_cast<Incoming*>(owner)->give_back(static_cast<unsigned>(token));
       },
       slot);
-  const Session& session = channel_state_->session();
-  check_message(message, session.job, slot_bytes_, channel_state_->peer());
+  check_message(message, channel_state_->job(), slot_bytes_, channel_state_->peer());
   if (message.sequence != next_sequence_ || ended()) {
     throw Error("message " + std::to_string(message.sequence) + " came where " +
                 (ended() ? "nothing" : std::to_string(next_sequence_)) + " was due");
@@ -263,7 +262,7 @@ bool Incoming::credits_due() const noexcept {
 }
 
 void Incoming::write_credits() noexcept {
-  if (stopped_ || ended() || channel_state_->failed()) {
+  if (stopped_ || ended() || channel_state_->broken()) {
     return;  // nobody needs them
   }
   if (num_writes_ - num_writes_done_ >= credit_writes(slots_)) {
@@ -305,16 +304,12 @@ void Incoming::stall() noexcept {
     return;
   }
   notify_.ask(Notify::Level::kAll);
-  try {
-    // What came before we asked makes no event.
-    channel_state_->session().reactor->post([weak = weak_from_this()] {
-      if (const auto self = weak.lock()) {
-        self->channel_state_->session().completions->drain_sources();
-      }
-    });
-  } catch (const std::exception&) {
-    // No memory: the next event or wait finds it.
-  }
+  // What came before we asked makes no event.
+  channel_state_->post([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) {
+      self->channel_state_->drain_sources();
+    }
+  });
 }
 
 void Incoming::stop() noexcept {

@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "common/assembler.h"
+#include "common/channel_state.h"
 #include "common/completions.h"
 #include "rdma/channel.h"
-#include "rdma/channel_state.h"
-#include "rdma/notify.h"
-#include "rdma/receives.h"
 #include "rdma/resources.h"
 #include "rdma/wire.h"
 

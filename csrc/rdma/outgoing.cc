@@ -2,13 +2,18 @@
 
 #include "rdma/outgoing.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <exception>
 #include <new>
 #include <string>
 #include <utility>
 
 #include "common/error.h"
+#include "rdma/status.h"
 
 namespace adaptive::rdma {
 namespace {
@@ -67,7 +72,7 @@ Outgoing::Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<
 }
 
 void Outgoing::describe(EndpointRecord* record) const {
-  record->job = channel_state_->session().job;
+  record->job = channel_state_->job();
   record->credit_address = credit_page_.address();
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     Lane& lane = record->lanes.at(i);
@@ -102,23 +107,7 @@ void Outgoing::check_open() const {
   }
 }
 
-void Outgoing::fill_in(Message* message) {
-  message->magic = kMessageMagic;
-  message->version = kMessageVersion;
-  message->job = channel_state_->session().job;
-  message->sequence = next_sequence_++;
-  message->has_crc = crc_ ? 1 : 0;
-  message->reserved = 0;
-  message->crc = 0;
-  message->offset = 0;
-  message->piece_bytes = 0;
-}
-
 void Outgoing::send(Message message, const void* data, const Keeper& keeper) {
-  if (message.nbytes > limit_bytes_) {
-    throw Error("a message of " + std::to_string(message.nbytes) +
-                " bytes is above the channel's limit of " + std::to_string(limit_bytes_));
-  }
   Waiting waiting;
   waiting.message = message;
   waiting.data = static_cast<const std::byte*>(data);
@@ -150,7 +139,8 @@ void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
   Finished finished;
   const std::lock_guard<std::mutex> lock(mutex_);
   check_open();
-  fill_in(&waiting.message);
+  channel_state_->prepare(waiting.message, next_sequence_, limit_bytes_, crc_);
+  ++next_sequence_;
   take_completions();
   channel_state_->check();
   if (!waiting_.empty()) {
@@ -220,22 +210,18 @@ void Outgoing::give_up(unsigned slot) noexcept {
   if (num_waiting_.load() == 0 || !channel_state_->in_maker()) {
     return;
   }
-  try {
-    channel_state_->session().reactor->post([weak = weak_from_this()] {
-      if (const auto self = weak.lock()) {
-        self->advance();
-      }
-    });
-  } catch (const std::exception&) {
-    // No memory: the next send or event finds it.
-  }
+  channel_state_->post([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) {
+      self->advance();
+    }
+  });
 }
 
 void Outgoing::close() noexcept {
   try {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (closed_ || peer_left_ || stopped_ || channel_state_->failed()) {
+      if (closed_ || peer_left_ || stopped_ || channel_state_->broken()) {
         closed_ = true;
         return;
       }
@@ -279,7 +265,7 @@ void Outgoing::advance() noexcept {
       return;
     }
     take_completions();
-    if (channel_state_->failed() || peer_left_) {
+    if (channel_state_->broken() || peer_left_) {
       std::move(waiting_.begin(), waiting_.end(), std::back_inserter(finished));
       waiting_.clear();
     }
@@ -337,7 +323,7 @@ bool Outgoing::flush(const Deadline& deadline) {
       }
     }
     // The peer may wait for its own messages to be taken, or have left.
-    channel_state_->session().completions->drain_sources();
+    channel_state_->drain_sources();
   }
 }
 
@@ -371,12 +357,12 @@ void Outgoing::leave() noexcept {
   try {
     const Deadline deadline = Deadline::after(kLeaveWait);
     std::unique_lock<std::mutex> lock(mutex_);
-    if (peer_left_ || stopped_ || channel_state_->failed()) {
+    if (peer_left_ || stopped_ || channel_state_->broken()) {
       return;
     }
     post_control(Control::kGone);
     fence();
-    while (!all_done() && !channel_state_->failed() && !deadline.expired()) {
+    while (!all_done() && !channel_state_->broken() && !deadline.expired()) {
       notify_.ask(Notify::Level::kAll);
       take_completions();
       if (!all_done()) {
@@ -397,6 +383,221 @@ void Outgoing::stop() noexcept {
   num_waiting_.store(0);
   for (OutLane& lane : lanes_) {
     lane.pair.reset();
+  }
+}
+
+// ==== What talks to the device, with the lock held
+
+// ---- Slots
+
+std::uint64_t Outgoing::free_slots() noexcept {
+  const std::uint64_t gone = leases_gone_.exchange(0);
+  leased_ &= ~gone;
+  const std::uint64_t all =
+      slots_ == kMostSlots ? ~std::uint64_t{0} : (std::uint64_t{1} << slots_) - 1;
+  return all & ~(leased_ | committed_ | in_flight_);
+}
+
+bool Outgoing::has_room(bool needs_slot) {
+  const OutLane& lane = next_lane();
+  const bool fits = lane.num_posted - lane.num_done + writes_per_slot_ <= message_sends_;
+  return fits && (!needs_slot || free_slots() != 0);
+}
+
+void Outgoing::take_credits() noexcept {
+  const auto* word = reinterpret_cast<const std::atomic<std::uint64_t>*>(credit_page_.data());
+  const std::uint64_t now = word->load(std::memory_order_acquire);
+  const std::uint64_t returned = now ^ seen_credits_;
+  if ((returned & ~in_flight_) != 0) {
+    fail("it returned slots that it did not have");
+  }
+  seen_credits_ = now;
+  in_flight_ &= ~returned;
+}
+
+// ---- Completions
+
+// Does not throw: what it finds broken is for channel_state_->check() to tell.
+void Outgoing::take_completions() noexcept {
+  std::array<ibv_wc, 16> found;
+  int count = 0;
+  do {
+    count = ::ibv_poll_cq(queue_.get(), static_cast<int>(found.size()), found.data());
+    if (count < 0) {
+      fail("ibv_poll_cq failed: the device has failed");
+    }
+    for (int i = 0; i < count; ++i) {
+      note(found[static_cast<std::size_t>(i)]);
+    }
+  } while (count == static_cast<int>(found.size()));
+  unfinished_.store(!all_done());
+}
+
+void Outgoing::note(const ibv_wc& completion) noexcept {
+  const bool is_receive = (completion.wr_id & kReceiveId) != 0;
+  if (completion.status != IBV_WC_SUCCESS) {
+    if (!peer_left_) {
+      channel_state_->fail(status_text(completion.status).kind,
+                           describe_status(is_receive ? "receiving free slots" : "a write",
+                                           completion.status, completion.vendor_err));
+    }
+    return;
+  }
+  if (is_receive) {
+    if (!lanes_[completion.wr_id & ~kReceiveId].receives.used()) {
+      fail("ibv_post_recv failed: the device has failed");
+    }
+    take_credits();
+    return;
+  }
+  OutLane& lane = lanes_[completion.wr_id >> kLaneShift];
+  lane.num_done = completion.wr_id & kCountMask;
+}
+
+bool Outgoing::all_done() const noexcept {
+  return std::all_of(lanes_.begin(), lanes_.end(),
+                     [](const OutLane& lane) { return lane.num_done == lane.num_posted; });
+}
+
+// Makes everything sent so far end in a completion.
+void Outgoing::fence() {
+  for (OutLane& lane : lanes_) {
+    if (lane.last_signalled != lane.num_posted) {
+      post_empty(&lane, IBV_WR_RDMA_WRITE, 0);
+    }
+  }
+}
+
+// ---- Posting
+
+// Sends what is possible; whether that was the rest.
+bool Outgoing::post_rest(Waiting* waiting) {
+  Message& message = waiting->message;
+  const bool staged = waiting->slot >= 0;
+  do {
+    if (!has_room(!staged)) {
+      take_completions();
+      channel_state_->check();
+      if (!has_room(!staged)) {
+        return false;
+      }
+    }
+    message.piece_bytes = std::min<std::uint64_t>(message.nbytes - message.offset, slot_bytes_);
+    const auto slot = static_cast<unsigned>(staged ? waiting->slot : __builtin_ctzll(free_slots()));
+    const std::uint64_t bit = std::uint64_t{1} << slot;
+    committed_ &= ~bit;
+    in_flight_ |= bit;
+    if (!staged && message.piece_bytes != 0) {
+      std::memcpy(slot_data(slot) + kHeaderBytes, waiting->data + message.offset,
+                  message.piece_bytes);
+    }
+    post_piece(slot, message, message.piece_bytes != message.nbytes);
+    message.offset += message.piece_bytes;
+  } while (message.offset < message.nbytes);
+  return true;
+}
+
+Immediate Outgoing::next_immediate(unsigned slot) noexcept {
+  Immediate value;
+  value.number = next_number_;
+  value.slot = static_cast<std::uint8_t>(slot);
+  value.urgent = static_cast<unsigned>(__builtin_popcountll(free_slots())) <= slots_ / 4;
+  said_ = value.urgent ? std::max(said_, Haste::kUrgent) : Haste::kNone;
+  next_number_ = (next_number_ + 1) & kNumberMask;
+  return value;
+}
+
+void Outgoing::post_piece(unsigned slot, const Message& piece, bool to_reactor) {
+  std::byte* const from = slot_data(slot);
+  Message header = piece;
+  if (crc_) {
+    header.crc = crc32c(from + kHeaderBytes, piece.piece_bytes);
+  }
+  std::memcpy(from, &header, sizeof(header));
+
+  OutLane& lane = next_lane();
+  std::array<ibv_send_wr, kMostWrites> requests;
+  std::array<ibv_sge, kMostWrites> parts;
+  const std::size_t size = kHeaderBytes + piece.piece_bytes;
+  std::size_t count = 0;
+  for (std::size_t at = 0; at < size; at += write_bytes_, ++count) {
+    parts[count] = {reinterpret_cast<std::uintptr_t>(from) + at,
+                    static_cast<std::uint32_t>(std::min(write_bytes_, size - at)),
+                    staging_.local_key()};
+    ibv_send_wr& request = requests[count] = {};
+    request.next = &requests[count + 1];
+    request.sg_list = &parts[count];
+    request.num_sge = 1;
+    request.opcode = IBV_WR_RDMA_WRITE;
+    request.wr.rdma.remote_addr = arena_address_ + slot * stride_of(slot_bytes_) + at;
+    request.wr.rdma.rkey = lane.remote_key;
+  }
+  ibv_send_wr& last = requests[count - 1];
+  last.next = nullptr;
+  last.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+  last.imm_data = htonl(pack(next_immediate(slot)));
+  if (size <= inline_bytes_) {
+    last.send_flags |= IBV_SEND_INLINE;
+  }
+  if (to_reactor) {
+    last.send_flags |= IBV_SEND_SOLICITED;
+  }
+  const bool many = lane.num_posted + count - lane.last_signalled >= message_sends_ / 4;
+  if (++messages_since_signal_ >= std::max(1U, slots_ / 4) || many) {
+    messages_since_signal_ = 0;
+    last.send_flags |= IBV_SEND_SIGNALED;
+  }
+  post(&lane, requests.data(), count);
+}
+
+void Outgoing::post_empty(OutLane* lane, ibv_wr_opcode opcode, std::uint32_t immediate) {
+  ibv_send_wr request{};
+  request.opcode = opcode;
+  request.imm_data = htonl(immediate);
+  request.send_flags = IBV_SEND_SIGNALED | IBV_SEND_SOLICITED;
+  request.wr.rdma.remote_addr = arena_address_;
+  request.wr.rdma.rkey = lane->remote_key;
+  post(lane, &request, 1);
+}
+
+void Outgoing::post_control(Control word) {
+  Immediate value;
+  value.number = next_number_;
+  value.control = true;
+  value.slot = static_cast<std::uint8_t>(word);
+  OutLane& lane = next_lane();
+  next_number_ = (next_number_ + 1) & kNumberMask;
+  post_empty(&lane, IBV_WR_RDMA_WRITE_WITH_IMM, pack(value));
+}
+
+// The peer may hold returns back, and nothing may come to it any more that makes it write them:
+// reserved slots can make this end short of them without an urgent message, and with few under way.
+void Outgoing::hurry() {
+  const OutLane& lane = next_lane();
+  const bool has_room = lane.num_posted - lane.num_done < message_sends_ + kSpareSends / 2;
+  const auto in_flight = static_cast<unsigned>(__builtin_popcountll(in_flight_));
+  const Haste needed = in_flight > slots_ / 2 ? Haste::kUrgent : Haste::kAtOnce;
+  if (said_ < needed && in_flight != 0 && has_room) {
+    said_ = Haste::kAtOnce;
+    post_control(Control::kHurry);
+  }
+}
+
+void Outgoing::post(OutLane* lane, ibv_send_wr* first, std::uint64_t count) {
+  const auto index = static_cast<std::uint64_t>(lane - lanes_.data());
+  for (ibv_send_wr* request = first; request != nullptr; request = request->next) {
+    request->wr_id = index << kLaneShift | (++lane->num_posted & kCountMask);
+    if ((request->send_flags & IBV_SEND_SIGNALED) != 0) {
+      lane->last_signalled = lane->num_posted;
+    }
+  }
+  unfinished_.store(true, std::memory_order_relaxed);
+  ibv_send_wr* refused = nullptr;
+  const int code = ::ibv_post_send(lane->pair.get(), first, &refused);
+  if (code != 0) {
+    const SystemError error("ibv_post_send", std::to_string(count) + " writes", code);
+    channel_state_->fail(Failure::Kind::kTransport, error.what());
+    channel_state_->check();
   }
 }
 

@@ -14,11 +14,8 @@
 #include <optional>
 #include <vector>
 
-#include "common/channel.h"
+#include "common/channel_state.h"
 #include "rdma/channel.h"
-#include "rdma/channel_state.h"
-#include "rdma/notify.h"
-#include "rdma/receives.h"
 #include "rdma/resources.h"
 #include "rdma/wire.h"
 
@@ -84,7 +81,6 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   };
   using Finished = std::vector<Waiting>;  // to be destroyed without the lock: owners are foreign
 
-  void fill_in(Message* message);
   void enqueue(Waiting waiting, const Keeper* keeper);
   bool post_rest(Waiting* waiting);
   void post_piece(unsigned slot, const Message& piece, bool to_reactor);

@@ -3,7 +3,6 @@
 #include "rdma/resources.h"
 
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/capability.h>
 #include <sys/mman.h>
@@ -13,10 +12,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include "common/error.h"
@@ -31,10 +29,6 @@ constexpr std::uint8_t kRetries = 6;
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-struct FreeDeviceList {
-  void operator()(ibv_device** list) const noexcept { ::ibv_free_device_list(list); }
-};
-
 // Without this, a fork on older kernels takes registered pages away from this process.
 void prepare_for_forks() {
   static const int once = ::ibv_fork_init();
@@ -43,7 +37,7 @@ void prepare_for_forks() {
 
 Context open_context(const std::string& name) {
   int count = 0;
-  const std::unique_ptr<ibv_device*, FreeDeviceList> list(::ibv_get_device_list(&count));
+  const DeviceList list(::ibv_get_device_list(&count));
   if (!list) {
     throw_errno("ibv_get_device_list", "");
   }
@@ -57,19 +51,6 @@ Context open_context(const std::string& name) {
     }
   }
   throw Error("the RDMA device " + name + " has disappeared");
-}
-
-// Of a line "Name:  123 kB" of a file in /proc, in bytes; 0 if there is none.
-std::uint64_t kilobytes_in(const char* path, const std::string& name) {
-  std::ifstream file(path);
-  std::string word;
-  while (file >> word) {
-    std::uint64_t value = 0;
-    if (word == name + ":" && file >> value) {
-      return value * 1024;
-    }
-  }
-  return 0;
 }
 
 // Processes with this capability are not bound by the limit.
@@ -149,8 +130,8 @@ void check_lockable(std::size_t size_bytes) {
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) {
     throw_errno("getrlimit", "RLIMIT_MEMLOCK");
   }
-  const std::uint64_t locked =
-      kilobytes_in("/proc/self/status", "VmPin") + kilobytes_in("/proc/self/status", "VmLck");
+  const std::string status = "/proc/self/status";
+  const std::uint64_t locked = 1024 * (read_field(status, "VmPin:") + read_field(status, "VmLck:"));
   if (limit.rlim_cur != RLIM_INFINITY && locked + size_bytes > limit.rlim_cur &&
       !may_lock_any_amount()) {
     throw Error("one direction of an RDMA channel needs " + bytes_text(size_bytes) +
@@ -172,32 +153,38 @@ void Arena::Unmap::operator()(void* memory) const noexcept {
 Arena::Arena(std::shared_ptr<Device> device, std::size_t size_bytes, bool peer_writes)
     : device_(std::move(device)),
       memory_(map_memory(size_bytes), Unmap{size_bytes}),
-      region_(register_memory(device_->domain.get(), memory_.get(), size_bytes,
-                              peer_writes ? IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
-                                          : IBV_ACCESS_LOCAL_WRITE)) {}
-
-MemoryRegion register_memory(ibv_pd* domain, void* memory, std::size_t size_bytes, int access) {
-  MemoryRegion region(::ibv_reg_mr(domain, memory, size_bytes, access));
-  if (!region) {
+      region_(::ibv_reg_mr(device_->domain.get(), memory_.get(), size_bytes,
+                           peer_writes ? IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
+                                       : IBV_ACCESS_LOCAL_WRITE)) {
+  if (!region_) {
     throw_errno("ibv_reg_mr", std::to_string(size_bytes) + " bytes");
   }
-  return region;
 }
 
-MemoryRegion register_dmabuf(ibv_pd* domain, int dmabuf_fd, std::uint64_t offset,
-                             std::size_t size_bytes, std::uint64_t address, int access) {
-  using Register = ibv_mr* (*)(ibv_pd*, std::uint64_t, std::size_t, std::uint64_t, int, int);
-  // Looked up at run time: a build must also load where the library is older.
-  const auto call = reinterpret_cast<Register>(::dlsym(RTLD_DEFAULT, "ibv_reg_dmabuf_mr"));
-  if (call == nullptr) {
-    throw Error(
-        "the installed libibverbs has no ibv_reg_dmabuf_mr; it needs rdma-core 34 or later");
+void Receives::start(ibv_qp* queue_pair) {
+  queue_pair_ = queue_pair;
+  const int code = post(depth_);
+  if (code != 0) {
+    throw SystemError("ibv_post_recv", std::to_string(depth_) + " receives", code);
   }
-  MemoryRegion region(call(domain, offset, size_bytes, address, dmabuf_fd, access));
-  if (!region) {
-    throw_errno("ibv_reg_dmabuf_mr", std::to_string(size_bytes) + " bytes");
+}
+
+int Receives::post(unsigned count) noexcept {
+  std::array<ibv_recv_wr, 32> requests{};
+  while (count > 0) {
+    const unsigned now = std::min<unsigned>(count, requests.size());
+    for (unsigned i = 0; i < now; ++i) {
+      requests[i].wr_id = id_;
+      requests[i].next = i + 1 < now ? &requests[i + 1] : nullptr;
+    }
+    ibv_recv_wr* refused = nullptr;
+    const int code = ::ibv_post_recv(queue_pair_, requests.data(), &refused);
+    if (code != 0) {
+      return code;
+    }
+    count -= now;
   }
-  return region;
+  return 0;
 }
 
 CompletionQueue create_completion_queue(const Device& device, int entries) {

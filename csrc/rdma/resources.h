@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <mutex>
 
 #include "rdma/select.h"
 #include "rdma/wire.h"
@@ -28,6 +28,14 @@ using EventChannel = std::unique_ptr<ibv_comp_channel, Destroy>;
 using CompletionQueue = std::unique_ptr<ibv_cq, Destroy>;
 using QueuePair = std::unique_ptr<ibv_qp, Destroy>;
 using MemoryRegion = std::unique_ptr<ibv_mr, Destroy>;
+
+struct FreeDeviceList {
+  void operator()(ibv_device** list) const noexcept { ::ibv_free_device_list(list); }
+};
+using DeviceList = std::unique_ptr<ibv_device*, FreeDeviceList>;
+
+// In the id of a completion: it is one of a receive, the rest of the id is the lane.
+constexpr std::uint64_t kReceiveId = std::uint64_t{1} << 63;
 
 // An opened port with what all queue pairs on it share. Members go in reverse order.
 struct Device {
@@ -68,12 +76,6 @@ class Arena {
 // Throws Error unless this process may lock so many bytes more in memory, and the node has them.
 void check_lockable(std::size_t size_bytes);
 
-// Lets the device reach memory of this process, or of a GPU as a DMA buffer. The second throws
-// Error where the installed libibverbs does not know it.
-MemoryRegion register_memory(ibv_pd* domain, void* memory, std::size_t size_bytes, int access);
-MemoryRegion register_dmabuf(ibv_pd* domain, int dmabuf_fd, std::uint64_t offset,
-                             std::size_t size_bytes, std::uint64_t address, int access);
-
 CompletionQueue create_completion_queue(const Device& device, int entries);
 
 struct QueueSizes {
@@ -99,6 +101,83 @@ struct Patience {
 // Connects it: from then on it sends, with `own_psn` first, and receives.
 void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& remote,
              std::uint32_t own_psn, const Patience& patience);
+
+// The receives of a queue pair. They carry no data: each is used up by one write with immediate.
+class Receives {
+ public:
+  // `most_outstanding`: how many writes with immediate the peer may have sent that were not yet
+  // counted by used(). `id`: of their completions.
+  Receives(unsigned most_outstanding, std::uint64_t id) noexcept
+      : batch_(most_outstanding < 2 ? 1 : most_outstanding / 2),
+        depth_(most_outstanding + batch_),
+        id_(id) {}
+
+  // Receives the queue pair must have room for.
+  std::uint32_t depth() const noexcept { return depth_; }
+
+  // Posts the first ones. Throws SystemError.
+  void start(ibv_qp* queue_pair);
+
+  // One completion was found. Posts new ones in batches; false if the device refuses.
+  bool used() noexcept {
+    if (++num_used_ < batch_) {
+      return true;
+    }
+    const unsigned count = num_used_;
+    num_used_ = 0;
+    return post(count) == 0;
+  }
+
+ private:
+  int post(unsigned count) noexcept;
+
+  unsigned batch_;
+  unsigned depth_;
+  std::uint64_t id_;
+  unsigned num_used_ = 0;
+  ibv_qp* queue_pair_ = nullptr;
+};
+
+// When a completion queue wakes the reactor. An event is for the next entry of its kind only and
+// must be asked for again; who asks must look into the queue afterwards, since what came before
+// makes no event.
+class Notify {
+ public:
+  enum class Level { kNone, kSolicited, kAll };
+
+  explicit Notify(ibv_cq* queue) noexcept : queue_(queue) {}
+
+  // Asks for an event unless one of at least this level is due already. Returns whether that went
+  // well: if not, the device has failed.
+  bool ask(Level level) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return ask_locked(level);
+  }
+
+  // To be called with each event taken: what it was asked for, then asks for `next`. Where somebody
+  // asked for more in between that may be lost, so the caller rings the bell afterwards: whoever
+  // sleeps looks again and asks again.
+  Level taken(Level next) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Level before = level_;
+    level_ = Level::kNone;
+    ask_locked(next);
+    return before;
+  }
+
+ private:
+  bool ask_locked(Level level) noexcept {
+    if (level <= level_) {
+      return true;
+    }
+    level_ = level;
+    return ::ibv_req_notify_cq(queue_, level == Level::kSolicited ? 1 : 0) == 0;
+  }
+
+  ibv_cq* queue_;
+  std::mutex mutex_;
+  Level level_ = Level::kNone;
+};
 
 std::uint32_t random_psn();
 

@@ -8,11 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "common/message.h"
+#include "common/channel.h"
 
 namespace adaptive::rdma {
 
-constexpr unsigned kMostSlots = 64;  // one bit each in the credit word
 constexpr unsigned kMostLanes = 16;
 constexpr std::size_t kHeaderBytes = sizeof(Message);
 

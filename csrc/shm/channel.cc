@@ -1,22 +1,18 @@
 #include "shm/channel.h"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "common/channel_state.h"
 #include "common/copy.h"
 #include "common/error.h"
-#include "common/fork_guard.h"
 #include "common/reactor.h"
 #include "cuda/agreement.h"
-#include "shm/channel_state.h"
 #include "shm/device_sender.h"
 #include "shm/distance.h"
 #include "shm/incoming.h"
@@ -53,23 +49,6 @@ struct Peer {
   Layout layout;
   std::vector<ScopedFd> fds;
 };
-
-void check_options(const ShmOptions& options) {
-  if (options.slots < 1 || options.slots > kMostSlots || options.slot_bytes < 1 ||
-      options.slot_bytes > (std::size_t{1} << 40)) {
-    throw std::invalid_argument("slots " + std::to_string(options.slots) + " of " +
-                                std::to_string(options.slot_bytes) + " bytes must be 1 to " +
-                                std::to_string(kMostSlots) + " slots of 1 byte to 1 TiB");
-  }
-}
-
-ScopedFd make_eventfd() {
-  ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!fd) {
-    throw_errno("eventfd", "0");
-  }
-  return fd;
-}
 
 void send_offer(Link& link, const Session& session, const ShmOptions& options,
                 const OutgoingMemory& memory, int wake_fd, const Deadline& deadline,
@@ -137,10 +116,7 @@ bool is_far(double distance_ns) {
   return distance_ns >= kFarNs;
 }
 
-std::size_t stream_threshold(const ShmOptions& options, double distance_ns) {
-  if (options.stream_from_bytes != 0) {
-    return options.stream_from_bytes;
-  }
+std::size_t stream_threshold(double distance_ns) {
   return is_far(distance_ns) ? kStreamFarBytes : kStreamNearBytes;
 }
 
@@ -151,8 +127,7 @@ class ShmSender final : public Sender {
             const Tick& tick)
       : session_(session),
         options_(options),
-        channel_state_(std::make_shared<ChannelState>(session.completions, link.peer(),
-                                                      name_of(session, link))),
+        channel_state_(std::make_shared<ChannelState>(session, link.peer())),
         wake_fd_(make_eventfd()) {
     const std::string purpose = "the channel from rank " + std::to_string(session.rank) + " to " +
                                 channel_state_->peer_name() + " (" + std::to_string(options.slots) +
@@ -168,12 +143,12 @@ class ShmSender final : public Sender {
     const bool leader = session.rank < link.peer();
     distance_ns_ = measure_distance_ns(
         leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
-    incoming_ = std::make_shared<Incoming>(channel_state_, session.job, options.limit_bytes,
-                                           peer.layout, std::move(control), std::move(data),
+    incoming_ = std::make_shared<Incoming>(channel_state_, options.limit_bytes, peer.layout,
+                                           std::move(control), std::move(data),
                                            std::move(peer.fds[2]), is_far(distance_ns_));
     outgoing_ = std::make_unique<Outgoing>(session, channel_state_, options, memory_);
     outgoing_->connect(Bell::attach(std::move(peer.fds[3])), std::move(peer.fds[4]),
-                       stream_threshold(options, distance_ns_), [this] { watch_->say_goodbye(); });
+                       stream_threshold(distance_ns_), [this] { watch_->say_goodbye(); });
     if (agreement.path) {
       device_bytes_ = agreement.path->arena.size_bytes();
       incoming_->use_device(std::move(agreement.path->arena), link.open_process());
@@ -188,7 +163,7 @@ class ShmSender final : public Sender {
   ShmSender& operator=(const ShmSender&) = delete;
 
   ~ShmSender() override {
-    if (!guard_.in_maker()) {
+    if (!channel_state_->in_maker()) {
       // Threads, descriptors of the reactor and the peer belong to the process that made this.
       static_cast<void>(watch_.release());
       static_cast<void>(device_sender_.release());
@@ -199,23 +174,23 @@ class ShmSender final : public Sender {
   }
 
   void send(Message message, const void* data, const Keeper& keeper) override {
-    check_process();
+    channel_state_->check_process();
     outgoing_->send(message, data, keeper);
   }
 
   std::optional<Reserved> reserve(std::size_t nbytes) override {
-    check_process();
+    channel_state_->check_process();
     return outgoing_->reserve(nbytes);
   }
 
   void commit(Message message, Reserved reserved) override {
-    check_process();
+    channel_state_->check_process();
     outgoing_->commit(message, reserved.token);
   }
 
   void send_after(Message message, const void* data, bool on_device, void* stream,
                   const Keeper& keeper) override {
-    check_process();
+    channel_state_->check_process();
     if (device_sender_ == nullptr) {
       Sender::send_after(message, data, on_device, stream, keeper);
     }
@@ -223,7 +198,7 @@ class ShmSender final : public Sender {
   }
 
   bool flush(const Deadline& deadline) override {
-    check_process();
+    channel_state_->check_process();
     return (device_sender_ == nullptr || device_sender_->flush(deadline)) &&
            outgoing_->flush(deadline);
   }
@@ -233,7 +208,7 @@ class ShmSender final : public Sender {
   }
 
   void close() noexcept override {
-    if (!guard_.in_maker()) {
+    if (!channel_state_->in_maker()) {
       return;
     }
     if (device_sender_ != nullptr) {
@@ -261,7 +236,7 @@ class ShmSender final : public Sender {
                                                    memory_->control_segment.region.size_bytes())},
         {"huge_pages", std::string(memory_->data_segment.huge_pages)},
         {"copy", std::string(streaming_name())},
-        {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(options_, distance_ns_))},
+        {"stream_from_bytes", static_cast<std::int64_t>(stream_threshold(distance_ns_))},
         {"distance_ns", distance_ns_}};
     if (options_.cuda_device >= 0) {
       info["gpu_path"] = std::string(device_sender_ == nullptr ? "pinned" : "cuda-ipc");
@@ -272,10 +247,6 @@ class ShmSender final : public Sender {
   }
 
  private:
-  static std::string name_of(const Session& session, const Link& link) {
-    return session.describe ? session.describe(link.peer()) : "rank " + std::to_string(link.peer());
-  }
-
   cuda::Wish wish() const {
     cuda::Wish wish;
     wish.ordinal = options_.cuda_device;
@@ -289,13 +260,6 @@ class ShmSender final : public Sender {
     wish.job = session_.job;
     wish.rank = session_.rank;
     return wish;
-  }
-
-  void check_process() const {
-    if (!guard_.in_maker()) {
-      throw Error("the channel to " + channel_state_->peer_name() +
-                  " belongs to the process that opened it, not to its child");
-    }
   }
 
   void start(Link link) {
@@ -328,8 +292,7 @@ class ShmSender final : public Sender {
   }
 
   void on_wake() {
-    std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+    clear(wake_fd_);
     session_.completions->drain_sources();
   }
 
@@ -342,7 +305,6 @@ class ShmSender final : public Sender {
 
   const Session session_;
   const ShmOptions options_;
-  const ForkGuard guard_;
   const std::shared_ptr<ChannelState> channel_state_;
   const ScopedFd wake_fd_;
   std::shared_ptr<OutgoingMemory> memory_;
@@ -360,7 +322,7 @@ class ShmSender final : public Sender {
 
 std::unique_ptr<Sender> open_shm(const Session& session, Link link, const ShmOptions& options,
                                  const Deadline& deadline, const Tick& tick) {
-  shm::check_options(options);
+  check_options(options);
   return std::make_unique<shm::ShmSender>(session, std::move(link), options, deadline, tick);
 }
 

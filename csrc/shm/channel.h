@@ -8,32 +8,19 @@
 // nothing of it outlives the processes, however they end.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 
 #include "common/channel.h"
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/link.h"
 #include "cuda/driver.h"
 
 namespace adaptive {
 
-struct ShmOptions {
-  std::size_t slot_bytes = std::size_t{4} << 20;
-  unsigned slots = 8;                                  // at most 64
-  std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
-  bool crc = false;
-  std::chrono::milliseconds silent_limit{60'000};  // unused: the kernel tells of a process's end
-  // Copies of this size and above bypass the caches; 0 for what the distance of the processors
-  // suggests.
-  std::size_t stream_from_bytes = 0;
-  // How many slots reserve() may have taken that the peer has not. A sender that takes them all
-  // cannot send what comes first, while a receiver that holds the others waits for it.
-  unsigned reservable = 64;
+// The limit of silence is unused: the kernel tells of a process's end.
+struct ShmOptions : ChannelOptions {
   // Payloads in the memory of a GPU, by its number in this process; negative: there are none. Where
   // the peer's GPU is the same or can be reached they go from memory to memory, else the caller
   // brings them to the host; see info() for which it is.

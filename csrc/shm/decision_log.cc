@@ -1,8 +1,5 @@
 #include "shm/decision_log.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -71,7 +68,6 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
 
 constexpr std::uint64_t kMagic = 0x4d41'4445'4349'4445ULL;
 constexpr std::uint32_t kVersion = 1;
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 // Values of StateLine::state; the low half of kAborted carries the reason.
 constexpr std::uint64_t kOpen = 0;
@@ -99,40 +95,10 @@ bool sizes_allowed(std::uint32_t num_readers, std::uint32_t capacity) noexcept {
          capacity <= DecisionLog::kMaxCapacity;
 }
 
+constexpr const char* kForeign = "the descriptor does not hold a decision log of this version";
+
 [[noreturn]] void throw_foreign(const std::string& finding) {
-  throw Error("the descriptor does not hold a decision log of this version: " + finding);
-}
-
-ScopedFd make_memory(std::size_t size_bytes) {
-  ScopedFd fd(::memfd_create("megatron-adaptive-decisions", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) {
-    throw_errno("memfd_create", std::to_string(size_bytes) + " bytes");
-  }
-  if (::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
-    throw_errno("ftruncate", std::to_string(size_bytes) + " bytes");
-  }
-  if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw_errno("fcntl", "F_ADD_SEALS");
-  }
-  return fd;
-}
-
-// The size of a memory file whose size cannot change any more.
-std::size_t sealed_size(int fd) {
-  struct stat status{};
-  if (::fstat(fd, &status) != 0) {
-    throw_errno("fstat", std::to_string(fd));
-  }
-  const int seals = ::fcntl(fd, F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals) {
-    throw_foreign("its size is not sealed");
-  }
-  const auto size_bytes = static_cast<std::size_t>(status.st_size);
-  if (size_bytes < size_for(1, 1) ||
-      size_bytes > size_for(DecisionLog::kMaxReaders, DecisionLog::kMaxCapacity)) {
-    throw_foreign("its size is " + std::to_string(size_bytes) + " bytes");
-  }
-  return size_bytes;
+  throw Error(std::string(kForeign) + ": " + finding);
 }
 
 SpinBudget spin_for(std::uint32_t num_readers, unsigned local_processes) noexcept {
@@ -156,7 +122,10 @@ DecisionLog::DecisionLog(MappedRegion region, std::uint32_t num_readers, std::ui
       owner_(::getpid()) {}
 
 DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
-  const std::size_t size_bytes = sealed_size(fd);
+  const std::size_t size_bytes = sealed_size(fd, kForeign);
+  if (size_bytes < size_for(1, 1) || size_bytes > size_for(kMaxReaders, kMaxCapacity)) {
+    throw_foreign("its size is " + std::to_string(size_bytes) + " bytes");
+  }
   MappedRegion region = MappedRegion::shared(fd, size_bytes);
   // One copy, checked and used: a peer may write the original at any moment. The fence keeps the
   // compiler from reading the original again.
@@ -213,7 +182,7 @@ DecisionWriter DecisionWriter::create(std::uint32_t num_readers, std::uint32_t c
                                 std::to_string(kMaxCapacity));
   }
   const std::size_t size_bytes = size_for(num_readers, capacity);
-  ScopedFd fd = make_memory(size_bytes);
+  ScopedFd fd = make_sealed_file("megatron-adaptive-decisions", size_bytes);
   MappedRegion region = MappedRegion::shared(fd.get(), size_bytes);
   // Fresh memory is zero, which is every atomic's initial value; the header says how much it is.
   auto* header = new (region.data()) detail::HeaderLine{};

@@ -11,9 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "common/channel.h"
+#include "common/channel_state.h"
 #include "cuda/arena.h"
-#include "shm/channel_state.h"
 #include "shm/outgoing.h"
 
 namespace adaptive::shm {

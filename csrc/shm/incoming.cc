@@ -1,7 +1,5 @@
 #include "shm/incoming.h"
 
-#include <unistd.h>
-
 #include <cstring>
 #include <new>
 #include <utility>
@@ -16,11 +14,6 @@ namespace {
 // times longer than flushing takes. More than this has left the caches by itself.
 constexpr std::uint64_t kMostFlushedBytes = std::uint64_t{512} << 10;
 
-void signal(const ScopedFd& fd) noexcept {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));
-}
-
 }  // namespace
 
 // Owner of a message that was put together from pieces.
@@ -33,7 +26,7 @@ struct Incoming::Assembled {
   Assembled& operator=(const Assembled&) = delete;
   ~Assembled() {
     channel->num_assembled_.fetch_sub(1);
-    if (channel->stalled_.load() && channel->guard_.in_maker()) {
+    if (channel->stalled_.load() && channel->channel_state_->in_maker()) {
       if (const auto completions = channel->channel_state_->completions()) {
         completions->bell().ring();
       }
@@ -44,11 +37,10 @@ struct Incoming::Assembled {
   Lease memory;
 };
 
-Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t job,
-                   std::uint64_t limit_bytes, const Layout& layout, MappedRegion control,
-                   MappedRegion data, ScopedFd credit_fd, bool flush_computed)
+Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
+                   const Layout& layout, MappedRegion control, MappedRegion data,
+                   ScopedFd credit_fd, bool flush_computed)
     : channel_state_(std::move(channel_state)),
-      job_(job),
       layout_(layout),
       control_region_(std::move(control)),
       data_region_(std::move(data)),
@@ -59,7 +51,7 @@ Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t jo
       assembler_(limit_bytes) {}
 
 Incoming::~Incoming() {
-  if (!guard_.in_maker()) {
+  if (!channel_state_->in_maker()) {
     static_cast<void>(device_.release());  // its thread and the device are the parent's
   }
 }
@@ -124,7 +116,7 @@ void Incoming::read(const Entry& entry, Message* message, unsigned* slot,
 }
 
 void Incoming::check_entry(const Message& message, unsigned slot) const {
-  check_message(message, job_, layout_.slot_bytes, channel_state_->peer());
+  check_message(message, channel_state_->job(), layout_.slot_bytes, channel_state_->peer());
   const bool end = message.kind == MessageKind::kEnd;
   if (message.sequence != sequence_ || (end ? slot != kNoSlot : slot >= layout_.slots) ||
       (end && assembler_.busy())) {
@@ -163,11 +155,7 @@ bool Incoming::take_next(Completions& into) {
   if (whole) {
     ++taken_;
     ++sequence_;
-    if ((flags & kOnDevice) != 0) {
-      deliver_on_device(message, slot, into);
-    } else {
-      deliver(message, slot, flags, into);
-    }
+    deliver(message, slot, flags, into);
   } else {
     if (message.offset == 0 && num_assembled_.load() >= layout_.slots) {
       stalled_.store(true);
@@ -179,38 +167,28 @@ bool Incoming::take_next(Completions& into) {
     ++taken_;
     add_piece(message, slot, into);
   }
-  last_ = message;
-  any_ = true;
+  channel_state_->note_received(message);
   return true;
 }
 
 void Incoming::deliver(const Message& message, unsigned slot, std::uint32_t flags,
                        Completions& into) {
-  Arrival arrival;
-  arrival.peer = channel_state_->peer();
-  arrival.message = message;
+  const bool on_device = (flags & kOnDevice) != 0;
   const bool flush = flush_computed_ && (flags & kComputedInPlace) != 0 &&
                      message.piece_bytes <= kMostFlushedBytes;
   flush_bytes_[slot].store(flush ? static_cast<std::uint32_t>(message.piece_bytes) : 0,
                            std::memory_order_relaxed);
-  arrival.payload = Lease(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes,
-                          shared_from_this(), &Incoming::release, slot);
-  num_held_.fetch_add(1, std::memory_order_relaxed);
-  arrival.slots = layout_.slots;
-  arrival.held = &num_held_;
-  into.found(std::move(arrival));
-}
-
-void Incoming::deliver_on_device(const Message& message, unsigned slot, Completions& into) {
+  std::byte* const data =
+      on_device ? device_->data(slot) : data_region_.data() + slot * layout_.slot_stride;
   Arrival arrival;
   arrival.peer = channel_state_->peer();
   arrival.message = message;
-  arrival.payload = Lease(device_->data(slot), message.nbytes, shared_from_this(),
-                          &Incoming::release_on_device, slot);
+  arrival.payload = Lease(data, message.nbytes, shared_from_this(),
+                          on_device ? &Incoming::release_on_device : &Incoming::release, slot);
   num_held_.fetch_add(1, std::memory_order_relaxed);
   arrival.slots = layout_.slots;
   arrival.held = &num_held_;
-  arrival.device = device_.get();
+  arrival.device = on_device ? device_.get() : nullptr;
   arrival.slot = slot;
   into.found(std::move(arrival));
 }
@@ -233,7 +211,7 @@ void Incoming::add_piece(const Message& message, unsigned slot, Completions& int
 
 void Incoming::release(void* owner, std::uint64_t token) noexcept {
   auto* const self = static_cast<Incoming*>(owner);
-  if (!self->guard_.in_maker()) {
+  if (!self->channel_state_->in_maker()) {
     return;
   }
   const auto slot = static_cast<unsigned>(token);
@@ -245,7 +223,7 @@ void Incoming::release(void* owner, std::uint64_t token) noexcept {
 
 void Incoming::release_on_device(void* owner, std::uint64_t token) noexcept {
   auto* const self = static_cast<Incoming*>(owner);
-  if (self->guard_.in_maker()) {
+  if (self->channel_state_->in_maker()) {
     self->num_held_.fetch_sub(1, std::memory_order_relaxed);
     self->device_->leave(static_cast<unsigned>(token));
   }
@@ -275,9 +253,7 @@ void Incoming::tell_loss() noexcept {
   finished_ = true;
   const std::lock_guard<std::mutex> lock(reason_mutex_);
   channel_state_->fail(Failure::Kind::kPeerLost,
-                       channel_state_->peer_name() + " is gone: " + reason_ + "; " +
-                           (any_ ? "the last message from it was " + describe(last_)
-                                 : std::string("no message had come from it")));
+                       channel_state_->peer_name() + " is gone: " + reason_);
 }
 
 void Incoming::stop() noexcept {

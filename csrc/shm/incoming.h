@@ -10,11 +10,10 @@
 #include <string>
 
 #include "common/assembler.h"
+#include "common/channel_state.h"
 #include "common/completions.h"
-#include "common/fork_guard.h"
 #include "common/mapped_region.h"
 #include "common/scoped_fd.h"
-#include "shm/channel_state.h"
 #include "shm/device_slots.h"
 #include "shm/ring.h"
 
@@ -34,9 +33,9 @@ struct Layout {
 // whatever is acted upon is copied out first and checked then.
 class Incoming final : public Source, public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t job,
-           std::uint64_t limit_bytes, const Layout& layout, MappedRegion control, MappedRegion data,
-           ScopedFd credit_fd, bool flush_computed);
+  Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
+           const Layout& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
+           bool flush_computed);
 
   ~Incoming() override;
 
@@ -61,7 +60,6 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   void read(const Entry& entry, Message* message, unsigned* slot, std::uint32_t* flags) const;
   void check_entry(const Message& message, unsigned slot) const;
   void deliver(const Message& message, unsigned slot, std::uint32_t flags, Completions& into);
-  void deliver_on_device(const Message& message, unsigned slot, Completions& into);
   DeviceSlots::Importer importer() const noexcept;
   void add_piece(const Message& message, unsigned slot, Completions& into);
   void give_back(unsigned slot) noexcept;
@@ -70,7 +68,6 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   static void release_on_device(void* owner, std::uint64_t token) noexcept;
 
   const std::shared_ptr<ChannelState> channel_state_;
-  const std::uint64_t job_;
   const Layout layout_;
   const MappedRegion control_region_;
   const MappedRegion data_region_;
@@ -78,15 +75,12 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   const Entry* const entries_;
   const ScopedFd credit_fd_;
   const bool flush_computed_;
-  const ForkGuard guard_;
 
   // Of the thread that polls.
   Assembler assembler_;
   std::uint64_t taken_ = 0;     // entries
   std::uint64_t sequence_ = 0;  // of the message that is due
   bool finished_ = false;
-  bool any_ = false;
-  Message last_;
 
   // By slot: bytes to flush when it comes back. Written before its lease is handed out; that this
   // is after the lease before has come back, only the sender's process knows for sure.

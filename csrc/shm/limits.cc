@@ -27,21 +27,6 @@ std::optional<std::uint64_t> read_number(const std::string& path) {
   return file >> value ? std::optional<std::uint64_t>(value) : std::nullopt;
 }
 
-// The number after `name` in a file of lines "name[:] number"; 0 where it does not stand.
-std::uint64_t read_field(const std::string& path, const std::string& name) {
-  std::ifstream file(path);
-  std::string line;
-  while (std::getline(file, line)) {
-    std::istringstream words(line);
-    std::string word;
-    std::uint64_t value = 0;
-    if (words >> word >> value && word == name) {
-      return value;
-    }
-  }
-  return 0;
-}
-
 void narrow(MemoryRoom* room, std::uint64_t bytes, const std::string& limit,
             const std::string& remedy) {
   if (bytes < room->bytes) {
@@ -124,6 +109,20 @@ void narrow_by_address_space(MemoryRoom* room, const SystemPaths& paths) {
 }
 
 }  // namespace
+
+std::uint64_t read_field(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  std::string line;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string word;
+    std::uint64_t value = 0;
+    if (words >> word >> value && word == name) {
+      return value;
+    }
+  }
+  return 0;
+}
 
 MemoryRoom memory_room(const SystemPaths& paths) {
   MemoryRoom room;

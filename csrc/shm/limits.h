@@ -26,6 +26,9 @@ MemoryRoom memory_room(const SystemPaths& paths = {});
 // left, with a reserve. `purpose`: "the channel to rank 3 (8 slots of 4 MiB)".
 void check_memory(std::uint64_t bytes, const std::string& purpose, const SystemPaths& paths = {});
 
+// The number after `name` in a file of lines "name number"; 0 where it does not stand.
+std::uint64_t read_field(const std::string& path, const std::string& name);
+
 // "1.5 GiB"
 std::string bytes_text(std::uint64_t bytes);
 

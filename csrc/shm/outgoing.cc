@@ -1,13 +1,9 @@
 #include "shm/outgoing.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <new>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -33,20 +29,6 @@ std::uint64_t mask_of(unsigned slots) noexcept {
 
 unsigned count_of(std::uint64_t slots) noexcept {
   return static_cast<unsigned>(__builtin_popcountll(slots));
-}
-
-ScopedFd make_eventfd() {
-  ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!fd) {
-    throw_errno("eventfd", "0");
-  }
-  return fd;
-}
-
-// An eventfd that cannot take more is readable already.
-void signal(const ScopedFd& fd) noexcept {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));
 }
 
 }  // namespace
@@ -82,9 +64,7 @@ void OutgoingMemory::drop_view(void* owner, std::uint64_t slot) noexcept {
 
 Outgoing::Outgoing(const Session& session, std::shared_ptr<ChannelState> channel_state,
                    const ShmOptions& options, std::shared_ptr<OutgoingMemory> memory)
-    : job_(session.job),
-      rank_(session.rank),
-      channel_state_(std::move(channel_state)),
+    : channel_state_(std::move(channel_state)),
       options_(options),
       memory_(std::move(memory)),
       control_(memory_->control()),
@@ -114,24 +94,7 @@ void Outgoing::prepare(Message& message) const {
     throw Error(describe(message) + " cannot be sent to " + channel_state_->peer_name() + ": " +
                 (closed_ ? "this end of the channel is closed" : "it has closed its end"));
   }
-  if (message.nbytes > options_.limit_bytes) {
-    throw Error(describe(message) + " to " + channel_state_->peer_name() + " has " +
-                std::to_string(message.nbytes) + " bytes, more than the limit of " +
-                std::to_string(options_.limit_bytes));
-  }
-  message.magic = kMessageMagic;
-  message.version = kMessageVersion;
-  message.job = job_;
-  message.sequence = sequence_;
-  message.offset = 0;
-  message.piece_bytes = message.nbytes;
-  message.has_crc = options_.crc ? 1 : 0;
-  message.crc = 0;
-  message.reserved = 0;
-  check_message(message, job_, message.nbytes, rank_);
-  if (message.kind == MessageKind::kEnd) {
-    throw std::invalid_argument("the end of a channel is said by close()");
-  }
+  channel_state_->prepare(message, sequence_, options_.limit_bytes, options_.crc);
 }
 
 // Takes back what was given back. A receiver cannot free what is not out.
@@ -266,7 +229,7 @@ void Outgoing::publish_end() noexcept {
   end_published_ = true;
   Message message;
   message.kind = MessageKind::kEnd;
-  message.job = job_;
+  message.job = channel_state_->job();
   message.sequence = sequence_;
   message.dimensions = 1;
   publish(message, kNoSlot, 0);
@@ -471,8 +434,7 @@ void Outgoing::close() noexcept {
 }
 
 void Outgoing::on_credit() noexcept {
-  std::uint64_t count = 0;
-  [[maybe_unused]] const ssize_t got = ::read(memory_->credit_fd.get(), &count, sizeof(count));
+  clear(memory_->credit_fd);
   Owners done;
   const std::lock_guard<std::mutex> lock(mutex_);
   try {

@@ -13,11 +13,10 @@
 #include <optional>
 #include <vector>
 
-#include "common/channel.h"
+#include "common/channel_state.h"
 #include "common/fork_guard.h"
 #include "common/futex.h"
 #include "shm/channel.h"
-#include "shm/channel_state.h"
 #include "shm/ring.h"
 #include "shm/segment.h"
 
@@ -109,8 +108,6 @@ class Outgoing {
   void publish_end() noexcept;
   bool receiver_closed() const noexcept;
 
-  const std::uint64_t job_;
-  const int rank_;
   const std::shared_ptr<ChannelState> channel_state_;
   const ShmOptions options_;
   const std::shared_ptr<OutgoingMemory> memory_;

@@ -17,12 +17,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/message.h"
+#include "common/channel.h"
 
 namespace adaptive::shm {
 
 constexpr std::size_t kLine = 64;
-constexpr unsigned kMostSlots = 64;
 // The payload was computed into the slot, by ordinary stores.
 constexpr std::uint32_t kComputedInPlace = 1;
 // The payload is in that slot of the receiver's memory on its GPU; see cuda/arena.h.

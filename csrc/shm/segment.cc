@@ -1,11 +1,9 @@
 #include "shm/segment.h"
 
 #include <fcntl.h>
-#include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -29,7 +27,7 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kChunk = std::size_t{64} << 20;
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr const char* kName = "megatron-adaptive-channel";
 
 std::size_t round_up(std::size_t size, std::size_t unit) noexcept {
   return (size + unit - 1) / unit * unit;
@@ -76,20 +74,6 @@ void check_file_size(std::size_t size_bytes, const std::string& purpose) {
   }
 }
 
-ScopedFd make_file(std::size_t size_bytes, unsigned flags) {
-  ScopedFd fd(::memfd_create("megatron-adaptive-channel", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
-  if (!fd) {
-    throw_errno("memfd_create", std::to_string(size_bytes) + " bytes");
-  }
-  if (::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
-    throw_errno("ftruncate", std::to_string(size_bytes) + " bytes");
-  }
-  if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw_errno("fcntl", "F_ADD_SEALS");
-  }
-  return fd;
-}
-
 std::size_t free_huge_bytes() {
   std::ifstream file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
   std::size_t pages = 0;
@@ -113,7 +97,7 @@ Segment try_reserved_huge_pages(std::size_t size_bytes) {
   }
   try {
     Segment segment;
-    segment.fd = make_file(rounded, MFD_HUGETLB | MFD_HUGE_2MB);
+    segment.fd = make_sealed_file(kName, rounded, MFD_HUGETLB | MFD_HUGE_2MB);
     if (::fallocate(segment.fd.get(), 0, 0, static_cast<off_t>(rounded)) != 0) {
       return {};
     }
@@ -163,7 +147,7 @@ Segment make_segment(std::size_t size_bytes, const std::string& purpose, const D
   const bool transparent = size_bytes >= kHugePage && transparent_huge_pages();
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const std::size_t rounded = round_up(size_bytes, transparent ? kHugePage : page);
-  segment.fd = make_file(rounded, 0);
+  segment.fd = make_sealed_file(kName, rounded);
   segment.region = MappedRegion::untouched(segment.fd.get(), rounded);
   if (transparent && ::madvise(segment.region.data(), rounded, MADV_HUGEPAGE) == 0) {
     segment.huge_pages = "transparent";
@@ -174,17 +158,10 @@ Segment make_segment(std::size_t size_bytes, const std::string& purpose, const D
 
 MappedRegion attach_segment(const ScopedFd& fd, std::size_t size_bytes,
                             const std::string& purpose) {
-  struct stat status{};
-  if (::fstat(fd.get(), &status) != 0) {
-    throw_errno("fstat", purpose);
-  }
-  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals) {
-    throw Error(purpose + ": the peer's descriptor is no memory of sealed size");
-  }
-  if (static_cast<std::size_t>(status.st_size) != size_bytes) {
-    throw Error(purpose + ": the peer's memory has " + std::to_string(status.st_size) +
-                " bytes where " + std::to_string(size_bytes) + " were announced");
+  const std::size_t found = sealed_size(fd.get(), purpose);
+  if (found != size_bytes) {
+    throw Error(purpose + ": the peer's memory has " + std::to_string(found) + " bytes where " +
+                std::to_string(size_bytes) + " were announced");
   }
   return MappedRegion::shared(fd.get(), size_bytes);
 }

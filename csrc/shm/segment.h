@@ -6,7 +6,6 @@
 #include <string>
 
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/mapped_region.h"
 #include "common/scoped_fd.h"
 

@@ -1,6 +1,5 @@
 #include "tcp/channel.h"
 
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -11,30 +10,30 @@
 namespace adaptive {
 namespace {
 
-constexpr unsigned kMostSlots = 64;
-constexpr std::chrono::milliseconds kShortestLimit(10);
-constexpr std::chrono::milliseconds kLongestLimit = std::chrono::hours(24);
-
 class TcpSender final : public Sender {
  public:
-  TcpSender(const Session& session, int peer, std::string remote, const TcpOptions& options,
-            std::uint64_t peer_limit_bytes, std::shared_ptr<tcp::Connection> connection)
-      : job_(session.job),
-        peer_(peer),
-        remote_(std::move(remote)),
+  TcpSender(std::string remote, const TcpOptions& options, std::uint64_t peer_limit_bytes,
+            std::shared_ptr<tcp::Connection> connection)
+      : remote_(std::move(remote)),
         options_(options),
         peer_limit_bytes_(peer_limit_bytes),
         connection_(std::move(connection)) {}
 
   // A forked child has no thread and no say in its parent's connections.
   ~TcpSender() override {
-    if (connection_->in_maker()) {
+    if (connection_->state().in_maker()) {
       connection_->shut();
     }
   }
 
   void send(Message message, const void* data, const Keeper& keeper) override {
-    prepare(message, data);
+    const ChannelState& state = connection_->state();
+    state.check_process();
+    connection_->check();
+    state.prepare(message, sequence_, peer_limit_bytes_, options_.crc);
+    if (options_.crc) {
+      message.crc = crc32c(data, static_cast<std::size_t>(message.nbytes));
+    }
     connection_->writer().send(message, data, keeper);
     ++sequence_;
   }
@@ -58,7 +57,7 @@ class TcpSender final : public Sender {
   std::size_t pending() const noexcept override { return connection_->writer().unsent(); }
 
   void close() noexcept override {
-    if (connection_->in_maker()) {
+    if (connection_->state().in_maker()) {
       connection_->writer().say_goodbye();
       connection_->pump();
     }
@@ -72,48 +71,12 @@ class TcpSender final : public Sender {
   }
 
  private:
-  void prepare(Message& message, const void* data) const {
-    if (!connection_->in_maker()) {
-      throw Error("a forked child cannot use the channels of its parent");
-    }
-    connection_->check();
-    message.magic = kMessageMagic;
-    message.version = kMessageVersion;
-    message.reserved = 0;
-    message.job = job_;
-    message.sequence = sequence_;
-    message.offset = 0;
-    message.piece_bytes = message.nbytes;
-    message.has_crc = options_.crc ? 1 : 0;
-    message.crc = options_.crc ? crc32c(data, static_cast<std::size_t>(message.nbytes)) : 0;
-    check_message(message, job_, static_cast<std::size_t>(message.nbytes), peer_);
-    if (message.nbytes > peer_limit_bytes_) {
-      throw Error(describe(message) + " has " + std::to_string(message.nbytes) +
-                  " bytes, more than the " + std::to_string(peer_limit_bytes_) + " that " +
-                  connection_->peer_name() + " accepts");
-    }
-  }
-
-  const std::uint64_t job_;
-  const int peer_;
   const std::string remote_;
   const TcpOptions options_;
   const std::uint64_t peer_limit_bytes_;
   const std::shared_ptr<tcp::Connection> connection_;
   std::uint64_t sequence_ = 0;
 };
-
-void check_options(const TcpOptions& options) {
-  if (options.slots < 1 || options.slots > kMostSlots || options.slot_bytes < 1) {
-    throw std::invalid_argument(std::to_string(options.slots) + " slots of " +
-                                std::to_string(options.slot_bytes) +
-                                " bytes must be 1 to 64 slots of at least 1 byte");
-  }
-  if (options.silent_limit < kShortestLimit || options.silent_limit > kLongestLimit) {
-    throw std::invalid_argument("silent_limit " + std::to_string(options.silent_limit.count()) +
-                                " ms must be within 10 ms and a day");
-  }
-}
 
 }  // namespace
 
@@ -131,8 +94,7 @@ std::unique_ptr<Sender> open_tcp(const Session& session, Link link, const TcpOpt
   const tcp::Offer theirs = tcp::parse_offer(record.bytes, session.job, link.peer());
   auto connection =
       std::make_shared<tcp::Connection>(session, link.peer(), link.release(), mine, theirs);
-  auto sender = std::make_unique<TcpSender>(session, link.peer(), link.remote(), options,
-                                            theirs.limit_bytes, connection);
+  auto sender = std::make_unique<TcpSender>(link.remote(), options, theirs.limit_bytes, connection);
   connection->start();
   return sender;
 }

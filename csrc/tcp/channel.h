@@ -2,26 +2,17 @@
 // credits, order, names for failures) on a socket. Both directions of a pair share one connection.
 #pragma once
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 
 #include "common/channel.h"
 #include "common/deadline.h"
-#include "common/fd_passing.h"
 #include "common/link.h"
 
 namespace adaptive {
 
-struct TcpOptions {
-  std::size_t slot_bytes = std::size_t{1} << 20;  // buffers of this size are kept and used again
-  unsigned slots = 16;  // messages that have arrived and were not given back; at most 64
-  std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
-  bool crc = false;                                    // of what this end sends
-  // A peer that is silent for so long is lost. It sends at least a heartbeat per second.
-  std::chrono::milliseconds silent_limit{10'000};
-};
+// Buffers of slot_bytes are kept and used again; there is no memory to reserve. A peer sends at
+// least a heartbeat per second.
+using TcpOptions = ChannelOptions;
 
 // Opens both directions of the pair at the ends of `link`; both ends call it at the same time, with
 // options of their own. Arrivals come to session.completions: a payload is received straight into a

@@ -41,9 +41,7 @@ std::int64_t now_ns() {
 
 Connection::Connection(const Session& session, int peer, ForkSafeFd socket, const Offer& mine,
                        const Offer& theirs)
-    : completions_(session.completions),
-      describe_(session.describe),
-      peer_(peer),
+    : state_(session, peer, "TCP channel with "),
       mine_(mine),
       period_(period_of(mine, theirs)),
       reactor_(session.reactor),
@@ -59,15 +57,17 @@ void Connection::start() {
   events_ = kReadEvents;
   reactor_->add(
       socket_.get(), events_, [self](std::uint32_t events) { self->on_events(events); },
-      [self](const std::exception& error) { self->fail(Failure::Kind::kTransport, error.what()); });
+      [self](const std::exception& error) {
+        self->state_.fail(Failure::Kind::kTransport, error.what());
+      });
   timer_ = reactor_->every(period_, [self] { self->on_tick(); });
-  if (const auto completions = completions_.lock()) {
+  if (const auto completions = state_.completions()) {
     completions->add(self);
   }
 }
 
 void Connection::shut() noexcept {
-  if (const auto completions = completions_.lock()) {
+  if (const auto completions = state_.completions()) {
     completions->remove(this);
   }
   reactor_->remove(socket_.get());
@@ -87,45 +87,11 @@ void Connection::shut() noexcept {
   reactor_.reset();
 }
 
-std::string Connection::peer_name() const {
-  return describe_ ? describe_(peer_) : "rank " + std::to_string(peer_);
-}
-
 void Connection::check() const {
-  if (!failed_.load(std::memory_order_acquire)) {
-    if (over_.load()) {
-      throw Error("the TCP channel with " + peer_name() + " is closed: the other end has left");
-    }
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(fate_mutex_);
-  if (kind_ == Failure::Kind::kPeerLost) {
-    throw PeerLostError(text_);
-  }
-  throw Error(text_);
-}
-
-void Connection::fail(Failure::Kind kind, const std::string& finding) noexcept {
-  try {
-    const std::string name = peer_name();  // code of others: before the lock
-    std::string text;
-    {
-      const std::lock_guard<std::mutex> lock(fate_mutex_);
-      if (failed_.load()) {
-        return;
-      }
-      kind_ = kind;
-      text_ = text =
-          "TCP channel with " + name + ": " + finding + "; " +
-          (any_received_ ? "the last message received from it was " + describe(last_received_)
-                         : "no message was received from it");
-      failed_.store(true, std::memory_order_release);
-    }
-    if (const auto completions = completions_.lock()) {
-      completions->put(Failure{kind, peer_, std::move(text)});
-    }
-  } catch (...) {
-    failed_.store(true, std::memory_order_release);  // there is no memory for words
+  state_.check();
+  if (over_.load()) {
+    throw Error("the TCP channel with " + state_.peer_name() +
+                " is closed: the other end has left");
   }
 }
 
@@ -140,7 +106,7 @@ void Connection::watch(std::uint32_t events, bool on) noexcept {
       reactor_->modify(socket_.get(), wanted);
     }
   } catch (const std::exception& error) {
-    fail(Failure::Kind::kTransport, error.what());
+    state_.fail(Failure::Kind::kTransport, error.what());
   }
 }
 
@@ -167,9 +133,9 @@ void Connection::on_tick() {
   pump();
   // Ticks, not time: where this process itself stood still, the peer is not to blame.
   if (silent_ticks_ * period_ >= mine_.silent_limit && !over_.load() && !goodbye_came_.load()) {
-    fail(Failure::Kind::kPeerLost, "it was silent for " +
-                                       std::to_string(mine_.silent_limit.count()) +
-                                       " ms: it hangs, is stopped, or the network is cut");
+    state_.fail(Failure::Kind::kPeerLost, "it was silent for " +
+                                              std::to_string(mine_.silent_limit.count()) +
+                                              " ms: it hangs, is stopped, or the network is cut");
     end();
     reactor_->remove(socket_.get());
   }
@@ -185,7 +151,7 @@ void Connection::pump() noexcept {
   try {
     writer_.pump();
   } catch (const std::exception& error) {
-    fail(Failure::Kind::kTransport, error.what());
+    state_.fail(Failure::Kind::kTransport, error.what());
   }
 }
 
@@ -224,7 +190,7 @@ bool Connection::receive(Completions* into, std::size_t budget_bytes) noexcept {
       read_some(budget_bytes);
     } catch (const std::exception& error) {
       over_.store(true);
-      fail(Failure::Kind::kTransport, error.what());
+      state_.fail(Failure::Kind::kTransport, error.what());
     }
     delivered = delivered_;
   }
@@ -272,9 +238,10 @@ void Connection::on_end(int code) {
   if (goodbye_came_.load()) {
     return;
   }
-  fail(Failure::Kind::kPeerLost,
-       code == 0 ? "its end of the connection was closed without a goodbye: its process ended"
-                 : std::string("the connection broke: ") + std::strerror(code));
+  state_.fail(Failure::Kind::kPeerLost,
+              code == 0
+                  ? "its end of the connection was closed without a goodbye: its process ended"
+                  : std::string("the connection broke: ") + std::strerror(code));
 }
 
 std::byte* Connection::begin(const Message& message) {
@@ -297,7 +264,7 @@ void Connection::complete(const Message& message) {
                 std::to_string(message.crc));
   }
   Arrival arrival;
-  arrival.peer = peer_;
+  arrival.peer = state_.peer();
   arrival.message = message;
   arrival.payload = Lease(data, nbytes, shared_from_this(), &Connection::release,
                           reinterpret_cast<std::uintptr_t>(block_.release()));
@@ -305,15 +272,11 @@ void Connection::complete(const Message& message) {
   arrival.slots = mine_.slots;
   arrival.held = &num_held_;
   arrival.arrived_ns = now_ns();
-  {
-    const std::lock_guard<std::mutex> lock(fate_mutex_);
-    any_received_ = true;
-    last_received_ = message;
-  }
+  state_.note_received(message);
   delivered_ = true;
   if (into_ != nullptr) {
     into_->found(std::move(arrival));
-  } else if (const auto completions = completions_.lock()) {
+  } else if (const auto completions = state_.completions()) {
     completions->put(std::move(arrival));
   }
 }
@@ -329,7 +292,7 @@ void Connection::goodbye() {
 
 void Connection::release(void* owner, std::uint64_t token) noexcept {
   auto* const connection = static_cast<Connection*>(owner);
-  if (connection->guard_.in_maker()) {
+  if (connection->state_.in_maker()) {
     connection->give_back(reinterpret_cast<Block*>(static_cast<std::uintptr_t>(token)));
   }
 }

@@ -13,13 +13,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 
-#include "common/channel.h"
-#include "common/fork_guard.h"
+#include "common/channel_state.h"
 #include "common/fork_safe_fd.h"
 #include "tcp/buffers.h"
 #include "tcp/frame.h"
@@ -41,8 +38,7 @@ class Connection final : public Source,
   void shut() noexcept;
 
   Writer& writer() noexcept { return writer_; }
-  bool in_maker() const noexcept { return guard_.in_maker(); }
-  std::string peer_name() const;
+  const ChannelState& state() const noexcept { return state_; }
   // Throws what ended the channel, if anything did.
   void check() const;
   // Writes what is due. Any thread.
@@ -65,18 +61,14 @@ class Connection final : public Source,
   bool leave_to_other(std::unique_lock<std::mutex>& reading) noexcept;
   void read_some(std::size_t budget_bytes);
   void on_end(int code);
-  void fail(Failure::Kind kind, const std::string& finding) noexcept;
   void watch(std::uint32_t events, bool on) noexcept;
   void end() noexcept;
   static void release(void* owner, std::uint64_t token) noexcept;
   void give_back(Block* block) noexcept;
 
-  const std::weak_ptr<Completions> completions_;  // its items hold leases, which hold this
-  const std::function<std::string(int)> describe_;
-  const int peer_;
+  ChannelState state_;
   const Offer mine_;
   const std::chrono::milliseconds period_;  // of heartbeats
-  const ForkGuard guard_;
   std::shared_ptr<Reactor> reactor_;
   ForkSafeFd socket_;
   BufferPool buffers_;
@@ -100,13 +92,7 @@ class Connection final : public Source,
   std::atomic<bool> heard_{false};
   int silent_ticks_ = 0;  // of the reactor's thread
 
-  std::atomic<bool> over_{false};    // nothing is read any more
-  std::atomic<bool> failed_{false};  // and why, is in text_
-  mutable std::mutex fate_mutex_;
-  Failure::Kind kind_ = Failure::Kind::kTransport;
-  std::string text_;
-  bool any_received_ = false;
-  Message last_received_;
+  std::atomic<bool> over_{false};  // nothing is read any more
 };
 
 }  // namespace adaptive::tcp

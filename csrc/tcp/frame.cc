@@ -13,7 +13,6 @@ namespace {
 constexpr std::uint32_t kFrameMagic = 0x4D41'5446;  // "MATF"
 constexpr std::uint32_t kOfferMagic = 0x4D41'544F;  // "MATO"
 constexpr std::uint32_t kVersion = 1;
-constexpr std::uint32_t kMostSlots = 64;
 // Small messages come whole with their frame; of long ones no more than this is copied twice.
 constexpr std::size_t kStagingBytes = std::size_t{16} << 10;
 

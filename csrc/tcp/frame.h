@@ -19,7 +19,7 @@
 #include <memory>
 #include <vector>
 
-#include "common/message.h"
+#include "common/channel.h"
 
 namespace adaptive::tcp {
 

@@ -29,55 +29,31 @@ Open opening(const ShmOptions& options) {
   };
 }
 
-void play(const Side& side, int rank, Listener* listener, const std::string& address, int opened) {
-  ::setenv("STANDIN_CUDA_DELAY_US", "300", 0);
-  for (const auto& [name, value] : side.settings) {
-    ::setenv(name.c_str(), value.c_str(), 1);
-  }
-  const int before = num_open_descriptors();
-  {
-    End end = open_end(rank, listener, address, opening(side.options));
-    check(::write(opened, "1", 1) == 1, "write");
-    side.body(end);
+// Sets the stand-in up before the channel opens, and looks at what is left when the body is done.
+Open opening_with(const Side& side) {
+  return [side](const Session& session, Link link) {
+    ::setenv("STANDIN_CUDA_DELAY_US", "300", 0);
+    for (const auto& [name, value] : side.settings) {
+      ::setenv(name.c_str(), value.c_str(), 1);
+    }
+    return opening(side.options)(session, std::move(link));
+  };
+}
+
+Body body_of(const Side& side) {
+  return [body = side.body](End& end) {
+    body(end);
     if (end.sender != nullptr) {
       end.sender->close();
       end.sender->flush(patient());
     }
-  }
-  check(num_open_descriptors() == before, "no descriptor and no memory left");
+  };
 }
 
-class Processes {
- public:
-  Processes(Side low_side, Side high_side) {
-    int ends[2];
-    int opened[2];
-    check(::pipe(ends) == 0 && ::pipe(opened) == 0, "pipe");
-    high = std::make_unique<Child>([&] {
-      Listener listener = Listener::on_unix(identity_of(1));
-      const std::string address = listener.address();
-      check(::write(ends[1], address.data(), address.size()) > 0, "write");
-      play(high_side, 1, &listener, "", opened[1]);
-    });
-    char address[200] = {};
-    check(::read(ends[0], address, sizeof(address)) > 0, "read");
-    low = std::make_unique<Child>([&] { play(low_side, 0, nullptr, address, opened[1]); });
-    ::close(opened[1]);
-    char byte = 0;
-    for (int i = 0; i < 2; ++i) {
-      check(::read(opened[0], &byte, 1) == 1, "both ends open");
-    }
-    for (const int fd : {ends[0], ends[1], opened[0]}) {
-      ::close(fd);
-    }
-  }
-  void join() {
-    low->join();
-    high->join();
-  }
-
-  std::unique_ptr<Child> low;
-  std::unique_ptr<Child> high;
+struct Sides : Processes {
+  Sides(const Side& low_side, const Side& high_side)
+      : Processes(body_of(low_side), opening_with(low_side), body_of(high_side),
+                  opening_with(high_side)) {}
 };
 
 void check_direct(const End& end) {
@@ -120,13 +96,13 @@ void talk(End& end, int count) {
 
 void both_directions_between_processes() {
   const Body body = [](End& end) { talk(end, 200); };
-  Processes({body}, {body}).join();
+  Sides({body}, {body}).join();
 }
 
 void between_two_devices() {
   const Body body = [](End& end) { talk(end, 40); };
-  Processes({body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "0,1"}}},
-            {body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}})
+  Sides({body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "0,1"}}},
+        {body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}})
       .join();
 }
 
@@ -152,7 +128,7 @@ void sending_never_waits() {
     }
     gpu.check_all();
   }};
-  Processes(low, high).join();
+  Sides(low, high).join();
 }
 
 // What is larger than a slot or comes from the host keeps its place among the rest.
@@ -184,7 +160,7 @@ void the_order_is_kept_whatever_the_way() {
     }
     gpu.check_all();
   }};
-  Processes(low, high).join();
+  Sides(low, high).join();
 }
 
 void what_nobody_looked_at_goes_back() {
@@ -200,7 +176,7 @@ void what_nobody_looked_at_goes_back() {
       take_arrival(end);
     }
   }};
-  Processes(low, high).join();
+  Sides(low, high).join();
 }
 
 // Both ends say the same, and messages go through the host.
@@ -216,7 +192,7 @@ void check_pinned(const std::string& reason, const Side& low, const Side& high) 
     check_arrival(take_arrival(end), 20'000, 3);
     check(end.sender->flush(patient()), "flushed");
   };
-  Processes({body, low.options, low.settings}, {body, high.options, high.settings}).join();
+  Sides({body, low.options, low.settings}, {body, high.options, high.settings}).join();
 }
 
 void anything_else_is_pinned() {
@@ -279,7 +255,7 @@ void a_killed_peer_holds_no_stream_up(int count) {
   std::minstd_rand random(4);
   for (int i = 0; i < count; ++i) {
     Side side{exchange_until_lost, on_gpu(3)};
-    Processes both(side, side);
+    Sides both(side, side);
     ::usleep(random() % 30'000);
     (i % 2 == 0 ? both.low : both.high)->kill();
     (i % 2 == 0 ? both.high : both.low)->join();

@@ -1,83 +1,30 @@
-// Tests of the decision log over real processes: every reader is a fork. Prints one line per test
-// and exits with 1 if any failed. Build: c++ -std=c++17 -I csrc <this> csrc/shm/decision_log.cc
-// csrc/common/fd_passing.cc
+// Tests of the decision log over real processes: every reader is a fork. Build: see
+// tests/test_extension.py.
 #include "shm/decision_log.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <functional>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
-#include "common/fd_passing.h"
+#include "tests/check.h"
 
 namespace {
 
-using adaptive::Deadline;
 using adaptive::DecisionReader;
 using adaptive::DecisionWriter;
 using adaptive::WaitStatus;
-using std::chrono::milliseconds;
-
-// Far longer than any wait that goes well.
-Deadline patient() {
-  return Deadline::after(std::chrono::seconds(60));
-}
-
-void check(bool holds, const std::string& what) {
-  if (!holds) {
-    throw std::runtime_error("expected: " + what);
-  }
-}
-
-template <typename Exception>
-void check_throws(const std::function<void()>& action, const std::string& words) {
-  try {
-    action();
-  } catch (const Exception& error) {
-    check(std::string(error.what()).find(words) != std::string::npos,
-          "a message with '" + words + "', got: " + error.what());
-    return;
-  }
-  throw std::runtime_error("expected an exception with '" + words + "'");
-}
-
-// Runs body in a child process; its exit status is 1 when body throws.
-pid_t in_child(const std::function<void()>& body) {
-  std::fflush(stdout);
-  const pid_t pid = ::fork();
-  if (pid != 0) {
-    return pid;
-  }
-  int status = 0;
-  try {
-    body();
-  } catch (const std::exception& error) {
-    std::printf("  child: %s\n", error.what());
-    std::fflush(stdout);
-    status = 1;
-  }
-  ::_exit(status);
-}
-
-void join(const std::vector<pid_t>& children) {
-  for (const pid_t pid : children) {
-    int status = 0;
-    ::waitpid(pid, &status, 0);
-    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a child that succeeds");
-  }
-}
+using adaptive::testing::check;
+using adaptive::testing::check_throws;
+using adaptive::testing::Child;
+using adaptive::testing::patient;
+using adaptive::testing::run;
+using adaptive::testing::soon;
 
 std::int64_t value_at(std::uint64_t position) {
   return static_cast<std::int64_t>(position * 0x9e3779b97f4a7c15ULL);
@@ -101,18 +48,20 @@ void read_all(int fd, std::uint32_t index, std::uint64_t count, unsigned pause_e
 void every_reader_sees_everything_in_order(std::uint32_t readers, std::uint32_t capacity) {
   constexpr std::uint64_t kCount = 20000;
   DecisionWriter writer = DecisionWriter::create(readers, capacity, 0);
-  std::vector<pid_t> children;
+  std::vector<std::unique_ptr<Child>> children;
   for (std::uint32_t index = 0; index < readers; ++index) {
     // The second reader is slow, so that the ring fills again and again.
     const unsigned pause_every = index == 1 ? 500 : 0;
-    children.push_back(in_child(
-        [&writer, index, pause_every] { read_all(writer.fd(), index, kCount, pause_every); }));
+    children.push_back(std::make_unique<Child>(
+        [&, index, pause_every] { read_all(writer.fd(), index, kCount, pause_every); }));
   }
   for (std::uint64_t position = 0; position < kCount; ++position) {
     check(writer.publish(value_at(position), patient()) == WaitStatus::kReady, "room");
   }
   writer.close();
-  join(children);
+  for (const auto& child : children) {
+    child->join();
+  }
 }
 
 void a_full_ring_waits_for_the_slowest_reader() {
@@ -124,24 +73,15 @@ void a_full_ring_waits_for_the_slowest_reader() {
     check(writer.try_publish(i) == WaitStatus::kReady, "room for four");
     check(fast.try_next(value) == WaitStatus::kReady, "an entry");
   }
-  check(writer.publish(4, Deadline::after(milliseconds(5))) == WaitStatus::kNotYet, "no room");
+  check(writer.publish(4, soon(5)) == WaitStatus::kNotYet, "no room");
   check(writer.slowest_reader() == 1, "reader 1 to be the slowest");
   check(slow.try_next(value) == WaitStatus::kReady && value == 0, "the first entry untouched");
   check(writer.try_publish(4) == WaitStatus::kReady, "room after one was read");
 }
 
-void an_empty_ring_waits_until_the_deadline() {
-  DecisionWriter writer = DecisionWriter::create(1, 1, 0);
-  DecisionReader reader = DecisionReader::attach(writer.fd(), 0, 0);
-  std::int64_t value = 0;
-  check(reader.next(value, Deadline::after(milliseconds(5))) == WaitStatus::kNotYet, "nothing");
-  check(writer.try_publish(-7) == WaitStatus::kReady, "room");
-  check(reader.next(value, patient()) == WaitStatus::kReady && value == -7, "the entry");
-}
-
 void abort_wakes_a_sleeping_reader() {
   DecisionWriter writer = DecisionWriter::create(1, 8, 0);
-  const pid_t child = in_child([&writer] {
+  Child child([&writer] {
     DecisionReader reader = DecisionReader::attach(writer.fd(), 0, 0);
     std::int64_t value = 0;
     check(reader.next(value, patient()) == WaitStatus::kAborted, "aborted");
@@ -150,7 +90,7 @@ void abort_wakes_a_sleeping_reader() {
   ::usleep(20000);
   writer.abort(42);
   writer.abort(43);
-  join({child});
+  child.join();
   check(writer.abort_reason() == 42U, "the first reason to stay");
   check(writer.try_publish(1) == WaitStatus::kAborted, "no more entries");
 }
@@ -158,29 +98,28 @@ void abort_wakes_a_sleeping_reader() {
 void a_reader_s_abort_wakes_a_sleeping_writer() {
   DecisionWriter writer = DecisionWriter::create(1, 1, 0);
   check(writer.try_publish(1) == WaitStatus::kReady, "room");
-  const pid_t child = in_child([&writer] {
+  Child child([&writer] {
     DecisionReader reader = DecisionReader::attach(writer.fd(), 0, 0);
     ::usleep(20000);
     reader.abort(5);
   });
   check(writer.publish(2, patient()) == WaitStatus::kAborted, "aborted");
-  join({child});
+  child.join();
 }
 
 void a_killed_reader_costs_a_deadline_and_leaves_its_place_taken() {
   DecisionWriter writer = DecisionWriter::create(1, 2, 0);
-  const pid_t child = in_child([&writer] {
+  Child child([&writer] {
     DecisionReader reader = DecisionReader::attach(writer.fd(), 0, 0);
     std::int64_t value = 0;
     check(reader.next(value, patient()) == WaitStatus::kReady, "an entry");
     ::pause();
   });
   check(writer.publish(1, patient()) == WaitStatus::kReady, "room");
-  while (writer.publish(2, Deadline::after(milliseconds(5))) == WaitStatus::kReady) {
+  while (writer.publish(2, soon(5)) == WaitStatus::kReady) {
   }
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
-  check(writer.publish(3, Deadline::after(milliseconds(5))) == WaitStatus::kNotYet, "no room");
+  child.kill();
+  check(writer.publish(3, soon(5)) == WaitStatus::kNotYet, "no room");
   check_throws<adaptive::Error>([&] { DecisionReader::attach(writer.fd(), 0, 0); }, "is taken by");
 }
 
@@ -202,7 +141,7 @@ void a_place_given_back_continues_where_it_was() {
 void a_forked_copy_does_not_close_the_log() {
   auto writer = std::make_unique<DecisionWriter>(DecisionWriter::create(1, 4, 0));
   DecisionReader reader = DecisionReader::attach(writer->fd(), 0, 0);
-  join({in_child([&writer] { writer.reset(); })});
+  Child([&writer] { writer.reset(); }).join();
   std::int64_t value = 0;
   check(reader.try_next(value) == WaitStatus::kNotYet, "an open log");
   writer.reset();
@@ -278,64 +217,13 @@ void overwritten_memory_is_noticed() {
   check_throws<adaptive::Error>([&] { writer.try_publish(8); }, "overwritten");
 }
 
-void impossible_sizes_are_refused() {
-  const std::pair<std::uint32_t, std::uint32_t> sizes[] = {
-      {0, 8}, {1, 0}, {1025, 8}, {1, (1U << 20) + 1}};
-  for (const auto& [readers, capacity] : sizes) {
-    check_throws<std::invalid_argument>(
-        [readers = readers, capacity = capacity] { DecisionWriter::create(readers, capacity, 0); },
-        "must be within");
-  }
-}
-
-void descriptors_travel(const std::string& name) {
-  DecisionWriter writer = DecisionWriter::create(2, 8, 0);
-  std::vector<pid_t> children;
-  for (std::uint32_t index = 0; index < 2; ++index) {
-    children.push_back(in_child([&name, index] {
-      const adaptive::ScopedFd fd = adaptive::recv_fd(name, patient(), [] {});
-      read_all(fd.get(), index, 100, 0);
-    }));
-  }
-  adaptive::send_fd(name, writer.fd(), 2, patient(), [] {});
-  for (std::uint64_t position = 0; position < 100; ++position) {
-    check(writer.publish(value_at(position), patient()) == WaitStatus::kReady, "room");
-  }
-  writer.close();
-  join(children);
-  check(::access(name.c_str(), F_OK) != 0, "no socket file left");
-}
-
-void handing_over_has_a_deadline() {
-  const std::string name = "@decision-log-test-" + std::to_string(::getpid()) + "-nobody";
-  const auto soon = [] { return Deadline::after(milliseconds(5)); };
-  check_throws<adaptive::DeadlineError>([&] { adaptive::recv_fd(name, soon(), [] {}); },
-                                        "nobody listened");
-  check_throws<adaptive::DeadlineError>([&] { adaptive::send_fd(name, 0, 1, soon(), [] {}); },
-                                        "0 of 1 processes");
-}
-
-int failures = 0;
-
-void run(const char* name, const std::function<void()>& test) {
-  try {
-    test();
-    std::printf("ok   %s\n", name);
-  } catch (const std::exception& error) {
-    std::printf("FAIL %s: %s\n", name, error.what());
-    ++failures;
-  }
-}
-
 }  // namespace
 
 int main() {
-  const std::string suffix = "decision-log-test-" + std::to_string(::getpid());
   run("one reader, one entry", [] { every_reader_sees_everything_in_order(1, 1); });
   run("three readers, ring of 7", [] { every_reader_sees_everything_in_order(3, 7); });
   run("two readers, ring of 1024", [] { every_reader_sees_everything_in_order(2, 1024); });
   run("full ring", a_full_ring_waits_for_the_slowest_reader);
-  run("empty ring", an_empty_ring_waits_until_the_deadline);
   run("abort wakes reader", abort_wakes_a_sleeping_reader);
   run("abort wakes writer", a_reader_s_abort_wakes_a_sleeping_writer);
   run("killed reader", a_killed_reader_costs_a_deadline_and_leaves_its_place_taken);
@@ -343,10 +231,5 @@ int main() {
   run("forked copy", a_forked_copy_does_not_close_the_log);
   run("foreign memory", foreign_memory_is_refused);
   run("overwritten memory", overwritten_memory_is_noticed);
-  run("impossible sizes", impossible_sizes_are_refused);
-  run("descriptors by abstract name", [&] { descriptors_travel("@" + suffix); });
-  run("descriptors by path", [&] { descriptors_travel("/tmp/" + suffix); });
-  run("handing over has a deadline", handing_over_has_a_deadline);
-  std::printf("%d failed\n", failures);
-  return failures == 0 ? 0 : 1;
+  return adaptive::testing::summary();
 }

@@ -13,7 +13,7 @@ using adaptive::testing::FuzzInput;
 using adaptive::testing::must;
 
 void check_accepted(const EndpointRecord& record) {
-  must(record.slots >= 1 && record.slots <= adaptive::rdma::kMostSlots, "a possible slot count");
+  must(record.slots >= 1 && record.slots <= adaptive::kMostSlots, "a possible slot count");
   must(!record.lanes.empty() && record.lanes.size() <= adaptive::rdma::kMostLanes,
        "a possible number of lanes");
   must(record.stride_bytes >= adaptive::rdma::kHeaderBytes &&

@@ -18,6 +18,7 @@
 namespace {
 
 using adaptive::Arrival;
+using adaptive::ChannelState;
 using adaptive::Completions;
 using adaptive::Failure;
 using adaptive::Item;
@@ -25,7 +26,6 @@ using adaptive::MappedRegion;
 using adaptive::Message;
 using adaptive::MessageKind;
 using adaptive::ScopedFd;
-using adaptive::shm::ChannelState;
 using adaptive::shm::Control;
 using adaptive::shm::Entry;
 using adaptive::shm::Incoming;
@@ -93,10 +93,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Memory control(layout().control_bytes);
   Memory slots(layout().data_bytes);
   const auto completions = std::make_shared<Completions>(1);
-  const auto channel_state = std::make_shared<ChannelState>(completions, 0, "rank 0");
+  adaptive::Session session;
+  session.completions = completions;
+  session.job = kJob;
+  const auto channel_state = std::make_shared<ChannelState>(session, 0);
   const auto incoming = std::make_shared<Incoming>(
-      channel_state, kJob, kLimitBytes, layout(), std::move(control.theirs),
-      std::move(slots.theirs), ScopedFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), (size & 1) != 0);
+      channel_state, kLimitBytes, layout(), std::move(control.theirs), std::move(slots.theirs),
+      ScopedFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), (size & 1) != 0);
   completions->add(incoming);
   auto* const entries = reinterpret_cast<Entry*>(control.mine.data() + sizeof(Control));
   for (std::uint64_t number = 0; reader.left() != 0; ++number) {

@@ -24,7 +24,7 @@ using Bytes = std::vector<std::uint8_t>;
 
 constexpr milliseconds kNeverSilent(60'000);
 
-const adaptive::Tick kNoTick;
+const Tick kNoTick;
 
 inline Identity rank(int number, std::uint8_t job = 7) {
   Identity identity;

@@ -18,19 +18,11 @@
 #include "common/completions.h"
 #include "common/link.h"
 #include "common/reactor.h"
-#include "tests/check.h"
+#include "tests/links.h"
 
 namespace adaptive::testing {
 
 constexpr std::uint64_t kJob = 0x1234'5678'9abcULL;
-
-inline Identity identity_of(int rank) {
-  Identity identity;
-  identity.token.fill(9);
-  identity.rank = rank;
-  identity.purpose = "shm";
-  return identity;
-}
 
 inline Session make_session(int rank) {
   Session session;
@@ -52,18 +44,19 @@ struct End {
 using Open = std::function<std::unique_ptr<Sender>(const Session&, Link)>;
 
 // Rank 0 connects, rank 1 accepts.
-inline End open_end(int rank, Listener* listener, const std::string& address, const Open& open) {
+inline End open_end(int number, Listener* listener, const std::string& address, const Open& open) {
   End end;
-  end.session = make_session(rank);
-  Link link = rank == 0 ? connect_unix(address, identity_of(0), 1, patient(), {})
-                        : listener->accept(0, "shm", patient(), {});
+  end.session = make_session(number);
+  Link link =
+      number == 0 ? connect(address, rank(0), 1) : listener->accept(0, "test", patient(), kNoTick);
   end.sender = open(end.session, std::move(link));
   return end;
 }
 
 // Both ends in this process. Throws what either threw.
-inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high) {
-  Listener listener = Listener::on_unix(identity_of(1));
+inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high,
+                                     Kind kind = Kind::kUnix) {
+  Listener listener = listen(kind, rank(1));
   std::pair<End, End> ends;
   std::exception_ptr thrown_low;
   std::exception_ptr thrown_high;
@@ -88,9 +81,51 @@ inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high
   return ends;
 }
 
-// ---- Messages of bytes that can be recognized
+// Runs the two ends in children of their own, which share nothing but the listener's address.
+// Returns when the channels are open.
+class Processes {
+ public:
+  using Body = std::function<void(End&)>;
 
-using Bytes = std::vector<unsigned char>;
+  Processes(const Body& low_body, const Open& open_low, const Body& high_body,
+            const Open& open_high, Kind kind = Kind::kUnix) {
+    int addresses[2];
+    int opened[2];
+    check(::pipe(addresses) == 0 && ::pipe(opened) == 0, "pipes");
+    high = std::make_unique<Child>([&] {
+      Listener listener = listen(kind, rank(1));
+      const std::string address = listener.address();
+      check(::write(addresses[1], address.data(), address.size()) > 0, "write");
+      End end = open_end(1, &listener, "", open_high);
+      check(::write(opened[1], "1", 1) == 1, "write");
+      high_body(end);
+    });
+    char address[200] = {};
+    check(::read(addresses[0], address, sizeof(address)) > 0, "read");
+    low = std::make_unique<Child>([&] {
+      End end = open_end(0, nullptr, address, open_low);
+      check(::write(opened[1], "0", 1) == 1, "write");
+      low_body(end);
+    });
+    ::close(opened[1]);
+    char byte = 0;
+    for (int i = 0; i < 2; ++i) {
+      check(::read(opened[0], &byte, 1) == 1, "both ends open");
+    }
+    for (const int fd : {addresses[0], addresses[1], opened[0]}) {
+      ::close(fd);
+    }
+  }
+  void join() {
+    low->join();
+    high->join();
+  }
+
+  std::unique_ptr<Child> low;
+  std::unique_ptr<Child> high;
+};
+
+// ---- Messages of bytes that can be recognized
 
 inline Bytes pattern(std::size_t size, unsigned seed) {
   Bytes bytes(size);
@@ -149,6 +184,10 @@ inline Failure take_failure(End& end) {
   Item item = take(end);
   check(std::holds_alternative<Failure>(item), "a failure");
   return std::get<Failure>(item);
+}
+
+inline bool nothing_comes(const End& end, int milliseconds = 50) {
+  return !end.session.completions->wait(soon(milliseconds)).has_value();
 }
 
 inline void check_arrival(const Arrival& arrival, std::size_t size, int number) {

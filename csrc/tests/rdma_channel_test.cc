@@ -146,8 +146,8 @@ void leaving_without_closing_is_a_failure(Lab& lab) {
     const Failure failure = next_failure(*end.session.completions);
     check(failure.kind == Failure::Kind::kPeerLost && failure.peer == 0, "a lost peer");
     check_contains(failure.text,
-                   "rank 0 of the lab: it left without closing the channel; the last "
-                   "message received from it was F chunk 0 microbatch 0 of step 0");
+                   "rank 0 of the lab: it left without closing the channel; the last message from "
+                   "it was F chunk 0 microbatch 0 of step 0");
     check_throws<PeerLostError>([&] { send(*end.sender, 10, 0); }, "left without closing");
     check_throws<PeerLostError>([&] { end.sender->flush(soon()); }, "left without closing");
   }

@@ -81,8 +81,8 @@ struct End {
   Session session;
   std::unique_ptr<Sender> sender;
 
-  End(const Lab& lab, int port, const RdmaOptions& options, double spin_us = -1.0) {
-    session.completions = std::make_shared<Completions>(1, spin_us);
+  End(const Lab& lab, int port, const RdmaOptions& options) {
+    session.completions = std::make_shared<Completions>(1);
     session.reactor = std::make_shared<Reactor>();
     session.job = kJob;
     session.rank = lab.rank();

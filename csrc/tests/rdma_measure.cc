@@ -1,10 +1,8 @@
 // Bandwidth and latency of a channel between two ranks of tests/labs/rdma_lab, to be compared with
 // ib_write_bw and ib_write_lat. Prints one line per measurement on rank 0:
 //
-//   rdma_measure bandwidth SIZE COUNT | latency SIZE COUNT  [slots=16] [qps=1] [write=0]
-//   [spin_us=-1]
-//                                                           [reserve=0] [slot=SIZE] [crc=0]
-//                                                           [copy=0]
+//   rdma_measure bandwidth SIZE COUNT | latency SIZE COUNT
+//                [slots=16] [qps=1] [write=0] [reserve=0] [slot=SIZE] [crc=0]
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -123,7 +121,7 @@ int main(int argc, char** argv) {
   }
   const auto size = static_cast<std::size_t>(std::stoul(argv[2]));
   const int count = std::stoi(argv[3]);
-  Settings settings{{"slots", 16},  {"qps", 1},  {"write", 0}, {"spin_us", -1},
+  Settings settings{{"slots", 16},  {"qps", 1},  {"write", 0},
                     {"reserve", 0}, {"slot", 0}, {"crc", 0}};
   for (int i = 4; i < argc; ++i) {
     const std::string text = argv[i];
@@ -139,7 +137,7 @@ int main(int argc, char** argv) {
   if (options.slot_bytes == 0) {
     options.slot_bytes = std::max<std::size_t>(size, 4096);
   }
-  End end(lab, lab.next_port(), options, settings["spin_us"]);
+  End end(lab, lab.next_port(), options);
   if (what == "bandwidth") {
     bandwidth(lab, end, size, count, settings["reserve"] != 0);
   } else {

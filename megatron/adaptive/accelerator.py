@@ -83,21 +83,6 @@ class Accelerator:
         return self.device.type == "cuda"
 
     @property
-    def can_fuse(self) -> bool:
-        """Whether fused kernels and torch.compile are there and worth their start-up time."""
-        return self.is_cuda
-
-    @property
-    def draws_weights(self) -> bool:
-        """Whether initial weights are drawn on the device; on the host they are whole matrices."""
-        return self.is_cuda
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether processes that read data ahead help; on a CPU they take time from the ranks."""
-        return self.is_cuda
-
-    @property
     def peak_flops(self) -> float | None:
         """Dense 16-bit peak in FLOP/s, ``None`` where the part is unknown or a CPU."""
         if not self.is_cuda:

@@ -14,7 +14,7 @@ from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
 # The same number stands in csrc/bindings/module.cc; both rise when Python code needs a new build.
-_INTERFACE = 5
+_INTERFACE = 6
 _REMEDY = "build it with `python setup.py build_ext --inplace` in the checkout"
 
 

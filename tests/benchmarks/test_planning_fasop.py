@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planning import fasop
-from benchmarks.planning.fasop_cost import Configuration, CostFunction
+from benchmarks.planning.fasop_cost import CostFunction
 from benchmarks.planning.published.fasop import Fasop
-from megatron.adaptive.errors import DataError
+from megatron.adaptive.errors import ConfigError
 
 DATA = Path(os.environ.get("PLANNER_DATA", "")) / "fasop"
 published = pytest.mark.skipif(
@@ -20,7 +20,7 @@ published = pytest.mark.skipif(
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"models\.json.*give FASOP's data set"):
+    with pytest.raises(ConfigError, match=r"models\.json.*give the folder of the data set"):
         Fasop(tmp_path)
 
 
@@ -32,14 +32,7 @@ def test_its_cost_function_gives_the_costs_it_published() -> None:
     for name in data.runs:
         function = CostFunction(DATA, name)
         for plan in data.run(name).plans:
-            one = Configuration(
-                tp=plan.tp,
-                dp=plan.dp,
-                pp=plan.pp,
-                micro_batch=plan.micro_batch,
-                placement=plan.placement,
-            )
-            seconds, too_large = function.cost(one, plan.partition)
+            seconds, too_large = function.cost(plan, plan.partition)
             assert seconds == pytest.approx(plan.plan_cost_s, rel=1e-3), (name, plan)
             assert too_large == plan.out_of_memory, (name, plan)
 
@@ -61,5 +54,5 @@ def test_our_search_likes_its_cost_function_better_than_its_own() -> None:
 
 @published
 def test_unknown_runs_are_listed() -> None:
-    with pytest.raises(DataError, match="its runs are"):
+    with pytest.raises(ConfigError, match="its runs are"):
         Fasop(DATA).run("gpt5")

@@ -58,25 +58,12 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     assert manifest.progress == {"iteration": 10}
 
 
-def test_a_folder_without_checkpoint_has_no_latest(folder: CheckpointFolder) -> None:
-    assert folder.latest() is None
-    folder.path.mkdir()
-    assert folder.latest() is None
-
-
 def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointFolder) -> None:
     write_checkpoint(folder, 10)
     write_checkpoint(folder, 9)
     (folder.path / TRACKER).unlink()
     (folder.path / "iter_0000020").mkdir()  # has no manifest
     assert folder.latest() == 10
-
-
-def test_saving_an_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
-    write_checkpoint(folder, 10, b"old")
-    path = write_checkpoint(folder, 10, b"new")
-    assert (path / "__0_0.distcp").read_bytes() == b"new"
-    assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> None:

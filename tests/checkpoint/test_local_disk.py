@@ -115,8 +115,8 @@ def test_training_goes_on_while_the_copy_lags(
     found += run.learn(3, 4)
     run.checkpoints.save_behind(worker.progress(4))
     assert found + run.learn(4, 6) == losses
-    run.checkpoints.finish()
-    assert run.checkpoints.completed() is None
+    run.checkpoints.saver.finish()
+    assert run.checkpoints.saver.completed() is None
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
@@ -125,16 +125,16 @@ def test_training_goes_on_while_the_copy_lags(
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
     with pytest.raises(CheckpointError, match=r"the copy of iteration 2, .* did not end within"):
-        run.checkpoints.close()
+        run.checkpoints.saver.drain()
     run.local._timeout_s = 60.0
     storage.is_open.set()
-    run.checkpoints.close()
+    run.checkpoints.saver.drain()
     assert CheckpointFolder(saved).latest() == 4
     assert list(CheckpointFolder(saved).steps()) == [4]
     path = CheckpointFolder(saved).complete_path
-    assert run.checkpoints.completed() == (2, path(2))
-    assert run.checkpoints.completed() == (4, path(4))
-    assert run.checkpoints.completed() is None
+    assert run.checkpoints.saver.completed() == (2, path(2))
+    assert run.checkpoints.saver.completed() == (4, path(4))
+    assert run.checkpoints.saver.completed() is None
     resumed = make(save=saved, load=saved, save_local=tmp_path / "disk")
     assert resumed.resume() == worker.progress(4)
     assert resumed.learn(4, 6) == losses[4:]
@@ -193,7 +193,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
     run.checkpoints.save_behind(worker.progress(1))
-    run.checkpoints.finish()
+    run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)
     (line,) = warned(caplog)
     assert "iteration 1 was not copied to" in line
@@ -204,7 +204,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     assert list(run.local._folder.steps()) == [1, 2]
     assert len(warned(caplog)) == 2  # as it is not known yet that somebody waits
     outer.unlink()
-    run.checkpoints.close()  # the last one goes there after all
+    run.checkpoints.saver.drain()  # the last one goes there after all
     assert CheckpointFolder(outer / "saved").latest() == 2
 
 
@@ -215,7 +215,7 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
     disk.write_text("a file in the way")
     run = make(save=tmp_path / "saved", save_local=disk)
     run.checkpoints.save_behind(worker.progress(1))
-    run.checkpoints.finish()
+    run.checkpoints.saver.finish()
     assert CheckpointFolder(tmp_path / "saved").latest() == 1
     (line,) = warned(caplog)
     assert f"--save-local {disk}: " in line
@@ -252,7 +252,7 @@ def test_a_full_disk_is_named(
         saved, disk = small_disk / "saved", tmp_path / "disk"
     run = make(save=saved, save_local=disk)
     run.checkpoints.save_behind(worker.progress(1))
-    run.checkpoints.finish()
+    run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)
     (line,) = warned(caplog)
     assert "No space left on device" in line
@@ -260,7 +260,7 @@ def test_a_full_disk_is_named(
     assert CheckpointFolder(saved).latest() == (1 if full == "local" else None)
     if full == "shared":
         subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-        run.checkpoints.close()
+        run.checkpoints.saver.drain()
         assert CheckpointFolder(saved).latest() == 1
 
 
@@ -304,6 +304,6 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
     with caplog.at_level(logging.ERROR):
         run.checkpoints.save_behind(worker.progress(2))
         with pytest.raises(CheckpointError, match="the job has gone on without these ranks"):
-            run.checkpoints.finish()
+            run.checkpoints.saver.finish()
     assert list(run.local._folder.steps()) == [1]
     assert CheckpointFolder(tmp_path / "saved").latest() == 1

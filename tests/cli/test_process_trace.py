@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.process_trace import main
+from megatron.adaptive.cli.trace import process as main
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
@@ -24,7 +24,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
-        header = TraceHeader.create(
+        header = TraceHeader(
             run="one",
             rank=rank,
             world_size=2,
@@ -106,7 +106,7 @@ def test_the_text_form_gives_the_same_figures(
     [
         (["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
         (["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
-        (["--pipeline_parallel", "0"], "0 is not at least 1"),
+        (["--pipeline_parallel", "0"], "'0' is not a whole number from 1 on"),
         (["--model_chunks", "two"], "not a whole number"),
         (["--dp-rank", "1"], "no trace of data-parallel rank 1"),
         (["--run-dir", "missing"], "missing does not exist"),

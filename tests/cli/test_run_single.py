@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     script = tmp_path / "script.sh"
     script.write_text(SCRIPT)
     monkeypatch.setattr(run_single, "_SCRIPT", script)
-    monkeypatch.setattr(run_single, "_make_data", lambda folder: 0)
+    monkeypatch.setattr(run_single, "make_corpus", lambda flags: 0)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def call(*argv: str) -> int:

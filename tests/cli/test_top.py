@@ -58,7 +58,7 @@ def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
-        file.close()
+        file.end(None)
 
 
 def frame(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from openpyxl import load_workbook
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.visualize_trace import main
+from megatron.adaptive.cli.trace import visualize as main
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.recorder import Recorder
 
@@ -21,7 +21,7 @@ NAME = "trace_pipeline_1_model_chunks_2"
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with a run of 1 rank, 2 chunks and 2 iterations as the latest."""
     monkeypatch.chdir(tmp_path)
-    header = TraceHeader.create(
+    header = TraceHeader(
         run="one",
         rank=0,
         world_size=1,

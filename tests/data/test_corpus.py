@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus, source_files
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
-from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer
+from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
 
@@ -60,7 +60,6 @@ def test_the_order_is_the_same_in_another_place(tmp_path: Path, sources: Path) -
 def test_the_parts_belong_together(corpus: Corpus) -> None:
     tokenizer = GPT2BPETokenizer(corpus.vocab_file, corpus.merge_file)
     assert tokenizer.vocab_size == 400
-    assert tokenizer.vocab[END_OF_DOCUMENT] == tokenizer.eod
     assert corpus.merge_file.read_text(encoding="utf-8").startswith("#version")
     info = check_indexed(corpus.data_prefix)
     assert info.num_documents == len(corpus.jsonl.read_text().splitlines())
@@ -103,11 +102,6 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, sources: Path) 
     with pytest.raises(DataError, match=r"holds other files \(such as 'thesis.tex'\)"):
         make_corpus(_spec(tmp_path, sources))
     assert os.listdir(tmp_path / "made") == ["thesis.tex"]
-
-
-def test_an_empty_folder_is_filled(tmp_path: Path, sources: Path) -> None:
-    (tmp_path / "made").mkdir()
-    assert not make_corpus(_spec(tmp_path, sources)).reused
 
 
 def test_max_bytes_cuts_between_files(tmp_path: Path, sources: Path) -> None:

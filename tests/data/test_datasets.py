@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.datasets import (
     Blend,
-    DataSpec,
+    Samples,
     build_datasets,
     parse_blend,
-    parse_split,
 )
 from megatron.adaptive.data.loader import MicrobatchLoader
-from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer
+from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
 Write = Callable[..., str]
 LENGTH = 16
 
 
-def _spec(prefix: object, tmp_path: Path, **changes: object) -> DataSpec:
-    settings: dict[str, object] = {
-        "seq_length": LENGTH,
-        "seed": 7,
+def _build(
+    prefix: object,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    samples: tuple[int, int, int],
+    **changes: Any,
+) -> tuple[Samples | None, Samples | None, Samples | None]:
+    """Build the samples of a prefix, or of several, with the given settings changed."""
+    seed = changes.pop("seed", 7)
+    settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
         "data_cache_path": str(tmp_path / "cache"),
         **changes,
     }
-    return DataSpec(**settings)  # type: ignore[arg-type]
+    names = ("train_samples", "valid_samples", "test_samples")
+    counts = dict(zip(names, samples, strict=True))
+    return build_datasets(DataConfig(**settings), tokenizer, seq_length=LENGTH, seed=seed, **counts)
+
+
+def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
+    """Build training samples alone, of all documents."""
+    settings: dict[str, Any] = {"split": "1", **changes}
+    train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
+    assert train is not None
+    return train
+
+
+def _tokens(dataset: Samples) -> list[list[int]]:
+    return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
@@ -47,12 +72,12 @@ def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("words", "blend"),
     [
-        (["a"], Blend(("a",))),
-        (["a", "b"], Blend(("a", "b"))),
-        (["a", "b", "c"], Blend(("a", "b", "c"))),
-        (["0.3", "a", "0.7", "b"], Blend(("a", "b"), (0.3, 0.7))),
-        (["30", "a", "70", "b"], Blend(("a", "b"), (30.0, 70.0))),
-        (["1", "a"], Blend(("a",))),
+        (["a"], (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        (["0.3", "a", "0.7", "b"], (["a", "b"], [0.3, 0.7])),
+        (["30", "a", "70", "b"], (["a", "b"], [30.0, 70.0])),
+        (["1", "a"], (["a"], None)),
     ],
 )
 def test_blends_are_read(words: list[str], blend: Blend) -> None:
@@ -81,25 +106,12 @@ def test_a_prefix_may_look_like_a_number(
 ) -> None:
     write_tokens([[1]], name="2024")
     monkeypatch.chdir(tmp_path)
-    assert parse_blend(["2024"]) == Blend(("2024",))
-
-
-def test_splits_are_read_as_shares() -> None:
-    assert parse_split("969, 30, 1") == (0.969, 0.03, 0.001)
-    assert parse_split("1") == (1.0, 0.0, 0.0)
-    assert parse_split("1,1") == (0.5, 0.5, 0.0)
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1,0", "1,1,1,1", "1,,1", "nan", "inf,1"])
-def test_wrong_splits_are_named(split: str) -> None:
-    with pytest.raises(ConfigError, match="--split"):
-        parse_split(split)
+    assert parse_blend(["2024"]) == (["2024"], None)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_path": None}, "no data given"),
         ({"mock_data": True}, "--data-path and --mock-data given"),
         ({"valid_data_path": ("a",)}, "--data-path and --train-data-path"),
         ({"data_path": None, "train_data_path": ("a",), "split": "1"}, "goes with --data-path"),
@@ -111,20 +123,17 @@ def test_contradicting_sources_are_named(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_datasets(_spec("a", tmp_path, **changes), NullTokenizer(10), train_samples=1)
+        _build("a", tmp_path, NullTokenizer(10), (1, 0, 0), **changes)
 
 
 # Samples
 
 
 def test_samples_of_the_corpus(corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path) -> None:
-    spec = _spec(corpus.data_prefix, tmp_path, split="80,10,10")
-    train, valid, test = build_datasets(
-        spec, tokenizer, train_samples=30, valid_samples=5, test_samples=2
-    )
+    splits = _build(corpus.data_prefix, tmp_path, tokenizer, (30, 5, 2), split="80,10,10")
+    assert None not in splits
+    train = splits[0]
     assert train is not None
-    assert valid is not None
-    assert test is not None
     assert len(train) >= 30
     sample = train[3]
     assert sorted(sample) == ["labels", "loss_mask", "position_ids", "tokens"]
@@ -136,26 +145,14 @@ def test_samples_of_the_corpus(corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_
 
 def test_the_splits_share_no_document(write_tokens: Write, tmp_path: Path) -> None:
     prefix = write_tokens(_numbered(20, 40))
-    splits = build_datasets(
-        _spec(prefix, tmp_path, split="70,20,10"),
-        NullTokenizer(99),
-        train_samples=100,
-        valid_samples=10,
-        test_samples=5,
-    )
-    seen = [
-        {int(t) for i in range(len(split)) for t in split[i]["tokens"]} for split in splits if split
-    ]
+    splits = _build(prefix, tmp_path, NullTokenizer(99), (100, 10, 5), split="70,20,10")
+    seen = [{token for sample in _tokens(split) for token in sample} for split in splits if split]
     assert seen == [set(range(14)), set(range(14, 18)), {18, 19}]
 
 
 def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) -> None:
-    prefix = write_tokens(_numbered(20, 40))
-    train, _, _ = build_datasets(
-        _spec(prefix, tmp_path, split="1"), NullTokenizer(99), train_samples=49
-    )
-    assert train is not None
-    tokens = torch.cat([train[i]["tokens"] for i in range(len(train))])
+    train = _train(write_tokens(_numbered(20, 40)), tmp_path, 49)
+    tokens = torch.tensor(_tokens(train)).flatten()
     # 800 tokens, of which 49 samples of 16 and the last label are used.
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
@@ -164,23 +161,18 @@ def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) ->
 
 def test_a_seed_gives_an_order(write_tokens: Write, tmp_path: Path) -> None:
     prefix = write_tokens(_numbered(30, 40))
-
-    def order(seed: int, cache: str) -> list[list[int]]:
-        spec = _spec(prefix, tmp_path, split="1", seed=seed, data_cache_path=str(tmp_path / cache))
-        train, _, _ = build_datasets(spec, NullTokenizer(99), train_samples=60)
-        assert train is not None
-        return [train[i]["tokens"].tolist() for i in range(60)]
-
-    assert order(1, "a") == order(1, "b")
-    assert order(1, "a") != order(2, "a")
+    orders = [
+        _tokens(_train(prefix, tmp_path, 60, seed=seed, data_cache_path=str(tmp_path / cache)))
+        for seed, cache in ((1, "a"), (1, "b"), (2, "a"))
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
 
 
 def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None:
     small = write_tokens(_numbered(5, 40), name="small")
     large = write_tokens(_numbered(50, 40, first=50), name="large")
-    spec = _spec(("3", small, "1", large), tmp_path, split="1")
-    train, _, _ = build_datasets(spec, NullTokenizer(200), train_samples=200)
-    assert train is not None
+    train = _train(("3", small, "1", large), tmp_path, 200)
     assert len(train) >= 200
     of_small = sum(int(train[i]["tokens"][0]) < 50 for i in range(200))
     assert abs(of_small - 150) <= 2
@@ -193,42 +185,34 @@ def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None
 def test_reading_without_a_map_and_threads_change_nothing(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    prefixes = [write_tokens(_numbered(9, 40), name=name) for name in "ab"]
-    paths = ("1", prefixes[0], "1", prefixes[1])
-    built = []
-    for number, threads in enumerate((1, 3)):
-        spec = _spec(
-            paths,
-            tmp_path,
-            split="1",
-            mmap_bin_files=threads == 1,
-            num_dataset_builder_threads=threads,
-            data_cache_path=str(tmp_path / f"cache{number}"),
+    first, second = (write_tokens(_numbered(9, 40), name=name) for name in "ab")
+    built = [
+        _tokens(
+            _train(
+                ("1", first, "1", second),
+                tmp_path,
+                30,
+                mmap_bin_files=threads == 1,
+                num_dataset_builder_threads=threads,
+                data_cache_path=str(tmp_path / f"cache{threads}"),
+            )
         )
-        train, _, _ = build_datasets(spec, NullTokenizer(99), train_samples=30)
-        assert train is not None
-        built.append([train[i]["tokens"].tolist() for i in range(30)])
+        for threads in (1, 3)
+    ]
     assert built[0] == built[1]
 
 
 def test_without_weights_all_is_taken_once(write_tokens: Write, tmp_path: Path) -> None:
     paths = tuple(write_tokens(_numbered(9, 40), name=name) for name in "abc")
-    spec = _spec(paths, tmp_path, split="1")
-    train, _, _ = build_datasets(spec, NullTokenizer(99), train_samples=60)
-    assert train is not None
-    assert len(train) == 60
+    assert len(_train(paths, tmp_path, 60)) == 60
     with pytest.raises(DataError, match="the train data holds 66 samples, but 100 are needed"):
-        build_datasets(spec, NullTokenizer(99), train_samples=100)
+        _train(paths, tmp_path, 100)
 
 
 def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) -> None:
     a, b, c = (write_tokens(_numbered(5, 40, first=10 * i), name="abc"[i]) for i in range(3))
-    spec = _spec(
-        "", tmp_path, data_path=None, train_data_path=("1", a, "1", b), valid_data_path=(c,)
-    )
-    train, valid, test = build_datasets(
-        spec, NullTokenizer(99), train_samples=20, valid_samples=4, test_samples=4
-    )
+    own = {"data_path": None, "train_data_path": ("1", a, "1", b), "valid_data_path": (c,)}
+    train, valid, test = _build("", tmp_path, NullTokenizer(99), (20, 4, 4), **own)
     assert train is not None
     assert valid is not None
     assert test is None
@@ -238,51 +222,37 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
     # One document: nothing is left for validation and test, which is fine without them.
-    spec = _spec(write_tokens([[1] * 100]), tmp_path)
-    train, valid, test = build_datasets(spec, NullTokenizer(9), train_samples=50)
+    prefix = write_tokens([[1] * 100])
+    train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None
-    assert (valid, test) == (None, None)
-    assert build_datasets(spec, NullTokenizer(9), train_samples=0) == (None, None, None)
+    assert others == [None, None]
+    assert _build(prefix, tmp_path, NullTokenizer(9), (0, 0, 0)) == (None, None, None)
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
     """megatron-core counts passes over an empty split for ever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
-        build_datasets(_spec(prefix, tmp_path), NullTokenizer(99), train_samples=9, valid_samples=1)
-    spec = _spec(prefix, tmp_path, split="100,0,0")
-    assert build_datasets(spec, NullTokenizer(99), train_samples=9, valid_samples=1)[1] is None
+        _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
+    splits = _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0), split="100,0,0")
+    assert splits[1] is None
 
 
 def test_data_shorter_than_a_sample_repeats_or_is_refused(
     write_tokens: Write, tmp_path: Path
 ) -> None:
     paths = tuple(write_tokens([[1, 2, 3]], name=name) for name in "abc")
-    train, _, _ = build_datasets(
-        _spec(paths[0], tmp_path, split="1"), NullTokenizer(9), train_samples=5
-    )
-    assert train is not None
-    assert len(train) == 5
+    assert len(_train(paths[0], tmp_path, 5)) == 5
     with pytest.raises(DataError, match="shorter than one sample of 16 tokens"):
-        build_datasets(_spec(paths, tmp_path, split="1"), NullTokenizer(9), train_samples=5)
+        _train(paths, tmp_path, 5)
 
 
 def test_document_ends_reset_positions_attention_and_loss(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    tokenizer = NullTokenizer(9)
-    prefix = write_tokens([[1, 2, 3, tokenizer.eod]] * 20)
-    spec = _spec(
-        prefix,
-        tmp_path,
-        split="1",
-        reset_position_ids=True,
-        reset_attention_mask=True,
-        eod_mask_loss=True,
-    )
-    train, _, _ = build_datasets(spec, tokenizer, train_samples=4)
-    assert train is not None
-    sample = train[0]
+    prefix = write_tokens([[1, 2, 3, NullTokenizer(200).eod]] * 20)
+    resets = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    sample = _train(prefix, tmp_path, 4, **dict.fromkeys(resets, True))[0]
     assert sample["position_ids"].tolist() == [0, 1, 2, 3] * 4
     assert sample["loss_mask"].tolist() == [1.0, 1.0, 1.0, 0.0] * 4
     hidden = sample["attention_mask"]
@@ -294,10 +264,8 @@ def test_document_ends_reset_positions_attention_and_loss(
 
 
 def test_mock_data_needs_no_files(tmp_path: Path) -> None:
-    spec = _spec("", tmp_path, data_path=None, mock_data=True)
-    train, valid, test = build_datasets(
-        spec, NullTokenizer(50), train_samples=20, valid_samples=4, test_samples=0
-    )
+    mock = {"data_path": None, "mock_data": True}
+    train, valid, test = _build("", tmp_path, NullTokenizer(50), (20, 4, 0), **mock)
     assert train is not None
     assert valid is not None
     assert test is None
@@ -310,42 +278,139 @@ def test_mock_data_needs_no_files(tmp_path: Path) -> None:
 
 def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.idx: no such file"):
-        build_datasets(_spec("nowhere", tmp_path), NullTokenizer(9), train_samples=1)
-    prefix = write_tokens([[1] * 40])
-    Path(f"{prefix}.idx").write_bytes(b"something else entirely")
-    with pytest.raises(DataError, match="is no token index"):
-        build_datasets(_spec(prefix, tmp_path), NullTokenizer(9), train_samples=1)
-
-
-def test_a_vocabulary_too_small_for_the_data_is_refused(
-    write_tokens: Write, tmp_path: Path
-) -> None:
+        _train("nowhere", tmp_path, 1)
     prefix = write_tokens([[1, 2, 60, 3] * 10])
     with pytest.raises(DataError, match="holds id 60, but the vocabulary has only 51 ids"):
-        build_datasets(_spec(prefix, tmp_path), NullTokenizer(50), train_samples=1)
+        _build(prefix, tmp_path, NullTokenizer(50), (1, 0, 0))
     assert not (tmp_path / "cache").exists()
+    Path(f"{prefix}.idx").write_bytes(b"something else entirely")
+    with pytest.raises(DataError, match="is no token index"):
+        _train(prefix, tmp_path, 1)
+
+
+# The cache of shuffling indices: shared, renewed with the data, whole, and local to a node
+
+
+def _cached(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+
+
+def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
+    prefix = write_tokens(_numbered(40, 30))
+    first = _tokens(_train(prefix, tmp_path, 40))
+    before = _cached(tmp_path / "cache")
+    again = _train(prefix, tmp_path, 40)
+    assert _tokens(again) == first
+    assert len(before) == 3
+    assert _cached(tmp_path / "cache") == before
+    assert isinstance(again.shuffle_index, np.memmap)  # type: ignore[attr-defined]
+
+
+def test_the_cache_is_beside_the_data_by_default(write_tokens: Write, tmp_path: Path) -> None:
+    _train(write_tokens(_numbered(40, 30)), tmp_path, 40, data_cache_path=None)
+    assert len(_cached(tmp_path / "index_cache")) == 3
+
+
+def test_data_made_again_under_the_same_name_is_noticed(
+    write_tokens: Write, tmp_path: Path
+) -> None:
+    prefix = write_tokens(_numbered(40, 30))
+    _train(prefix, tmp_path, 40)
+    write_tokens(_numbered(60, 17, first=50))
+    tokens = _tokens(_train(prefix, tmp_path, 40))
+    assert {token for sample in tokens for token in sample} <= set(range(50, 110))
+    assert tokens == _tokens(_train(prefix, tmp_path, 40, data_cache_path=str(tmp_path / "other")))
+
+
+def test_what_a_killed_build_left_is_not_taken_for_a_cache(
+    write_tokens: Write, tmp_path: Path
+) -> None:
+    prefix = write_tokens(_numbered(40, 30))
+    expected = _tokens(_train(prefix, tmp_path, 40))
+    names = sorted(_cached(tmp_path / "cache"))
+    # Killed after the first part was written whole and the second in part.
+    os.unlink(tmp_path / "cache" / names[2])
+    whole = (tmp_path / "cache" / names[1]).read_bytes()
+    (tmp_path / "cache" / names[1]).unlink()
+    (tmp_path / "cache" / f".{names[1]}.0a1b2c3d.tmp").write_bytes(whole[:50])
+    assert _tokens(_train(prefix, tmp_path, 40)) == expected
+
+
+def test_no_warning_about_a_missing_cache(
+    write_tokens: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Whatever another test in this process has silenced.
+    caplog.set_level(logging.WARNING, logger="megatron.core")
+    _train(write_tokens(_numbered(40, 30)), tmp_path, 40)
+    assert "path_to_cache" not in caplog.text
+    # The filter goes with the build.
+    logging.getLogger("megatron.core.datasets.gpt_dataset").warning("path_to_cache is None")
+    assert "path_to_cache is None" in caplog.text
 
 
 def test_an_unwritable_cache_is_named(write_tokens: Write, tmp_path: Path) -> None:
     prefix = write_tokens([[1] * 40])
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(DataError, match="writable folder with --data-cache-path"):
-        build_datasets(_spec(prefix, tmp_path, split="1"), NullTokenizer(9), train_samples=1)
+        _train(prefix, tmp_path, 1)
 
 
-def test_data_parallel_ranks_cover_the_dataset(
-    corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path
+RANK_PROGRAM = """
+import sys
+from megatron.adaptive import accelerator
+accelerator.install()
+import torch.distributed as dist
+from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.data.datasets import build_datasets
+from megatron.adaptive.data.tokenizer import NullTokenizer
+rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+data = f"{folder}/data"
+for paths in ((data,), ("1", data, "2", data), (data, data, data)):
+    data_config = DataConfig(data_path=paths, split="80,20,0")
+    train, valid, test = build_datasets(
+        data_config, NullTokenizer(99), seq_length=16, seed=3, train_samples=40, valid_samples=5,
+        test_samples=2,        is_built_on_rank=lambda: rank != 1,
+    )
+    assert test is None
+    assert (train is None) == (valid is None) == (rank == 1)
+    if train is not None:
+        print([train[i]["tokens"].tolist() for i in range(len(train))])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ranks_that_share_no_disk_build_the_same_samples(
+    write_tokens: Write, tmp_path: Path
 ) -> None:
-    spec = _spec(corpus.data_prefix, tmp_path)
-    train, _, _ = build_datasets(spec, tokenizer, train_samples=24)
-    assert train is not None
-    drawn: dict[int, list[int]] = {}
-    for rank in (0, 1):
-        loader = MicrobatchLoader(
-            train, consumed_samples=0, micro_batch_size=3, dp_rank=rank, dp_size=2
+    """megatron-core lets global rank 0 alone write, so a second node finds no index.
+
+    Rank 1 needs no samples, as a middle stage, and has no files.
+    """
+    folders = [tmp_path / name for name in ("node0", "nothing", "node1")]
+    for folder in folders:
+        folder.mkdir()
+        if folder.name != "nothing":
+            write_tokens(_numbered(40, 30), name=f"{folder.name}/data")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_PROGRAM, str(rank), str(tmp_path / "store"), folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for number, part in enumerate(loader.step(4)):
-            for row in range(3):
-                drawn[6 * number + 3 * rank + row] = part["tokens"][row].tolist()
-    assert len(drawn) == 24
-    assert all(drawn[i] == train[i]["tokens"].tolist() for i in range(24))
+        for rank, folder in enumerate(folders)
+    ]
+    try:
+        results = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], results
+    assert results[0][0] == results[2][0] != ""
+    assert results[1][0] == ""
+    for folder in (folders[0], folders[2]):
+        assert _cached(folder / "index_cache")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.data import indexed
-from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import DataError
 
@@ -29,11 +28,6 @@ def test_what_megatron_core_wrote_passes(write_tokens: Write, dtype: type[np.int
     info = check_indexed(write_tokens(DOCUMENTS, dtype=dtype))
     assert (info.num_sequences, info.num_documents, info.num_tokens) == (3, 3, 6)
     assert info.dtype == dtype
-
-
-def test_the_corpus_passes(corpus: Corpus) -> None:
-    assert check_indexed(corpus.data_prefix).num_documents == 60
-    check_vocabulary_fits(corpus.data_prefix, 400)
 
 
 def test_a_multimodal_index_passes(tmp_path: Path) -> None:
@@ -89,7 +83,7 @@ def test_damage_is_named(write_tokens: Write, offset: int, raw: bytes, message: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 20, 40, 90])
+@pytest.mark.parametrize("kept", [0, 20, 90])
 def test_every_truncation_of_the_index_is_seen(write_tokens: Write, kept: int) -> None:
     prefix = write_tokens(DOCUMENTS)
     raw = Path(f"{prefix}.idx").read_bytes()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.adaptive.data.loader import Microbatch, MicrobatchLoader
-from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.errors import DataError
 
 # Reads of workers take milliseconds.
 pytestmark = pytest.mark.timeout(60)
@@ -122,8 +122,6 @@ def test_microbatches_are_read_in_any_order_and_kept(workers: int) -> None:
     assert _numbers(step[2]) == [4, 5]
     assert _numbers(step[0]) == [0, 1]
     assert step[2] is step[2]
-    assert _numbers(step[-1]) == [6, 7]
-    assert [_numbers(part) for part in step[1:3]] == [[2, 3], [4, 5]]
     with pytest.raises(IndexError, match=r"outside 0\.\.3"):
         step[4]
     loader.close()
@@ -185,21 +183,6 @@ def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
     loader.close()
     with pytest.raises(DataError, match="ends after 4 samples"):
         _loader(Numbered(4), consumed_samples=9).step(1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"consumed_samples": -1}, "consumed samples"),
-        ({"micro_batch_size": 0}, "--micro-batch-size"),
-        ({"dp_rank": 2, "dp_size": 2}, r"rank 2 is outside 0\.\.1"),
-        ({"num_workers": -1}, "--num-workers"),
-        ({"prefetch": 0}, "prefetched"),
-    ],
-)
-def test_values_out_of_range_are_named(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _loader(Numbered(4), **changes)
 
 
 class PidOf(Numbered):

@@ -59,14 +59,6 @@ def test_documents_come_back_from_megatron_core(
     assert check_indexed(summary.prefixes[0]).num_documents == 3
 
 
-def test_without_append_eod_nothing_is_added(
-    corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path
-) -> None:
-    source = _write(tmp_path / "a.jsonl", {"text": "abc"})
-    summary = preprocess(_spec(corpus, tmp_path, source, append_eod=False))
-    assert _documents(summary.prefixes[0]) == [tokenizer.tokenize("abc")]
-
-
 def test_each_key_has_its_own_files(
     corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path
 ) -> None:

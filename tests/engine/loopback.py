@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Agreement, Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -140,13 +138,9 @@ class Ranks:
         network = {10 + rank: CompletionQueue() for rank in range(count)}
         self.transports = [Loopback(10 + rank, network) for rank in range(count)]
         self.executors = [
-            Executor(
-                placement=placement,
+            make_executor(
+                self,
                 pp_rank=rank,
-                peer_of=lambda position: 10 + position,
-                transport=self.transports[rank] if count > 1 else None,
-                agreement=Alone(),
-                clock=CpuClock(),
                 recorder=recorders[rank] if recorders else None,
                 timeout_s=timeout_s,
             )
@@ -198,24 +192,14 @@ def forward_of(step: int, microbatch: int) -> Arrival:
     )
 
 
-def make_executor(
-    pipeline: Ranks,
-    agreement: Agreement,
-    *,
-    pp_rank: int = 1,
-    clock: CpuClock | None = None,
-    timeout_s: float = WATCHDOG_S,
-    **options: Any,
-) -> Executor:
+def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
     """Another executor for a rank of the pipeline."""
     alone = pipeline.placement.num_ranks == 1
+    given: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(
         placement=pipeline.placement,
         pp_rank=pp_rank,
-        peer_of=lambda position: 10 + position,
+        route=lambda position, microbatch: (10 + position, microbatch),
         transport=None if alone else pipeline.transports[pp_rank],
-        agreement=agreement,
-        clock=clock or CpuClock(),
-        timeout_s=timeout_s,
-        **{"recorder": None, **options},
+        **given,
     )

@@ -22,16 +22,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import Links, MemoryLinks, MessageLinks
+from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, load_on_all
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
 from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
@@ -41,6 +40,7 @@ MICROBATCHES = 8
 # Its first rank has inputs of both kinds from rank 1; every input is scripted here.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
+ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 
 
 class Deaf:
@@ -117,11 +117,8 @@ def make_executor(transport: Deaf, agreement: Agreement, timeout_s: float = 20.0
     return Executor(
         placement=PLACEMENT,
         pp_rank=PP_RANK,
-        peer_of=lambda position: position,
         transport=transport,
         agreement=agreement,
-        clock=CpuClock(),
-        recorder=None,
         timeout_s=timeout_s,
     )
 
@@ -144,11 +141,11 @@ class Member:
         self.size = size
         self.ranks = list(range(size))
         group = dist.new_group(self.ranks, backend="gloo")
-        self.links: Links
-        if kind == "message":
-            self.links = MessageLinks(group, describe)
-        else:
-            self.links = MemoryLinks(extension.require("this test"), group, describe)
+        self.links = (
+            Links(group, describe)
+            if kind == "message"
+            else MemoryLinks(extension.require("this test"), group, describe)
+        )
         self.transport = Deaf()
 
     def agreement(self) -> Agreement:
@@ -165,7 +162,7 @@ def agree(member: Member) -> dict[str, Any]:
     started_ns: dict[str, int] = {}
     taken: list[list[str]] = []
     static = make_schedule("gpipe", PLACEMENT, MICROBATCHES).orders[PP_RANK]
-    policies: list[Policy] = [Adaptive()] * 4 + [Follow(static, "gpipe")] * 2
+    policies: list[Policy] = [ADAPTIVE] * 4 + [Follow(static, "gpipe")] * 2
 
     def feed() -> None:
         for step in range(len(policies)):
@@ -213,7 +210,7 @@ def lacking(member: Member) -> list[str]:
             member.transport.completions.put(one)
     timeout_s = 0.5 if member.rank == 0 else 1.0
     executor = make_executor(member.transport, agreement, timeout_s)
-    return error_of(lambda: run_step(executor, Adaptive(), Writing()))
+    return error_of(lambda: run_step(executor, ADAPTIVE, Writing()))
 
 
 def broken(member: Member) -> list[str]:
@@ -224,7 +221,7 @@ def broken(member: Member) -> list[str]:
         error = PeerLostError("the connection to rank 9 broke")
         threading.Timer(0.3, member.transport.completions.put, [error]).start()
     started = time.monotonic()
-    text = error_of(lambda: run_step(executor, Adaptive(), Writing()))
+    text = error_of(lambda: run_step(executor, ADAPTIVE, Writing()))
     return [*text, "soon" if time.monotonic() - started < 10 else "late"]
 
 

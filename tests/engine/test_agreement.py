@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from megatron.adaptive.engine.agreement import (
-    Alone,
     Follower,
     Leader,
     decode_action,
@@ -19,9 +19,10 @@ from megatron.adaptive.engine.agreement import (
     encode_label,
 )
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.adaptive import Adaptive
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import (
     Arrival,
@@ -34,6 +35,7 @@ from megatron.adaptive.transport.interface import (
 from .conftest import BOARDS, WATCHDOG_S, Start
 
 F, B = ActionKind.F, ActionKind.B
+ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 
 
 @pytest.mark.multiprocess
@@ -91,28 +93,19 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
         ]
 
 
-@pytest.mark.parametrize("kind", list(ActionKind))
-@pytest.mark.parametrize(
-    ("chunk", "microbatch"), [(0, 0), (3, 17), (1000, 10**9), (8191, 2**32 - 1)]
-)
-@pytest.mark.parametrize("piece", [0, 5, 65535])
-def test_an_action_travels_as_a_number(
-    kind: ActionKind, chunk: int, microbatch: int, piece: int
-) -> None:
-    action = Action(kind, chunk, microbatch, piece)
-    assert decode_action(encode_action(action)) == action
-    assert 0 <= encode_action(action) < 2**63
-
-
-@pytest.mark.parametrize("kind", [ActionKind.F, ActionKind.B])
-@pytest.mark.parametrize("step", [0, 7, 2**32 - 1])
-@pytest.mark.parametrize(("chunk", "microbatch"), [(0, 0), (3, 17), (1023, 2**20 - 2)])
-def test_a_label_travels_as_a_number(
-    kind: ActionKind, step: int, chunk: int, microbatch: int
-) -> None:
-    label = Label(step, Action(kind, chunk, microbatch))
-    assert decode_label(encode_label(label)) == label
-    assert 0 <= encode_label(label) < 2**63 - 1
+def test_actions_and_labels_travel_as_numbers() -> None:
+    for kind, (chunk, microbatch), piece in itertools.product(
+        ActionKind, [(0, 0), (3, 17), (8191, 2**32 - 1)], [0, 5, 65535]
+    ):
+        action = Action(kind, chunk, microbatch, piece)
+        assert decode_action(encode_action(action)) == action
+        assert 0 <= encode_action(action) < 2**63
+    for kind, step, (chunk, microbatch) in itertools.product(
+        (F, B), [0, 7, 2**32 - 1], [(0, 0), (3, 17), (1023, 2**20 - 2)]
+    ):
+        label = Label(step, Action(kind, chunk, microbatch))
+        assert decode_label(encode_label(label)) == label
+        assert 0 <= encode_label(label) < 2**63 - 1
 
 
 def test_what_no_number_says_is_refused() -> None:
@@ -168,16 +161,16 @@ def test_only_decisions_are_published() -> None:
     leader = make_leader(board, {}, CompletionQueue())
     leader.begin(0, is_static=False)
     state = fresh(1)
-    assert leader.next_action(Adaptive(), state, 1.0) is None
+    assert leader.next_action(ADAPTIVE, state, 1.0) is None
     assert board.values == []
     state.arrive(F, 0, 0)
-    assert leader.next_action(Adaptive(), state, 1.0) == Action(F, 0, 0)
+    assert leader.next_action(ADAPTIVE, state, 1.0) == Action(F, 0, 0)
     # The follower is told even though its own state does not know of the input yet.
     follower = Follower(board, Paper(), CompletionQueue(), 1.0)
     follower.begin(0, is_static=False)
     assert not follower.decides
     assert leader.decides
-    assert follower.next_action(Adaptive(), fresh(1), 1.0) == Action(F, 0, 0)
+    assert follower.next_action(ADAPTIVE, fresh(1), 1.0) == Action(F, 0, 0)
     follower.close()
     leader.close()
     assert board.closed.is_set()
@@ -285,15 +278,4 @@ def test_a_leader_that_has_ended_is_an_error() -> None:
     follower = Follower(decisions, Paper(), CompletionQueue(), 1.0)
     follower.begin(0, is_static=False)
     with pytest.raises(PeerLostError, match="ran different numbers of steps"):
-        follower.next_action(Adaptive(), fresh(1), 1.0)
-
-
-def test_a_rank_alone_asks_its_policy() -> None:
-    alone = Alone()
-    alone.begin(0, is_static=False)
-    assert alone.decides
-    assert alone.is_everywhere(message(0, 0))
-    assert alone.next_action(Adaptive(), fresh(0), 1.0) == Action(F, 0, 0)
-    assert alone.next_action(Adaptive(), fresh(1), 1.0) is None
-    assert alone.missing() == ""
-    alone.close()
+        follower.next_action(ADAPTIVE, fresh(1), 1.0)

@@ -14,7 +14,7 @@ accelerator.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from megatron.adaptive.engine.agreement import Alone  # noqa: E402
+from megatron.adaptive.engine.agreement import Agreement  # noqa: E402
 from megatron.adaptive.engine.build import (  # noqa: E402
     build_executor,
     gather_places,
@@ -45,21 +45,5 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
         recorder=None,
     )
     assert wiring.transport is None
-    assert isinstance(wiring.agreement, Alone)
+    assert type(wiring.agreement) is Agreement
     wiring.close()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "expected"),
-    [
-        (1, 3, [[]]),
-        (2, 1, [[1], [0]]),
-        (2, 2, [[1], [0]]),
-        (4, 1, [[1], [0, 2], [1, 3], [2]]),
-        # The ring closes with several chunks.
-        (4, 2, [[1, 3], [0, 2], [1, 3], [0, 2]]),
-    ],
-)
-def test_neighbours(ranks: int, chunks: int, expected: list[list[int]]) -> None:
-    placement = Placement(num_ranks=ranks, num_chunks=chunks)
-    assert [list(placement.neighbours_of(rank)) for rank in range(ranks)] == expected

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.agreement import Agreement
+from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.memory import default_cap
@@ -111,10 +112,18 @@ def test_an_output_is_released_after_it_was_handed_on() -> None:
     assert sent_at_release == [[0], [0, 1], [0, 1, 2]]
 
 
-def run_last(pipeline: Ranks, microbatches: int, policy: Policy | None = None) -> Counting:
-    stages = Counting(pipeline.placement, 1)
-    pipeline.executors[1].run(stages, policy or Picks(ready_first), pipeline.state(1, microbatches))
-    return stages
+def run_last(
+    pipeline: Ranks,
+    microbatches: int,
+    policy: Policy | None = None,
+    *,
+    stages: type[Counting] = Counting,
+    executor: Executor | None = None,
+) -> Counting:
+    made = stages(pipeline.placement, 1)
+    executor = executor or pipeline.executors[1]
+    executor.run(made, policy or Picks(ready_first), pipeline.state(1, microbatches))
+    return made
 
 
 def test_inputs_may_come_in_any_order() -> None:
@@ -125,25 +134,16 @@ def test_inputs_may_come_in_any_order() -> None:
     assert stages.actions == ["F0-0", "B0-0", "F0-1", "B0-1", "F0-2", "B0-2"]
 
 
-def test_what_comes_early_is_kept_for_the_next_step() -> None:
-    pipeline, completions = last_rank(timeout_s=0.5)
-    # The neighbour runs ahead: it is in the next step before this rank has finished the first.
-    for step, microbatch in ((0, 0), (1, 0), (1, 1), (0, 1)):
-        completions.put(forward_of(step, microbatch))
-    for _ in range(2):
-        assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
-    # Nothing is left over for a third one.
-    with pytest.raises(DeadlineError):
-        run_last(pipeline, 1)
-
-
-def test_a_neighbour_may_be_several_steps_ahead() -> None:
+def test_what_comes_early_is_kept_for_later_steps() -> None:
     # In evaluation the first stage waits for nobody; its messages once ended the run.
     pipeline, completions = last_rank(timeout_s=0.5)
-    for step in (2, 1, 3, 0):
-        completions.put(forward_of(step, 0))
-    for _ in range(4):
-        assert sorted(run_last(pipeline, 1).actions) == ["B0-0", "F0-0"]
+    for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
+        completions.put(forward_of(step, microbatch))
+    for _ in range(3):
+        assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
+    # Nothing is left over for another one.
+    with pytest.raises(DeadlineError):
+        run_last(pipeline, 1)
 
 
 @pytest.mark.parametrize("step", [-1, 0])
@@ -185,59 +185,21 @@ def test_a_lost_peer_ends_the_step() -> None:
         run_last(pipeline, 2)
 
 
-@pytest.mark.parametrize(
-    ("action", "reason"),
-    [
-        (Action(B, 0, 0), "its own forward F0-0 has not finished"),
-        (Action(F, 0, 1), "F0-0 comes before it"),
-        (Action(F, 1, 0), "there is no such action with 1 chunks and 2 microbatches"),
-        (Action(W, 0, 0), "this step has no W"),
-        # It once was waited for, as if the policy had only been early.
-        (Action(F, 0, 0), "its input from rank 0 (stage 0) is not here"),
-    ],
-)
-def test_a_pick_that_is_not_ready_is_named(action: Action, reason: str) -> None:
-    pipeline, _ = last_rank()
-    with pytest.raises(ScheduleError) as info:
-        run_last(pipeline, 2, Picks(lambda state: action))
-    text = str(info.value)
-    assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
-    assert f"which cannot start: {reason}; ready: nothing; 0 of 4 actions finished" in text
-    assert len(text.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("action", "reason"),
-    [
-        (Action(W, 0, 0), "its own backward B0-0 has not finished"),
-        (Action(W, 0, 0, 1), "W0-0 comes before it"),
-        (Action(W, 0, 0, 2), "there is no such action"),
-    ],
-)
-def test_a_weight_gradient_that_is_not_ready_is_named(action: Action, reason: str) -> None:
+def test_a_pick_that_is_not_ready_is_named() -> None:
+    # It once was waited for, as if the policy had only been early.
     pipeline, completions = last_rank()
-    completions.put(forward_of(0, 0))
-    order = [Action(F, 0, 0), action]
     with pytest.raises(ScheduleError) as info:
-        pipeline.executors[1].run(
-            Counting(pipeline.placement, 1),
-            Picks(lambda state: order[state.num_started]),
-            pipeline.state(1, 1, weight_pieces=2),
-        )
-    text = str(info.value)
-    assert f"policy made-up picked {action} on rank 1 of the pipeline" in text
-    assert f"which cannot start: {reason}" in text
-    assert "; ready: B0-0; 1 of 4 actions finished" in text
-
-
-def test_an_action_that_was_done_is_not_done_again() -> None:
-    pipeline, completions = last_rank()
-    completions.put(forward_of(0, 0))
+        run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
+    assert str(info.value) == (
+        "policy made-up picked F0-0 on rank 1 of the pipeline, which cannot start: its input from "
+        "rank 0 (stage 0) is not here; ready: nothing; 0 of 4 actions finished, 0 in flight, no cap"
+    )
+    completions.put(forward_of(1, 0))
     with pytest.raises(ScheduleError, match="picked F0-0 .* it was started before"):
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
 
 
-class Following(Alone):
+class Following(Agreement):
     """What is picked comes from another rank, which knows that all inputs have arrived."""
 
     decides = False
@@ -245,7 +207,7 @@ class Following(Alone):
 
 def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
     pipeline, completions = last_rank()
-    executor = make_executor(pipeline, Following())
+    executor = make_executor(pipeline, agreement=Following())
     order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
 
     def pick(state: RankState) -> Action:
@@ -254,8 +216,7 @@ def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
             completions.put(forward_of(0, state.num_started // 2))
         return order[state.num_started]
 
-    stages = Counting(pipeline.placement, 1)
-    executor.run(stages, Picks(pick), pipeline.state(1, 2))
+    stages = run_last(pipeline, 2, Picks(pick), executor=executor)
     assert stages.actions == [str(action) for action in order]
 
 
@@ -265,20 +226,20 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
             raise DeadlineError("no word of rank 4 within 1 s")
 
     pipeline, completions = last_rank()
-    executor = make_executor(pipeline, Silent())
+    executor = make_executor(pipeline, agreement=Silent())
     with pytest.raises(DeadlineError) as info:
-        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+        run_last(pipeline, 2, executor=executor)
     assert str(info.value) == (
         "no word of rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for input "
         "of F0-0 from rank 0 (stage 0)"
     )
     completions.put(PeerLostError("rank 10 is gone"))
     with pytest.raises(PeerLostError, match="rank 10 is gone"):
-        executor.run(Counting(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 2))
+        run_last(pipeline, 2, executor=executor)
 
 
 def test_inputs_that_only_some_members_have_are_waited_for() -> None:
-    class Half(Alone):
+    class Half(Agreement):
         """The members of the group: this one and another."""
 
         def __init__(self) -> None:
@@ -298,8 +259,7 @@ def test_inputs_that_only_some_members_have_are_waited_for() -> None:
 
     pipeline, completions = last_rank()
     agreement = Half()
-    executor = make_executor(pipeline, agreement, timeout_s=0.05)
-    stages = Counting(pipeline.placement, 1)
+    executor = make_executor(pipeline, agreement=agreement, timeout_s=0.05)
 
     def notice_of(step: int, microbatch: int) -> Notice:
         return Notice(forward_of(step, microbatch).label, 5)
@@ -307,7 +267,7 @@ def test_inputs_that_only_some_members_have_are_waited_for() -> None:
     for item in (forward_of(0, 0), notice_of(1, 0), notice_of(0, 0), forward_of(1, 0)):
         completions.put(item)
     for _ in range(2):
-        executor.run(stages, Picks(ready_first), pipeline.state(1, 1))
+        run_last(pipeline, 1, executor=executor)
     assert agreement.begun == [(0, False), (1, False)]
     order = ["Arrival 0:F0-0", "Notice 0:F0-0", "Notice 1:F0-0", "Arrival 1:F0-0"]
     assert agreement.items == order
@@ -315,11 +275,10 @@ def test_inputs_that_only_some_members_have_are_waited_for() -> None:
     for item in (notice_of(0, 0), forward_of(2, 0), notice_of(2, 0), forward_of(2, 1)):
         completions.put(item)
     with pytest.raises(DeadlineError) as info:
-        executor.run(stages, Picks(ready_first), pipeline.state(1, 2))
+        run_last(pipeline, 2, executor=executor)
     assert "in step 2 for input of F0-1 from rank 0 (stage 0) (not on rank 5 yet: " in str(
         info.value
     )
-    assert stages.actions[-2:] == ["F0-0", "B0-0"]
 
 
 class Slow(CpuClock):
@@ -339,12 +298,11 @@ class Slow(CpuClock):
         self.finished = max(self.finished, mark)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
+def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
     # Marks are taken before and after each action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
-    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0, launch_ahead=ahead)
+    executor = make_executor(pipeline, clock=clock, pp_rank=0)
     unfinished = []
 
     def pick(state: RankState) -> Action | None:
@@ -352,13 +310,13 @@ def test_a_rule_is_asked_when_the_device_has_caught_up(ahead: int) -> None:
         return ready_first(state)
 
     executor.run(Counting(pipeline.placement, 0), Picks(pick), pipeline.state(0, 3))
-    assert unfinished == [min(ahead, number) for number in range(12)]
+    assert unfinished == [min(1, number) for number in range(12)]
 
 
 def test_a_static_order_waits_for_no_device() -> None:
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    executor = make_executor(pipeline, Alone(), clock=clock, pp_rank=0)
+    executor = make_executor(pipeline, clock=clock, pp_rank=0)
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
@@ -391,9 +349,7 @@ def test_a_missing_gradient_is_named() -> None:
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))
     with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline gave no gradient"):
-        pipeline.executors[1].run(
-            Forgetful(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 1)
-        )
+        run_last(pipeline, 1, stages=Forgetful)
 
 
 def test_an_error_of_a_stage_passes_through() -> None:
@@ -404,6 +360,4 @@ def test_an_error_of_a_stage_passes_through() -> None:
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))
     with pytest.raises(ZeroDivisionError, match="in the model"):
-        pipeline.executors[1].run(
-            Broken(pipeline.placement, 1), Picks(ready_first), pipeline.state(1, 1)
-        )
+        run_last(pipeline, 1, stages=Broken)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.adaptive.engine.agreement import Alone
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
@@ -34,13 +35,14 @@ from .loopback import (
     forward_of,
     last_rank,
     make_executor,
+    ready_first,
 )
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    return Recorder(
+    recorder = Recorder(
         folder,
-        TraceHeader.create(
+        TraceHeader(
             run="test",
             rank=rank,
             world_size=placement.num_ranks,
@@ -51,65 +53,71 @@ def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int
             schedule="1f1b",
         ),
     )
+    recorder.begin_iteration(1, microbatches)
+    return recorder
+
+
+def traced_step(
+    folder: Path,
+    policies: Sequence[Policy],
+    placement: Placement,
+    microbatches: int,
+    **options: Any,
+) -> tuple[RunTrace, list[RankTimes], list[Counting]]:
+    """Runs and traces iteration 1 of all ranks."""
+    ranks = range(placement.num_ranks)
+    recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
+    pipeline = Ranks(placement, recorders)
+    stages, _ = pipeline.step(policies, microbatches, **options)
+    times = [executor.finish_step() for executor in pipeline.executors]
+    for recorder in recorders:
+        recorder.end_iteration()
+        recorder.close()
+    return read_run(folder), times, stages
+
+
+def traced_rank(
+    folder: Path, pipeline: Ranks, rank: int, policy: Policy, microbatches: int, **options: Any
+) -> list[Span]:
+    """Runs and traces iteration 1 of one rank, to be fed by hand."""
+    recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
+    executor = make_executor(pipeline, pp_rank=rank, recorder=recorder)
+    stages = Counting(pipeline.placement, rank)
+    executor.run(stages, policy, pipeline.state(rank, microbatches, **options))
+    executor.finish_step()
+    recorder.close()
+    return list(read_run(folder).ranks[rank].spans(1))
+
+
+def actions(run: RunTrace, rank: int) -> list[Span]:
+    return [span for span in run.ranks[rank].spans(1) if span.action in DRAWN_ACTIONS]
 
 
 def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
     # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1
     placement = Placement(num_ranks=2, num_chunks=1)
-    recorders = [recorder_of(tmp_path, rank, placement, 2) for rank in range(2)]
-    pipeline = Ranks(placement, recorders)
-    for iteration in (4, 5):
-        for recorder in recorders:
-            recorder.begin_iteration(iteration, 2)
-        pipeline.step(make_policies("1f1b", placement, 2), 2)
-        times = [executor.finish_step() for executor in pipeline.executors]
-        for recorder in recorders:
-            recorder.end_iteration()
-    for recorder in recorders:
-        recorder.close()
-    run = read_run(tmp_path)
-    for iteration in (4, 5):
-        assert [
-            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
-            for span in actions(run, 0, iteration)
-        ] == [
-            ("F", 0, FORWARD_BYTES, 100),
-            ("F", 1, FORWARD_BYTES, 200),
-            ("B", 0, BACKWARD_BYTES, 200),
-            ("B", 1, BACKWARD_BYTES, 100),
-        ]
-        assert [
-            (span.action, span.microbatch, span.bytes, span.in_flight_bytes)
-            for span in actions(run, 1, iteration)
-        ] == [
-            ("F", 0, FORWARD_BYTES, 100),
-            ("B", 0, BACKWARD_BYTES, 100),
-            ("F", 1, FORWARD_BYTES, 100),
-            ("B", 1, BACKWARD_BYTES, 100),
-        ]
-    for rank, told in enumerate(times):
-        spans = actions(run, rank, 5)
+    run, times, _ = traced_step(tmp_path, make_policies("1f1b", placement, 2), placement, 2)
+    sizes = {"F": FORWARD_BYTES, "B": BACKWARD_BYTES}
+    expected = [
+        [("F", 0, 100), ("F", 1, 200), ("B", 0, 200), ("B", 1, 100)],
+        [("F", 0, 100), ("B", 0, 100), ("F", 1, 100), ("B", 1, 100)],
+    ]
+    for rank, found in enumerate(times):
+        spans = actions(run, rank)
+        assert [(s.action, s.microbatch, s.in_flight_bytes) for s in spans] == expected[rank]
+        assert all(span.bytes == sizes[span.action] for span in spans)
         assert all(span.reason == "order" for span in spans)
         assert all(span.start_ns <= span.end_ns for span in spans)
         assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
         assert all(b.wait_ns <= b.start_ns - a.end_ns for a, b in itertools.pairwise(spans))
         busy_ns = sum(span.end_ns - span.start_ns for span in spans)
-        assert told.busy_s == pytest.approx(busy_ns / 1e9)
-        assert told.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
+        assert found.busy_s == pytest.approx(busy_ns / 1e9)
+        assert found.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
 
 
 def test_messages_tell_their_way(tmp_path: Path) -> None:
     placement = Placement(num_ranks=2, num_chunks=2)
-    recorders = [recorder_of(tmp_path, rank, placement, 3) for rank in range(2)]
-    pipeline = Ranks(placement, recorders)
-    for recorder in recorders:
-        recorder.begin_iteration(1, 3)
-    pipeline.step(make_policies("adaptive", placement, 3), 3)
-    for executor in pipeline.executors:
-        executor.finish_step()
-    for recorder in recorders:
-        recorder.close()
-    run = read_run(tmp_path)
+    run, *_ = traced_step(tmp_path, make_policies("adaptive", placement, 3), placement, 3)
     # Ranks of this pipeline are 10 and 11 to each other.
     tables = {10 + rank: run.ranks[rank].table() for rank in range(2)}
     found = match_messages(tables)
@@ -122,23 +130,14 @@ def test_messages_tell_their_way(tmp_path: Path) -> None:
     assert set(found.bytes.tolist()) == {FORWARD_BYTES, BACKWARD_BYTES}
     # Taken just when their action starts.
     for rank in range(2):
-        starts = {(s.action, s.chunk, s.microbatch): s.start_ns for s in actions(run, rank, 1)}
-        for span in run.ranks[rank].spans[1]:
+        starts = {(s.action, s.chunk, s.microbatch): s.start_ns for s in actions(run, rank)}
+        for span in run.ranks[rank].spans(1):
             if span.action == "receive":
                 assert span.end_ns <= starts[span.of, span.chunk, span.microbatch]
 
 
-def actions(run: RunTrace, rank: int, iteration: int) -> list[Span]:
-    spans = run.ranks[rank].spans[iteration]
-    return [span for span in spans if span.action in DRAWN_ACTIONS]
-
-
-def awaited_later(
-    tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks, **options: Any
-) -> list[Span]:
+def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
     """Rank 1 of two does 1F1B on two microbatches; the second forward's input comes late."""
-    recorder = recorder_of(tmp_path, 1, pipeline.placement, 2)
-    executor = make_executor(pipeline, Alone(), recorder=recorder)
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:
@@ -149,12 +148,7 @@ def awaited_later(
         return action
 
     put(forward_of(0, 0))
-    recorder.begin_iteration(1, 2)
-    state = pipeline.state(1, 2, **options)
-    executor.run(Counting(pipeline.placement, 1), Picks(pick), state)
-    executor.finish_step()
-    recorder.close()
-    return list(read_run(tmp_path).ranks[1].spans[1])
+    return traced_rank(tmp_path, pipeline, 1, Picks(pick), 2)
 
 
 def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
@@ -175,7 +169,7 @@ def test_others_see_what_it_does() -> None:
     # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1, one after the other in one thread
     placement = Placement(num_ranks=2, num_chunks=1)
     pipeline = Ranks(placement)
-    executor = make_executor(pipeline, Alone(), pp_rank=0)
+    executor = make_executor(pipeline, pp_rank=0)
     completions = pipeline.transports[0].completions
     seen: list[dict[str, Any]] = []
 
@@ -236,9 +230,7 @@ def test_a_wait_tells_what_kept_the_rank(
 ) -> None:
     # Rank 0 has all its forwards ready and waits for a backward's input.
     placement = Placement(num_ranks=2, num_chunks=1)
-    recorder = recorder_of(tmp_path, 0, placement, 3)
     pipeline = Ranks(placement)
-    executor = make_executor(pipeline, Alone(), pp_rank=0, recorder=recorder)
     completions = pipeline.transports[0].completions
     policy = make_policies(name, placement, 3)[0]
     backwards = [
@@ -252,28 +244,19 @@ def test_a_wait_tells_what_kept_the_rank(
             threading.Timer(0.05, completions.put, [backwards.pop(0)]).start()
         return action
 
-    recorder.begin_iteration(1, 3)
-    executor.run(Counting(placement, 0), Picks(pick), pipeline.state(0, 3, **options))
-    executor.finish_step()
-    recorder.close()
-    waits = [s for s in read_run(tmp_path).ranks[0].spans[1] if s.action == "wait"]
+    spans = traced_rank(tmp_path, pipeline, 0, Picks(pick), 3, **options)
+    waits = [span for span in spans if span.action == "wait"]
     assert [(w.of, w.microbatch, w.peer) for w in waits] == [("B", m, 11) for m in range(3)]
     assert [w.reason for w in waits] == causes
 
 
 def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
     pipeline, completions = last_rank()
-    recorder = recorder_of(tmp_path, 1, pipeline.placement, 4)
-    executor = make_executor(pipeline, Alone(), recorder=recorder)
     for microbatch in range(4):
         completions.put(forward_of(0, microbatch))
-    recorder.begin_iteration(1, 4)
     policy = make_policies("1f1b", pipeline.placement, 4)[1]
-    executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 4))
-    executor.finish_step()
-    recorder.close()
-    spans = actions(read_run(tmp_path), 1, 1)
-    assert [(s.action, s.queue_depth) for s in spans] == [
+    spans = traced_rank(tmp_path, pipeline, 1, policy, 4)
+    assert [(s.action, s.queue_depth) for s in spans if s.action in DRAWN_ACTIONS] == [
         *[("F", 3), ("B", 3), ("F", 2), ("B", 2)],
         *[("F", 1), ("B", 1), ("F", 0), ("B", 0)],
     ]
@@ -283,52 +266,34 @@ def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> Non
     placement = Placement(num_ranks=1, num_chunks=1)
     recorder = recorder_of(tmp_path, 0, placement, 2)
     pipeline = Ranks(placement, [recorder])
-    for traced, forward_only in ((True, True), (False, False), (True, False)):
-        if traced:
-            recorder.begin_iteration(1 + forward_only, 2)
+    for iteration, forward_only in ((1, True), (None, False), (2, False)):
+        if iteration == 2:
+            recorder.begin_iteration(2, 2)
         name = "forward-only" if forward_only else "1f1b"
         pipeline.step(make_policies(name, placement, 2), 2, forward_only=forward_only)
-        pipeline.executors[0].finish_step()
+        times = pipeline.executors[0].finish_step()
+        assert 0 < times.busy_s <= times.span_s
+        # Spans are handed over once.
+        assert pipeline.executors[0].finish_step().busy_s == 0
         recorder.end_iteration()
     recorder.close()
-    spans = read_run(tmp_path).ranks[0].spans
-    assert {i: len(found) for i, found in spans.items()} == {1: 4, 2: 0}
+    trace = read_run(tmp_path).ranks[0]
+    assert {i: len(trace.spans(i)) for i in trace.iterations} == {1: 0, 2: 4}
 
 
 def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
     placement = Placement(num_ranks=1, num_chunks=3)
-    recorder = recorder_of(tmp_path, 0, placement, 2)
-    pipeline = Ranks(placement, [recorder])
-    recorder.begin_iteration(1, 2)
-    stages, _ = pipeline.step(make_policies("interleaved", placement, 2), 2)
-    pipeline.executors[0].finish_step()
-    recorder.end_iteration()
-    recorder.close()
+    policies = make_policies("interleaved", placement, 2)
+    run, _, stages = traced_step(tmp_path, policies, placement, 2)
     assert stages[0].last_gradients == [[0.0, 2.0], [1.0, 2.0]]
-    spans = read_run(tmp_path).ranks[0].spans[1]
+    spans = run.ranks[0].spans(1)
     assert len(spans) == 12
     assert all(span.bytes == 0 for span in spans)
 
 
-def test_a_step_without_trace_still_tells_its_times() -> None:
-    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    pipeline.step(make_policies("1f1b", pipeline.placement, 3), 3)
-    times = pipeline.executors[0].finish_step()
-    assert 0 < times.busy_s <= times.span_s
-    # Spans are handed over once.
-    assert pipeline.executors[0].finish_step().busy_s == 0
-
-
 def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> None:
-    recorder = recorder_of(tmp_path, 0, Placement(num_ranks=1, num_chunks=1), 1)
-    pipeline = Ranks(Placement(num_ranks=1, num_chunks=1), [recorder])
-    recorder.begin_iteration(1, 1)
-    policies = [Picks(lambda state: next(iter(state.ready())))]
-    stages, _ = pipeline.step(policies, 1, weight_pieces=2)
-    pipeline.executors[0].finish_step()
-    recorder.end_iteration()
-    recorder.close()
+    placement = Placement(num_ranks=1, num_chunks=1)
+    run, _, stages = traced_step(tmp_path, [Picks(ready_first)], placement, 1, weight_pieces=2)
     assert stages[0].actions == ["F0-0", "B0-0", "W0-0", "W0-0.1"]
-    spans = read_run(tmp_path).ranks[0].spans[1]
-    seen = [(span.action, span.piece, span.in_flight_bytes) for span in spans]
+    seen = [(span.action, span.piece, span.in_flight_bytes) for span in run.ranks[0].spans(1)]
     assert seen == [("F", 0, 100), ("B", 0, 100), ("W", 0, 30), ("W", 1, 30)]

@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_no_pipelining,
 )
 
-from megatron.adaptive.engine.agreement import Alone  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.engine.forward_backward import ForwardBackward  # noqa: E402
 from megatron.adaptive.engine.orders import Orders  # noqa: E402
@@ -33,11 +32,8 @@ def forward_backward(num_chunks: int) -> ForwardBackward:
     executor = Executor(
         placement=placement,
         pp_rank=0,
-        peer_of=never,
         transport=None,
-        agreement=Alone(),
         clock=accelerator.CpuClock(),
-        recorder=None,
         timeout_s=1.0,
     )
     orders = Orders(schedule="adaptive", placement=placement, pp_rank=0)

@@ -15,7 +15,7 @@ from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 
-HEADER = TraceHeader.create(
+HEADER = TraceHeader(
     run="run-1",
     rank=0,
     world_size=1,

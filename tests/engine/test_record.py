@@ -118,9 +118,7 @@ def damaged(change: Any) -> str:
     ("text", "reason"),
     [
         ("", "it is no JSON"),
-        (damaged(dict)[:-40], "it is no JSON"),
         ("[1]", 'its "format" is not'),
-        (damaged(lambda c: c.update(format="other")), 'its "format" is not'),
         (damaged(lambda c: c.pop("orders")), "no 'orders'"),
         (damaged(lambda c: c["shape"].pop("chunks")), "no 'chunks'"),
         (damaged(lambda c: c["shape"].update(chunks="1")), "\"chunks\" is '1'"),
@@ -129,7 +127,6 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c["orders"][0].append(2)), "does not hold each action once"),
         (damaged(lambda c: c["orders"][0].append("x")), "something else than codes"),
         (damaged(lambda c: c["orders"][0].extend([0, 1])), "different numbers of microbatches"),
-        (damaged(lambda c: c["steps"].update({"1": [0]})), "step 1 does not name an order"),
         (damaged(lambda c: c["steps"].update({"1": [0, 2]})), "step 1 does not name an order"),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],

@@ -16,16 +16,13 @@ from .split_gpt import (
     HIDDEN,
     SAMPLES,
     SEQUENCE,
-    assert_equal,
     build,
     core_config,
     drive,
-    gradients,
     job,
     make_stages,
     pairs,
     run_step,
-    seed,
     with_weights,
 )
 
@@ -52,25 +49,17 @@ INPUT_BYTES = 2 * 4 * 4
 RESULT_BYTES = 2 * 3 * 4
 
 
-def test_meter_counts_storages_without_parameters() -> None:
+def test_meter_counts_storages_without_parameters_once_for_each_chunk() -> None:
     meter, model = ActivationMeter(), Product()
     assert meter.bytes_of(0) == 0
-    with meter.measure(0, model.parameters()):
-        output = model(torch.ones(2, 4, requires_grad=True))
+    for chunk, rows in ((0, 2), (0, 20), (1, 20)):
+        with meter.measure(chunk, model.parameters()):
+            output = model(torch.ones(rows, 4, requires_grad=True))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
-    assert meter.bytes_of(1) == 0
+    assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
     # What was watched still has a backward.
     output.sum().backward()
     assert model.linear.weight.grad is not None
-
-
-def test_meter_looks_once_at_each_chunk() -> None:
-    meter, model = ActivationMeter(), Product()
-    for chunk, rows in ((0, 2), (0, 20), (1, 20)):
-        with meter.measure(chunk, model.parameters()):
-            model(torch.ones(rows, 4))
-    assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
-    assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
 
 
 def test_meter_forgets_a_forward_that_failed() -> None:
@@ -132,25 +121,24 @@ class Diary:
             self.sync.after_last_backward(chunk)
 
 
-def test_implicit_reduction_happens_within_the_last_backward() -> None:
-    diary = Diary(explicit=False)
+@pytest.mark.parametrize(
+    ("explicit", "events"),
+    [
+        (False, "hold 0, hold 1, let go 1, backward 1, let go 0, backward 0"),
+        (
+            True,
+            "hold 0, hold 1, backward 1, let go 1, reduce 1, backward 0, let go 0, reduce 0",
+        ),
+    ],
+    ids=["within the last backward", "after it"],
+)
+def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -> None:
+    diary = Diary(explicit=explicit)
     diary.sync.hold()
+    diary.sync.hold()  # once is enough
     diary.last_backwards()
     diary.sync.release()
-    assert diary.events == (
-        ["hold 0", "hold 1", "let go 1", "backward 1", "let go 0", "backward 0"]
-    )
-
-
-def test_explicit_reduction_follows_the_last_backward() -> None:
-    diary = Diary(explicit=True)
-    diary.sync.hold()
-    diary.last_backwards()
-    diary.sync.release()
-    assert diary.events == [
-        *("hold 0", "hold 1", "backward 1", "let go 1", "reduce 1"),
-        *("backward 0", "let go 0", "reduce 0"),
-    ]
+    assert ", ".join(diary.events) == events
 
 
 @pytest.mark.parametrize(
@@ -176,32 +164,16 @@ def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str)
         assert diary.events[place + 1] == f"reduce {number}"
 
 
-class Wrapped(torch.nn.Linear):
-    """A chunk in a data-parallel wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-        self.reductions = 0
-
-    def start_grad_sync(self) -> None:
-        self.reductions += 1
-
-
-def test_split_backwards_reduce_where_hooks_would_have() -> None:
-    chunk = Wrapped()
-    config = SimpleNamespace(no_sync_func=contextlib.nullcontext, grad_sync_func=None)
-    sync = GradientSync(config, [chunk])
+@pytest.mark.parametrize("held", [False, True])
+def test_split_backwards_reduce_where_hooks_would_have(held: bool) -> None:
+    chunk = torch.nn.Linear(1, 1)
+    reductions: list[int] = []
+    chunk.start_grad_sync = lambda: reductions.append(1)
+    hold = contextlib.nullcontext if held else None
+    sync = GradientSync(SimpleNamespace(no_sync_func=hold, grad_sync_func=None), [chunk])
     sync.hold()
     sync.after_last_weights(0)
-    assert chunk.reductions == 1
-
-
-def test_split_backwards_do_not_reduce_what_is_not_held_back() -> None:
-    chunk = Wrapped()
-    sync = GradientSync(SimpleNamespace(no_sync_func=None, grad_sync_func=None), [chunk])
-    sync.hold()
-    sync.after_last_weights(0)
-    assert chunk.reductions == 0
+    assert len(reductions) == int(held)
 
 
 def test_split_backwards_need_something_to_reduce_with() -> None:
@@ -211,15 +183,6 @@ def test_split_backwards_need_something_to_reduce_with() -> None:
         diary.last_weights(0)
 
 
-def test_holding_twice_holds_once() -> None:
-    diary = Diary(explicit=False)
-    diary.sync.hold()
-    diary.sync.hold()
-    diary.sync.release()
-    diary.sync.release()
-    assert diary.events == ["hold 0", "hold 1", "let go 0", "let go 1"]
-
-
 def test_an_error_leaves_nothing_held_back() -> None:
     diary = Diary(explicit=True)
     diary.sync.hold()
@@ -227,15 +190,6 @@ def test_an_error_leaves_nothing_held_back() -> None:
     diary.sync.after_last_backward(1)
     diary.sync.release()
     assert diary.events == ["hold 0", "hold 1", "let go 1", "reduce 1", "let go 0"]
-
-
-def test_without_data_parallelism_there_is_nothing_to_hold() -> None:
-    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
-    sync = GradientSync(config, [torch.nn.Linear(1, 1)] * 3)
-    sync.hold()
-    sync.before_last_backward(2)
-    sync.after_last_backward(2)
-    sync.release()
 
 
 def test_one_function_serves_one_chunk_only() -> None:
@@ -275,17 +229,6 @@ class TestSplit:
         assert [store.held_bytes for store in stores] == [0, 0]
         assert stages.retained_bytes(0) == first
         stages.finish()
-
-    def test_chunks_complete_in_any_order(self) -> None:
-        core = core_config()
-        whole = build(core, splits=False, chunks=2)
-        run_step(whole, pairs(2, 3))
-        chunks = build(core, splits=True, chunks=2)
-        late = with_weights(pairs(2, 3), late=3, pieces=2)
-        weights = sorted((action for action in late if action[0] == "W"), key=lambda a: a[1])
-        order = [*(action for action in late if action[0] != "W"), *weights]
-        run_step(chunks, order, attach_stores(chunks))
-        assert_equal(gradients(chunks), gradients(whole))
 
     def test_reduction_starts_with_the_last_piece(self) -> None:
         core = core_config()
@@ -333,13 +276,7 @@ class TestSplit:
         with pytest.raises(ConfigError, match=f"0 stores were {text}"):
             make_stages(chunks, 2, None, split=True)
         assert not stores[0].active
-
-    def test_whole_backwards_leave_no_weights(self) -> None:
-        chunks = build(core_config(), splits=True)
         stages = make_stages(chunks, 1)
-        seed()
-        drive(stages, pairs(1, 1), 1)
-        assert stages.retained_bytes(0) == 0
         text = "chunk 0, microbatch 0 were asked for in a step whose backwards are whole"
         with pytest.raises(ScheduleError, match=text):
             stages.weights(0, 0, 0, 1)

@@ -12,7 +12,7 @@ from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
 
-HEADER = TraceHeader.create(
+HEADER = TraceHeader(
     run="run-1",
     rank=0,
     world_size=1,
@@ -41,7 +41,8 @@ class Device(CpuClock):
 
 
 def kinds(run: RunTrace) -> dict[int, list[str]]:
-    return {i: [span.action for span in spans] for i, spans in run.ranks[0].spans.items()}
+    trace = run.ranks[0]
+    return {i: [span.action for span in trace.spans(i)] for i in trace.iterations}
 
 
 def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
     expected = ["data", "step", "reduce", "optimizer", "evaluate"]
     run = read_run(tmp_path)
     assert kinds(run) == {1: expected, 2: [*expected, "checkpoint"]}
-    spans = {span.action: span for span in run.ranks[0].spans[2]}
+    spans = {span.action: span for span in run.ranks[0].spans(2)}
     assert (spans["data"].microbatch, spans["data"].start_ns) == (1, 10)
     assert spans["step"].start_ns <= spans["reduce"].start_ns
     assert spans["optimizer"].end_ns <= spans["step"].end_ns + 10**9
@@ -104,20 +105,6 @@ def test_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
             pass
     tracing.close()
     assert kinds(read_run(tmp_path)) == {1: ["data", "step", "optimizer", "checkpoint"]}
-
-
-def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
-    tracing = Tracing()
-
-    def function() -> int:
-        return 3
-
-    assert tracing.around("reduce", function) is function
-    tracing.begin_iteration(1, 2, is_traced=True)
-    with tracing.span("optimizer"), tracing.host_span("evaluate"):
-        tracing.data_read(0, 1, 2)
-    tracing.end_iteration()
-    tracing.close()
 
 
 def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.placement import Placement
@@ -67,9 +65,9 @@ def run_step(widths: Widths, schedule: str, rounds: int, **options: bool) -> lis
         stage = stages[rank].stage
         own = widths.own_microbatches(stage, rounds * widths.round_size)
         executor = Executor(
-            placement=placement, pp_rank=stage, peer_of=lambda position: -1,
+            placement=placement, pp_rank=stage,
             route=partial(widths.route, rank), transport=Loopback(rank, network),
-            agreement=Alone(), clock=CpuClock(), recorder=None, timeout_s=WATCHDOG_S,
+            timeout_s=WATCHDOG_S,
         )  # fmt: skip
         cap = None if options else default_cap(widths, stage, own)
         state = RankState(placement=placement, rank=stage, num_microbatches=own, cap=cap, **options)

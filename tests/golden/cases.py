@@ -1,4 +1,9 @@
-"""The jobs and commands whose results are frozen; ``make.py`` runs them, and so do the tests."""
+"""The jobs and commands whose results are frozen, and the jobs of several ranks that read them.
+
+The files were made once, by version 0.1 before its folders were rearranged, and stay as they are
+for as long as the package reads them. A form that changes on purpose gets files of its own
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,15 @@ import re
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .ranks import Job
+from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
+SCRIPT = Path(__file__).with_name("script.py")
+LIMIT_S = 60.0  # of one job
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -36,15 +44,6 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "make-corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# By name of the checkpoint: the ranks and flags that it is written with.
-SAVED = {
-    "single": (1, ""),
-    "chunks": (2, CHUNKS),
-    "v-split": (2, V_SPLIT),
-    "async": (2, f"{PP2} --partition 1-3 --pipeline-schedule 1f1b {FP16} --async-save"),
-    "local": (2, PP2),
-    "distributed": (2, SHARDED),
-}
 # By name of the checkpoint: other ranks and flags that it is loaded with.
 RESUMED = {
     "single": (2, CHUNKS),
@@ -151,6 +150,40 @@ ANSWERS: dict[str, list[str]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program on one or more ranks.
+
+    Attributes:
+        name: of the job; ``<name>.txt`` in the folder gets what its ranks print.
+        ranks: number of processes.
+        flags: of the trainer; without them ``script`` counts.
+        script: arguments of ``script.train``.
+    """
+
+    name: str
+    ranks: int = 1
+    flags: str = ""
+    script: dict[str, Any] = field(default_factory=dict)
+
+
+def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
+    """Run jobs one after the other in a folder, which relative paths start from.
+
+    Returns:
+        By name of the job, the status of the first rank that failed, 0 if none did, and what the
+        ranks printed.
+    """
+    said = {}
+    for job in jobs:
+        program = ROOT / "pretrain_gpt.py" if job.flags else SCRIPT
+        words = job.flags.split() or [json.dumps(job.script)]
+        log = folder / f"{job.name}.txt"
+        status = run_ranks(program, words, world_size=job.ranks, log=log, limit_s=LIMIT_S)
+        said[job.name] = status, log.read_text(errors="replace")
+    return said
+
+
 def machine() -> dict[str, str]:
     """Return what sums of floating-point numbers depend on."""
     import torch
@@ -159,7 +192,14 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "processor": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "vendor": _vendor(),
     }
+
+
+def _vendor() -> str:
+    """Return the maker of the processor, by which MKL chooses its kernels."""
+    found = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
+    return found.group(1) if found else ""
 
 
 def extract(path: Path, folder: Path) -> None:
@@ -231,7 +271,7 @@ def elastic_words(checkpoints: str, total: int) -> list[str]:
     """Return the command of a job of a script that goes on to a step."""
     told = json.dumps({**ELASTIC_SCRIPT, "total": total})
     words = ["run", "--machines", "machines.txt", "--checkpoint", checkpoints]
-    return [*words, str(Path(__file__).with_name("script.py")), told]
+    return [*words, str(SCRIPT), told]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:

@@ -50,17 +50,6 @@ def test_loss_of_nothing_is_zero() -> None:
     assert float(loss) == 0.0
 
 
-def test_feed_counts_microbatches() -> None:
-    batches = [{"tokens": torch.tensor([[number]])} for number in range(3)]
-    feed = ChunkFeed(batches, count=3, step=7)
-    assert [(index, int(batch["tokens"])) for index, batch in feed if batch] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-    ]
-    assert list(ChunkFeed(None, count=2, step=7)) == [(0, None), (1, None)]
-
-
 class Noisy(torch.nn.Module):
     """Answers with the tokens, or a random number where there are none."""
 

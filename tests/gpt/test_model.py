@@ -83,25 +83,6 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, None)[0] not in draws(1, 0)
 
 
-def test_leaving_a_layer_goes_on_outside() -> None:
-    init = KeyedInit(1, first_outside=0)
-    fill = init.normal(1.0)
-    first = float(fill(torch.empty(1)))
-    init.enter_layer(1)
-    inside = float(fill(torch.empty(1)))
-    init.leave_layer()
-    second = float(fill(torch.empty(1)))
-    again = KeyedInit(1, first_outside=0)
-    plain = [float(again.normal(1.0)(torch.empty(1))) for _ in range(2)]
-    assert [first, second] == plain
-    assert inside not in plain
-
-
-def test_std_scales_the_draws() -> None:
-    one, two = (KeyedInit(1, first_outside=0).normal(std)(torch.empty(9)) for std in (1.0, 2.0))
-    assert torch.allclose(two, 2 * one)
-
-
 def test_stages_start_from_the_weights_of_the_whole(build: Build) -> None:
     untied = "--untie-embeddings-and-output-weights"
     whole = build(untied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 import torch.multiprocessing
 
 from megatron.adaptive import extension
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival
-from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import Arrival
 from megatron.adaptive.transport.native import NativeTransport
+
+from ..transport.ends import label, take
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,16 +25,6 @@ pytestmark = [
 LIMIT_S = 60.0
 SLOT_BYTES = 1 << 20
 SYNCHRONIZE = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"}
-
-
-def label(number: int) -> Label:
-    return Label(1, Action(ActionKind.F, 0, number))
-
-
-def take(transport: NativeTransport) -> Arrival:
-    item = transport.completions.wait(time.monotonic() + LIMIT_S)
-    assert isinstance(item, Arrival)
-    return item
 
 
 def open_channel(rank: int, addresses: Any, device: torch.device, **options: Any) -> Any:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival
-from megatron.adaptive.transport.header import CODE_OF, Label
-from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.header import CODE_OF
+from megatron.adaptive.transport.interface import Transport
+
+from ..transport.ends import close_all, label, open_transports, take
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing())),
 ]
 
-LIMIT_S = 30.0
+Ends = tuple[Transport, Transport]
 
 
 @pytest.fixture
@@ -30,54 +30,44 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture
-def transport(device: torch.device) -> Iterator[NativeTransport]:
-    node = extension.require("a test").Node(0, bytes(16), 1, 1)
-    node.open("loopback", 0, "", LIMIT_S, slot_bytes=1 << 20, slots=8, reservable=2)
-    made = NativeTransport(node, {0: "loopback"}, device=device, least_free=4)
+@pytest.fixture(params=["shm", "tcp"])
+def ends(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ends]:
+    """The sender and the receiver, with host memory between them."""
+    options = {"slot_bytes": 1 << 20, "reservable": 2}
+    made = open_transports(request.param, device=device, **options)
     yield made
-    made.close()
-
-
-def label(number: int) -> Label:
-    return Label(1, Action(ActionKind.F, 0, number))
-
-
-def take(transport: NativeTransport) -> Arrival:
-    item = transport.completions.wait(time.monotonic() + LIMIT_S)
-    assert isinstance(item, Arrival)
-    return item
+    assert not close_all(made)
 
 
 @pytest.mark.parametrize("dtype", CODE_OF, ids=str)
-def test_every_type_comes_back(
-    transport: NativeTransport, device: torch.device, dtype: torch.dtype
-) -> None:
+def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype) -> None:
+    sender, receiver = ends
     sent = torch.ones(4, 32, dtype=torch.uint8, device=device).view(dtype)
-    transport.send(0, label(0), sent)
-    received = take(transport).take()
+    sender.send(1, label(0), sent)
+    received = take(receiver).take()
     assert (received.dtype, received.shape, received.device) == (dtype, sent.shape, device)
     assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
 
 
-def test_copies_follow_the_computation(transport: NativeTransport, device: torch.device) -> None:
+def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
     """Kernels of random lengths before and after; memory is given back and used at once."""
+    sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):
         size = rng.choice([1, 1000, 1 << 18, 3 << 18])
         torch.cuda._sleep(rng.randrange(1_000_000))
         tensor = torch.full((size,), float(number), device=device)
-        transport.send(0, label(number), tensor)
+        sender.send(1, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
         torch.full((size,), -1.0, device=device)  # takes the memory, once it is free
         if number >= 4:
-            check(transport, number - 4)
+            check(receiver, number - 4)
     for number in range(56, 60):
-        check(transport, number)
+        check(receiver, number)
 
 
-def check(transport: NativeTransport, number: int) -> None:
-    arrival = take(transport)
+def check(receiver: Transport, number: int) -> None:
+    arrival = take(receiver)
     assert arrival.label == label(number)
     received = arrival.take()
     torch.cuda._sleep(100_000)
@@ -85,19 +75,20 @@ def check(transport: NativeTransport, number: int) -> None:
     assert (float(low), float(high)) == (2.0 * number,) * 2
 
 
-def test_nothing_waits_for_the_device(transport: NativeTransport, device: torch.device) -> None:
+def test_nothing_waits_for_the_device(ends: Ends, device: torch.device) -> None:
     """Handing over and taking return while the device still computes what comes before."""
+    sender, receiver = ends
     tensor = torch.ones(1 << 18, device=device)
-    transport.send(0, label(0), tensor)
-    take(transport).take()
+    sender.send(1, label(0), tensor)
+    take(receiver).take()
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)
     begin_s = time.monotonic()
-    transport.send(0, label(1), tensor)
+    sender.send(1, label(1), tensor)
     sent_s = time.monotonic() - begin_s
     assert not torch.cuda.current_stream().query()
     assert sent_s < 0.1
-    arrival = take(transport)
+    arrival = take(receiver)
     torch.cuda._sleep(1_000_000_000)
     begin_s = time.monotonic()
     received = arrival.take()
@@ -106,14 +97,15 @@ def test_nothing_waits_for_the_device(transport: NativeTransport, device: torch.
     assert float(received.sum()) == 1 << 18
 
 
-def test_no_call_of_a_step_synchronizes(transport: NativeTransport, device: torch.device) -> None:
+def test_no_call_of_a_step_synchronizes(ends: Ends, device: torch.device) -> None:
+    sender, receiver = ends
     tensor = torch.ones(1 << 16, device=device)
-    transport.send(0, label(0), tensor)
-    take(transport).take()
+    sender.send(1, label(0), tensor)
+    take(receiver).take()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for number in range(1, 5):
-            transport.send(0, label(number), tensor)
-            take(transport).take()
+            sender.send(1, label(number), tensor)
+            take(receiver).take()
     names: set[Any] = {event.name for event in profile.events()}
     assert not {"cudaDeviceSynchronize", "cudaStreamSynchronize"} & names

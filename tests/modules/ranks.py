@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import sys
 import threading
@@ -14,8 +15,6 @@ from typing import Any
 import torch
 
 from megatron.adaptive import accelerator
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
@@ -94,8 +93,7 @@ class Case:
         self.forward = Forward(
             model=model,
             loss=options.get("loss"),
-            arguments=options.get("arguments", {}),
-            autocast=None,
+            arguments=options.get("arguments"),
         )
         self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
 
@@ -105,9 +103,7 @@ class Case:
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and gradients of the whole model in one process, without the pipeline."""
         model = copy.deepcopy(self.model)
-        forward = Forward(
-            model=model, loss=self.forward.loss, arguments=self.forward.arguments, autocast=None
-        )
+        forward = dataclasses.replace(self.forward, model=model)
         losses = []
         for number in range(self.count):
             loss = forward(self.microbatch(number))
@@ -157,10 +153,7 @@ class Case:
     ) -> list[float]:
         placement = orders.placement
         mine = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
-        programs = [
-            StageProgram(tape, plans[s], held, CPU, is_last=s == placement.num_stages - 1)
-            for s in mine
-        ]
+        programs = [StageProgram(tape, plans[s], held, CPU) for s in mine]
         split = orders.weight_pieces > 0 and not forward_only
         stages = ProgramStages(
             programs=programs,
@@ -175,11 +168,7 @@ class Case:
         executor = Executor(
             placement=placement,
             pp_rank=orders.pp_rank,
-            peer_of=lambda position: position,
             transport=wire if placement.num_ranks > 1 else None,
-            agreement=Alone(),
-            clock=CpuClock(),
-            recorder=None,
             timeout_s=WATCHDOG_S / 2,
         )
         try:

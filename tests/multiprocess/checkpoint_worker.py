@@ -263,7 +263,7 @@ def reshape(
         run.checkpoints.save(progress(1))  # the next one is written as this one was
         run.step()
         run.checkpoints.save_behind(progress(2))
-        run.checkpoints.finish()
+        run.checkpoints.saver.finish()
     for target in targets:
         run = Training(jobs, common | target)
         run.step(2)
@@ -393,7 +393,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     for iteration in range(1, 5):
         run.step()
         run.checkpoints.save_behind(progress(iteration))
-    run.checkpoints.close()
+    run.checkpoints.saver.drain()
     saved = run.state()
     shared, rank = CheckpointFolder(folder / "shared"), dist.get_rank()
     own = run.local._folder.steps()

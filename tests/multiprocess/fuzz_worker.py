@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.agreement import Alone
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
@@ -126,11 +124,7 @@ def connect(placement: Placement, rank: int) -> tuple[Executor, GlooTransport]:
     executor = Executor(
         placement=placement,
         pp_rank=rank,
-        peer_of=lambda position: position,
         transport=transport,
-        agreement=Alone(),
-        clock=CpuClock(),
-        recorder=None,
         timeout_s=TIMEOUT_S,
     )
     return executor, transport

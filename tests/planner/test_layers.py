@@ -35,13 +35,3 @@ def test_estimates_are_near_what_others_measured() -> None:
         assert times.source == "estimated"
         assert times.forward_s == pytest.approx(forward_s, rel=0.35)
         assert times.backward_s == pytest.approx(backward_s, rel=0.5)
-
-
-def test_estimates_grow_with_work_and_shrink_with_speed() -> None:
-    estimate = make_estimator(preset("gpt3-13b", "fp16"))
-    for kind in ("embedding", "transformer", "head"):
-        one, four = estimate(kind, "a100-80", 1, 1), estimate(kind, "a100-80", 1, 4)
-        assert one.forward_s <= four.forward_s
-        assert one.backward_s <= four.backward_s
-        assert estimate(kind, "v100-32", 1, 4).backward_s > four.backward_s
-        assert estimate(kind, "a100-80", 4, 4).backward_s < four.backward_s

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.small import better, brute_force, random_problem, solve
+from benchmarks.planning.small import better, brute_force, random_problem, searcher_of, solve
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import preset
-from megatron.adaptive.planner.profile import Profile
-from megatron.adaptive.planner.search import Searcher, search
+from megatron.adaptive.planner.profile import PlanInputs, Profile
+from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_space import Objective, SearchOptions
 
 
@@ -43,7 +43,7 @@ def test_a_plan_takes_what_is_predicted_of_it(unequal: bool) -> None:
     found = solve(replace(problem, options=options)).found
     assert found
     for one in found:
-        seen = predict(one.plan, problem.model, problem.cluster, problem.profile)
+        seen = predict(one.plan, problem)
         assert seen.seconds == pytest.approx(one.seconds, rel=1e-9)
         assert seen.price_per_hour == pytest.approx(one.price_per_hour)
         assert seen.fits
@@ -60,13 +60,7 @@ def test_unequal_stages_are_never_worse() -> None:
 
 def test_front_has_the_fastest_and_no_plan_that_another_beats() -> None:
     problem = random_problem(5)
-    searcher = Searcher(
-        problem.model,
-        problem.cluster,
-        problem.profile,
-        global_batch=problem.global_batch,
-        options=problem.options,
-    )
+    searcher = searcher_of(problem)
     front = pareto(searcher)
     assert front.slack == 0
     assert front.found[0].seconds == pytest.approx(solve(problem).found[0].seconds)
@@ -83,15 +77,7 @@ def test_limits_are_kept() -> None:
     problem = random_problem(5)
     free = solve(problem).found[0]
     goal = Objective(most_price_per_hour=free.price_per_hour * 0.99)
-    options = problem.options
-    found = search(
-        problem.model,
-        problem.cluster,
-        problem.profile,
-        global_batch=problem.global_batch,
-        options=options,
-        objective=goal,
-    ).found
+    found = searcher_of(problem).search(goal).found
     assert all(one.price_per_hour < free.price_per_hour for one in found)
 
 
@@ -117,9 +103,9 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
     options = SearchOptions(dp=(2,), tp=(1,), micro_batch=(1,), recompute=("none",), top=3)
 
     def found(profile: Profile) -> list[tuple[float, float]]:
-        searcher = Searcher(model, cluster, profile, global_batch=8, options=options)
+        searcher = Searcher(PlanInputs(model, cluster, profile), global_batch=8, options=options)
         return [
-            (one.seconds, predict(one.plan, model, cluster, profile).seconds)
+            (one.seconds, predict(one.plan, PlanInputs(model, cluster, profile)).seconds)
             for one in searcher.search().found
         ]
 

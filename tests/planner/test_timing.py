@@ -17,16 +17,10 @@ def _added(stages: int, microbatches: int, sigma: float) -> float:
     return jitter_s(steps, durations, np.zeros((2, stages)), sigma)
 
 
-def test_none_without_jitter() -> None:
-    assert _added(4, 8, 0.0) == 0.0
-
-
-def test_a_rank_alone_loses_next_to_nothing() -> None:
-    # The mean of 32 steps of 64 actions with a spread of a tenth each.
-    assert _added(1, 32, 0.1) < 0.01 * 96
-
-
 def test_longer_pipelines_and_more_jitter_lose_more() -> None:
+    assert _added(4, 8, 0.0) == 0.0
+    # A rank alone: the mean of 32 steps of 64 actions with a spread of a tenth each.
+    assert _added(1, 32, 0.1) < 0.01 * 96
     assert _added(2, 16, 0.1) < _added(4, 16, 0.1) < _added(8, 16, 0.1)
     assert _added(4, 16, 0.05) < _added(4, 16, 0.1) < _added(4, 16, 0.2)
 

@@ -104,7 +104,7 @@ def test_flags_and_settings_must_fit_together() -> None:
     ("words", "line"),
     [
         (("--pipeline-schedule", "auto"), "pipeline schedule auto tries several in turn"),
-        (("--split-backward", "maybe"), "'maybe' is neither True nor False"),
+        (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )
 def test_a_wrong_flag_says_why(

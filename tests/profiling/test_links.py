@@ -38,12 +38,6 @@ class Wire:
         item = HeldArrival(label, 0, tensor.nbytes, lambda: tensor)
         threading.Timer(wait_s, self.other.completions.put, [item]).start()
 
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 def test_latency_and_occupancy_come_apart() -> None:
     one, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)

@@ -67,12 +67,10 @@ def measured(
 
 
 V2, LOOP2 = (Placement(num_ranks=2, num_chunks=2, kind=kind) for kind in ("v", "loop"))
-V4, LOOP4 = (Placement(num_ranks=4, num_chunks=2, kind=kind) for kind in ("v", "loop"))
+V4 = Placement(num_ranks=4, num_chunks=2, kind="v")
 
 
-@pytest.mark.parametrize(
-    "placement", [V2, LOOP2, V4, LOOP4], ids=lambda p: f"{p.num_ranks}{p.kind}"
-)
+@pytest.mark.parametrize("placement", [V2, LOOP2, V4], ids=lambda p: f"{p.num_ranks}{p.kind}")
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("split", [True, False])
 def test_a_slow_rank_is_told_from_a_heavy_stage(
@@ -84,9 +82,7 @@ def test_a_slow_rank_is_told_from_a_heavy_stage(
     relative = [factor / found[1 - slow] for factor in found]
     # The look-up of the embedding counts as slowness where the backward is not split.
     assert relative == pytest.approx(ranks, rel=1e-6 if split else 0.06)
-
-
-def test_without_layers_to_compare_ranks_are_alike() -> None:
+    # Without layers to compare, ranks are alike.
     assert rank_factors(measured(V2, (4, 0, 0, 4), (1.0, 1.0)), V2, (4, 0, 0, 4)) == (1.0, 1.0)
 
 
@@ -157,12 +153,6 @@ def test_the_share_is_that_of_the_block_in_its_model() -> None:
     model.eval()
     model(torch.zeros(1))
     assert measured.share(1) < 0.5
-
-
-def test_it_leaves_no_trace() -> None:
-    block = Waits(0.0)
-    model = Waits(0.0, block)
-    measured = LayerShare({0: (model, block)}, CpuClock())
     measured.close()
     assert not model._forward_hooks
     assert not block._forward_pre_hooks

@@ -25,10 +25,6 @@ def test_equal_fields_are_equal_and_hash_alike() -> None:
     assert action != "B1-2"
 
 
-def test_kinds_hash_like_their_text() -> None:
-    assert [hash(kind) for kind in ActionKind] == [hash("F"), hash("B"), hash("W")]
-
-
 def test_actions_sort_by_kind_then_chunk_then_microbatch() -> None:
     f01, f10, b12 = (
         Action(ActionKind.F, 0, 1),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import compiled, rules
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
-from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import Jitter, Link, SlowWindow, StageTimes, draw
@@ -83,13 +83,6 @@ def test_a_compiled_follower_repeats_what_a_rule_did() -> None:
         assert same(first, again), seed
 
 
-def test_a_static_schedule_compiled() -> None:
-    placement = Placement(num_ranks=4, num_chunks=2)
-    times = StageTimes.equal(8, forward_s=1.0, backward_s=2.0)
-    policies = make_policies("interleaved", placement, 8)
-    assert simulate(placement, 8, policies, times, compiled=True).makespan_s == 8 * 6 + 3 * 3
-
-
 def test_a_deadlock_under_compiled_code_is_told_like_any_other() -> None:
     placement = Placement(num_ranks=2, num_chunks=1)
     schedule = make_schedule("gpipe", placement, 2)
@@ -111,9 +104,3 @@ def test_a_policy_of_ones_own_runs_where_compiled_code_was_asked_for() -> None:
     times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
     result = simulate(placement, 3, [Mine(), Mine()], times, compiled=True)
     assert result.num_actions == 12
-
-
-def test_only_functions_of_rules_are_known() -> None:
-    assert compiled.is_known(rules.follow)
-    assert not compiled.is_known(lambda s, hint: -1)
-    assert not compiled.is_known(print)

@@ -10,6 +10,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import Jitter, Link, StageTimes, draw
 
 CASES = {"adaptive": 6000, "dfc": 1500, "bfc": 1500, "hinted": 1000}
@@ -18,7 +19,7 @@ CASES = {"adaptive": 6000, "dfc": 1500, "bfc": 1500, "hinted": 1000}
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_no_random_pipeline_deadlocks(name: str) -> None:
     rng = random.Random(name)
-    for _ in range(CASES[name]):
+    for case in range(CASES[name]):
         chunks = rng.choice([1, 2, 2, 3, 4])
         placement = Placement(
             num_ranks=rng.randint(1, 8), num_chunks=chunks, kind=rng.choice(["loop", "v"])
@@ -56,3 +57,5 @@ def test_no_random_pipeline_deadlocks(name: str) -> None:
             compiled=True,
         )
         assert max(result.peak_units) <= cap * (1 + 1e-6) + 1e-3
+        if case % 20 == 0:  # each action once, in order, dependencies kept
+            validate(result.to_schedule("run"))

@@ -10,22 +10,13 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.memory import (
     check_cap,
-    default_activation_units,
     default_cap,
-    held_units,
-    least_cap,
-    peak_units,
 )
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies, make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import StageTimes, simulate
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
-def test_chunks_alike_make_one_whole_rank_microbatch(num_chunks: int) -> None:
-    assert least_cap(default_activation_units(num_chunks)) == pytest.approx(1.0)
-    check_cap(1.0, num_chunks=num_chunks)
+from megatron.adaptive.schedule.validate import peak_units
 
 
 @given(ranks=st.integers(1, 8), chunks=st.integers(1, 4), rounds=st.integers(1, 5))
@@ -36,7 +27,7 @@ def test_default_cap_covers_the_best_static_schedule(ranks: int, chunks: int, ro
     static = make_schedule("1f1b" if chunks == 1 else "interleaved", placement, microbatches)
     assert max(peak_units(static)) <= cap + 1e-9
     assert 1.0 <= cap <= microbatches
-    check_cap(cap, num_chunks=chunks)
+    check_cap(cap, (1 / chunks,) * chunks)
 
 
 @pytest.mark.parametrize(
@@ -50,49 +41,35 @@ def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> 
 
 def test_a_cap_below_the_least_names_the_least() -> None:
     with pytest.raises(ScheduleError, match=r"cap 0.5 is below.*least cap is 1 \(one microbatch"):
-        check_cap(0.5, num_chunks=2)
+        check_cap(0.5, (0.5, 0.5))
     with pytest.raises(ScheduleError, match="least cap is 4"):
-        check_cap(3.5, num_chunks=2, activation_units=(1.0, 3.0))
+        check_cap(3.5, (1.0, 3.0))
     with pytest.raises(ScheduleError, match="cap nan"):
-        check_cap(float("nan"), num_chunks=1)
+        check_cap(float("nan"), (1.0,))
+
+
+def on_one_rank(words: str) -> Schedule:
+    actions = [word.replace(".", "-").split("-") for word in words.split()]
+    return Schedule(
+        name="mine",
+        placement=Placement(num_ranks=1, num_chunks=2),
+        num_microbatches=1 + max(int(numbers[1]) for numbers in actions),
+        orders=(
+            tuple(Action(ActionKind(n[0][0]), int(n[0][1]), *map(int, n[1:])) for n in actions),
+        ),
+    )
 
 
 def test_peaks_with_unequal_chunks() -> None:
-    order = tuple(
-        Action(ActionKind(kind), chunk, microbatch)
-        for kind, chunk, microbatch in [
-            ("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("F", 0, 1), ("F", 1, 1), ("B", 1, 1),
-            ("B", 0, 0), ("B", 0, 1),
-        ]
-    )  # fmt: skip
-    schedule = Schedule(
-        name="mine",
-        placement=Placement(num_ranks=1, num_chunks=2),
-        num_microbatches=2,
-        orders=(order,),
-    )
+    schedule = on_one_rank("F0-0 F1-0 B1-0 F0-1 F1-1 B1-1 B0-0 B0-1")
     assert peak_units(schedule, (10.0, 1.0)) == (21.0,)
     assert peak_units(schedule) == (1.5,)
 
 
 def test_a_split_backward_holds_until_the_last_piece_of_its_weight_gradient() -> None:
-    order = tuple(
-        Action(ActionKind(kind), chunk, 0, piece)
-        for kind, chunk, piece in [
-            ("F", 0, 0), ("B", 0, 0), ("F", 1, 0), ("B", 1, 0), ("W", 0, 0), ("W", 1, 0),
-            ("W", 1, 1), ("W", 0, 1),
-        ]
-    )  # fmt: skip
-    schedule = Schedule(
-        name="mine",
-        placement=Placement(num_ranks=1, num_chunks=2),
-        num_microbatches=1,
-        orders=(order,),
-    )
+    schedule = on_one_rank("F0-0 B0-0 F1-0 B1-0 W0-0 W1-0 W1-0.1 W0-0.1")
     assert peak_units(schedule, (10.0, 1.0)) == (11.0,)
     assert peak_units(schedule, (10.0, 9.0), kept_fraction=0.5) == (14.0,)
-    held = held_units(order, (10.0, 2.0), weight_pieces=2, kept_fraction=0.5)
-    assert list(held) == [10.0, 5.0, 7.0, 6.0, 6.0, 6.0, 5.0, 0.0]
     with pytest.raises(ScheduleError, match="kept fraction -1"):
         peak_units(schedule, kept_fraction=-1)
 

@@ -72,6 +72,16 @@ def test_results_flow_to_the_neighbouring_stage() -> None:
     assert v.enabled_by(1, Action(forward, 0, 5)) == (1, Action(forward, 1, 5))
 
 
+def test_the_ring_of_neighbours_closes_with_several_chunks() -> None:
+    for chunks, expected in (
+        (1, [(1,), (0, 2), (1, 3), (2,)]),
+        (2, [(1, 3), (0, 2), (1, 3), (0, 2)]),
+    ):
+        placement = Placement(num_ranks=4, num_chunks=chunks)
+        assert [placement.neighbours_of(rank) for rank in range(4)] == expected
+    assert Placement(num_ranks=1, num_chunks=3).neighbours_of(0) == ()
+
+
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(0, 1), (1, 0), (-2, 1)])
 def test_counts_below_one_are_refused(num_ranks: int, num_chunks: int) -> None:
     with pytest.raises(ScheduleError, match="at least 1"):

@@ -1,16 +1,21 @@
-"""Following a list: position from the state, waiting, and lists that cannot be."""
+"""Following a list: position from the state, waiting, lists that cannot be; reasons of picks."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
+from megatron.adaptive.schedule.registry import make_policies, policy_names
+from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.workload import Jitter, StageTimes
+from megatron.adaptive.trace.event import REASONS
 
-F, B = ActionKind.F, ActionKind.B
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 def make_state(ranks: int = 2, rank: int = 0, cap: float | None = None) -> RankState:
@@ -88,3 +93,67 @@ def test_a_doubled_action_is_refused() -> None:
         ScheduleError, match="position 1 of twice lists F0-0: it was started before"
     ):
         Follow((Action(F, 0, 0), Action(F, 0, 0)), "twice").pick(state)
+
+
+def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]]:
+    policies = make_policies(name, placement, 6, weight_pieces=pieces)
+    times = StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1)
+    jitter = Jitter(seed=4, action_sigma=0.5)
+    result = simulate(placement, 6, policies, times, weight_pieces=pieces, jitter=jitter)
+    return [
+        reasons_of(policy, codes.tolist(), placement.num_chunks)
+        for policy, codes in zip(policies, result.codes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_word_is_one_of_the_trace(name: str) -> None:
+    chunks = 1 if name in ("1f1b", "varuna", "zb-h1") else 2
+    kind = "v" if name in ("zb-v", "v-half") else "loop"
+    placement = Placement(num_ranks=3, num_chunks=chunks, kind=kind)
+    pieces = 1 if name in ("zb-v", "v-half", "zb-h1") else 0
+    if name == "forward-only":
+        return
+    for row in words_of(name, placement, pieces):
+        assert len(row) == 6 * chunks * (2 + pieces)
+        assert set(row) <= set(REASONS) - {""}
+
+
+def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    policy = make_policies("hinted", placement, 3, weight_pieces=2)[1]
+    assert isinstance(policy, RulePolicy)
+    order = [code % 3 for code in policy.hint]
+    assert reasons_of(policy, order, 1) == ["hint"] * len(order)
+    # Its first weight gradient comes one place early, and what it overtook is on time again.
+    first = order.index(2)
+    moved = [*order[: first - 1], 2, order[first - 1], *order[first + 1 :]]
+    expected = ["hint"] * len(order)
+    expected[first - 1] = "filler"
+    assert reasons_of(policy, moved, 1) == expected
+
+
+def test_overtaking_is_told_from_filling() -> None:
+    hint = codes_of([Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)], 2)
+    assert hint is not None
+    policy = RulePolicy("hinted", rules.hinted, hint)
+    assert reasons_of(policy, [0, 3, 1, 2], 2) == ["hint", "overtake", "hint", "hint"]
+
+
+def test_words_of_the_rules() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2)
+    (first, *_) = make_policies("adaptive", placement, 2)
+    assert reasons_of(first, [0, 1, 2, 5], 2) == ["turn", "turn", "deepest", "filler"]
+    (first, *_) = make_policies("bfc", placement, 2)
+    assert reasons_of(first, [0, 2], 2) == ["broadest", "deepest"]
+    assert reasons_of(Follow((), "mine"), [0, 0], 1) == ["order", "order"]
+
+
+def test_a_policy_of_another_make_tells_nothing() -> None:
+    class Mine:
+        name = "mine"
+
+        def pick(self, state: RankState) -> Action | None:
+            return None
+
+    assert reasons_of(Mine(), [0, 1], 1) == ["", ""]

@@ -65,14 +65,6 @@ def test_weight_gradients_and_their_pieces() -> None:
     )
 
 
-def test_timeline_of_a_split_backward() -> None:
-    times = StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0)
-    policies = make_policies("zb-h1", PLACEMENT, 2)
-    assert render_timeline(simulate(PLACEMENT, 2, policies, times, weight_pieces=1)) == (
-        "rank 0 | F0-0 F0-1 .    B0-0 W0-0 B0-1 W0-1\nrank 1 | .    F0-0 B0-0 F0-1 B0-1 W0-0 W0-1"
-    )
-
-
 def test_timeline_keeps_to_its_width() -> None:
     times = StageTimes(forward_s=(0.001, 1.0), backward_s=(0.001, 1.0))
     result = simulate(PLACEMENT, 8, make_policies("1f1b", PLACEMENT, 8), times)

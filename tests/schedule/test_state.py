@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def make_state(
     microbatches: int = 4,
     cap: float | None = None,
     units: tuple[float, ...] | None = None,
-    forward_only: bool = False,
+    **more: Any,
 ) -> RankState:
     return RankState(
         placement=Placement(num_ranks=ranks, num_chunks=chunks),
@@ -31,7 +32,7 @@ def make_state(
         num_microbatches=microbatches,
         activation_units=units,
         cap=cap,
-        forward_only=forward_only,
+        **more,
     )
 
 
@@ -43,21 +44,6 @@ def run(state: RankState, *actions: Action) -> None:
 
 def names(state: RankState) -> list[str]:
     return [str(action) for action in state.ready()]
-
-
-def test_first_stage_forwards_need_no_arrival() -> None:
-    state = make_state()
-    assert names(state) == ["F0-0"]
-    run(state, Action(F, 0, 0))
-    assert names(state) == ["F0-1"]
-
-
-def test_other_stages_wait_for_their_input() -> None:
-    state = make_state(rank=1)
-    assert names(state) == []
-    assert not state.is_ready(Action(F, 0, 0))
-    state.arrive(F, 0, 0)
-    assert names(state) == ["F0-0"]
 
 
 def test_early_inputs_are_kept_until_their_turn() -> None:
@@ -72,38 +58,12 @@ def test_early_inputs_are_kept_until_their_turn() -> None:
     assert not state.is_ready(Action(F, 0, 3))
 
 
-def test_last_stage_backward_follows_the_end_of_its_own_forward() -> None:
-    state = make_state(rank=1)
-    state.arrive(F, 0, 0)
-    state.start(Action(F, 0, 0))
-    assert names(state) == []
-    state.finish(Action(F, 0, 0))
-    assert names(state) == ["B0-0"]
-
-
 def test_backward_waits_for_its_gradient_and_its_own_forward() -> None:
     state = make_state()
     state.arrive(B, 0, 0)
     assert names(state) == ["F0-0"]
     run(state, Action(F, 0, 0))
     assert names(state) == ["F0-1", "B0-0"]
-
-
-def test_hand_over_on_one_rank_is_reported_by_the_caller() -> None:
-    state = make_state(ranks=1, chunks=2)
-    run(state, Action(F, 0, 0))
-    assert names(state) == ["F0-1"]
-    state.arrive(F, 1, 0)
-    assert names(state) == ["F0-1", "F1-0"]
-    run(state, Action(F, 1, 0))
-    assert names(state) == ["F0-1", "B1-0"]
-
-
-def test_a_started_action_is_no_longer_ready() -> None:
-    state = make_state()
-    state.start(Action(F, 0, 0))
-    assert not state.is_ready(Action(F, 0, 0))
-    assert state.is_ready(Action(F, 0, 1))
 
 
 def test_in_flight_counts_from_forward_start_to_backward_end() -> None:
@@ -146,16 +106,6 @@ def test_a_forward_leaves_room_for_every_later_chunk() -> None:
     assert state.fits(Action(B, 0, 0))
 
 
-def test_unequal_chunks_and_other_units() -> None:
-    state = make_state(chunks=2, units=(300.0, 100.0), cap=700.0)
-    run(state, Action(F, 0, 0))
-    assert state.in_flight == 300.0
-    assert state.fits(Action(F, 0, 1)), "300 held, 300 for itself, 100 for chunk 1"
-    run(state, Action(F, 0, 1))
-    assert not state.fits(Action(F, 0, 2))
-    assert state.fits(Action(F, 1, 0))
-
-
 def test_thirds_add_up_to_the_cap() -> None:
     state = make_state(ranks=3, chunks=3, microbatches=9, cap=4 / 3)
     run(state, Action(F, 0, 0))
@@ -164,11 +114,46 @@ def test_thirds_add_up_to_the_cap() -> None:
     assert not state.fits(Action(F, 0, 2))
 
 
-def test_without_cap_everything_fits() -> None:
-    state = make_state(microbatches=9)
-    for microbatch in range(8):
-        run(state, Action(F, 0, microbatch))
-    assert state.fits(Action(F, 0, 8))
+@pytest.mark.parametrize(("kept", "after_backward"), [(1.0, 0.5), (0.25, 0.125), (0.0, 0.0)])
+def test_a_split_backward_keeps_its_part_until_the_last_piece(
+    kept: float, after_backward: float
+) -> None:
+    state = make_state(chunks=2, weight_pieces=3, kept_fraction=kept)
+    state.arrive(B, 0, 0)
+    held = []
+    for action in (
+        Action(F, 0, 0),
+        Action(B, 0, 0),
+        *(Action(W, 0, 0, piece) for piece in range(3)),
+    ):
+        assert state.is_ready(action)
+        run(state, action)
+        held.append(state.in_flight)
+    assert held == [0.5, after_backward, after_backward, after_backward, 0.0]
+    assert not state.is_ready(Action(W, 0, 0, 3))
+
+
+def test_one_microbatch_through_a_rank_that_holds_both_ends() -> None:
+    placement = Placement(num_ranks=2, num_chunks=2, kind="v")
+    state = RankState(placement=placement, rank=0, num_microbatches=1, weight_pieces=2)
+    assert state.num_actions == 2 * (1 + 1 + 2)
+    for expected, arrival in (
+        ("F0-0", None),
+        ("F1-0", (F, 1, 0)),
+        ("B1-0", None),  # the last stage's backward starts from its own loss
+        ("W1-0", None),
+        ("W1-0.1", None),
+        ("B0-0", (B, 0, 0)),
+        ("W0-0", None),
+        ("W0-0.1", None),
+    ):
+        if arrival is not None:
+            assert names(state) == []
+            state.arrive(*arrival)
+        assert names(state) == [expected]
+        run(state, *state.ready())
+    assert state.done
+    assert state.in_flight == 0
 
 
 def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
@@ -182,16 +167,6 @@ def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
     assert names(state) == []
     with pytest.raises(ScheduleError, match="no input"):
         make_state(forward_only=True).arrive(B, 0, 0)
-
-
-def test_counts_and_done() -> None:
-    state = make_state(ranks=1, microbatches=1)
-    assert (state.num_actions, state.num_started, state.num_finished) == (2, 0, 0)
-    state.start(Action(F, 0, 0))
-    assert (state.num_started, state.num_finished) == (1, 0)
-    state.finish(Action(F, 0, 0))
-    run(state, Action(B, 0, 0))
-    assert state.done
 
 
 @pytest.mark.parametrize(
@@ -293,6 +268,8 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
         ({"units": (-1.0,)}, "activation size -1.0 of chunk 0"),
         ({"units": (float("nan"),)}, "activation size nan"),
         ({"units": (7.0,), "cap": 6.0}, "least cap is 7"),
+        ({"weight_pieces": -1}, "-1 pieces of a weight gradient"),
+        ({"kept_fraction": 2.0}, "kept fraction 2.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

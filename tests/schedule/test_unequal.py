@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from statistics import fmean
 
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.registry import make_schedule, placement_for
+from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.unequal import (
     SCHEDULES,
-    StepOfRanks,
     default_cap,
     make_policy,
     simulate,
@@ -29,7 +30,7 @@ def words(order: tuple[object, ...]) -> str:
 
 def step(
     name: str, widths: Widths, microbatches: int, delay: float = 0.25, cap: float | None = None
-) -> StepOfRanks:
+) -> SimResult:
     stages = widths.num_stages
     # As balanced as layers can be: a stage of twice the width has twice the work.
     return simulate(
@@ -78,17 +79,17 @@ def test_every_step_ends(name: str, rounds: int) -> None:
             stage, _ = widths.place_of(rank)
             own = widths.own_microbatches(stage, rounds * widths.round_size)
             assert len(order) == 2 * own
-            assert result.peaks[rank] <= own
+            assert result.peak_units[rank] <= own
             if name == "1f1b":
-                assert result.peaks[rank] <= widths.warmup(stage) + 1
+                assert result.peak_units[rank] <= widths.warmup(stage) + 1
             if name == "adaptive":
-                assert result.peaks[rank] <= default_cap(widths, stage, own)
+                assert result.peak_units[rank] <= default_cap(widths, stage, own)
 
 
 def test_the_least_cap_is_enough() -> None:
     for widths in SHAPES:
         result = step("adaptive", widths, 3 * widths.round_size, cap=1.0)
-        assert max(result.peaks) == 1
+        assert max(result.peak_units) == 1
 
 
 def test_orders_of_one_before_two() -> None:
@@ -117,8 +118,8 @@ def test_wide_stages_keep_a_narrow_one_busy() -> None:
     ):
         widths = Widths(sizes)
         short, long = (step(name, widths, count * widths.round_size, 0.0) for count in (4, 40))
-        assert long.bubble_fraction < 0.04
-        assert long.bubble_fraction < short.bubble_fraction
+        assert fmean(long.bubble_fraction) < 0.04
+        assert fmean(long.bubble_fraction) < fmean(short.bubble_fraction)
 
 
 def test_bad_widths() -> None:

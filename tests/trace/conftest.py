@@ -47,7 +47,7 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
         "num_microbatches": 4,
         "schedule": "adaptive",
     }
-    return TraceHeader.create(**{**values, **changes})  # type: ignore[arg-type]
+    return TraceHeader(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def write_spans(

@@ -28,7 +28,7 @@ def test_nothing_said_is_the_first_reason_and_words_are_named_once() -> None:
 def test_processes_of_one_machine_have_one_clock() -> None:
     numbers = {"run": "r", "world_size": 2, "num_ranks": 2, "num_chunks": 1, "schedule": "x"}
     headers = [
-        TraceHeader.create(**numbers, rank=rank, pp_rank=rank, num_microbatches=1)  # type: ignore[arg-type]
+        TraceHeader(**numbers, rank=rank, pp_rank=rank, num_microbatches=1)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     assert headers[0].clock == headers[1].clock != ""

@@ -1,8 +1,7 @@
 """Programs of the contract suite; see ``test_contract.py`` for what each of them shows.
 
 A program gets a :class:`Rank` and its arguments and returns what the test looks at, as plain
-values. Rank 0 sends and rank 1 receives, unless said otherwise; over loopback one process does
-first one, then the other.
+values. Rank 0 sends and rank 1 receives, unless said otherwise.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
 
 def exchange(rank: Rank, kind: str, crc: bool = False) -> int:
     """Both sides send all kinds of messages at the same time and take what comes."""
-    options = {} if kind == "loopback" else {"transport_crc": crc}
-    transport, peer = rank.open(kind, **options)
+    transport, peer = rank.open(kind, transport_crc=crc)
     for tag, tensor in everything(rank.rank):
         transport.send(peer, tag, tensor)
     count = 0
@@ -79,11 +77,11 @@ def wrap_around(rank: Rank, kind: str) -> int:
     rng = random.Random(5)
     around = [SLOT_BYTES * k + d for k in (1, 2, SLOTS, SLOTS + 1) for d in (-1, 0, 1)]
     sizes = [rng.choice([*around, 0, 1, rng.randrange(3000)]) for _ in range(300)]
-    if rank.sends(kind):
+    if rank.rank == 0:
         for number, size in enumerate(sizes):
             transport.send(peer, label(number), make_tensor(number, (size,), torch.uint8))
     held: list[tuple[int, torch.Tensor]] = []
-    if rank.receives(kind):
+    if rank.rank == 1:
         for number, size in enumerate(sizes):
             arrival = wait(transport)
             assert (arrival.label, arrival.nbytes) == (label(number), size)
@@ -104,7 +102,7 @@ def far_ahead(rank: Rank, kind: str, count: int, nbytes: int) -> list[float]:
     transport, peer = rank.open(kind, transport_slot_bytes=max(nbytes, SLOT_BYTES))
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     seen = []
-    if rank.sends(kind):
+    if rank.rank == 0:
         longest_s = 0.0
         for number in range(count):
             begin_s = time.monotonic()
@@ -112,7 +110,7 @@ def far_ahead(rank: Rank, kind: str, count: int, nbytes: int) -> list[float]:
             longest_s = max(longest_s, time.monotonic() - begin_s)
         rank.mark("sent")
         seen = [longest_s]
-    if rank.receives(kind):
+    if rank.rank == 1:
         before = psutil.Process().memory_info().rss
         rank.await_mark("sent")
         time.sleep(0.3)
@@ -130,10 +128,10 @@ def far_ahead(rank: Rank, kind: str, count: int, nbytes: int) -> list[float]:
 def hold(rank: Rank, kind: str, count: int) -> int:
     """Every payload is kept until all have come, more than there are slots, then let go anyhow."""
     transport, peer = rank.open(kind)
-    if rank.sends(kind):
+    if rank.rank == 0:
         for number in range(count):
             transport.send(peer, label(number), numbers(500, number))
-    if rank.receives(kind):
+    if rank.rank == 1:
         held = {number: wait(transport).take() for number in range(count)}
         order = random.Random(1).sample(sorted(held), count)
         threads = []
@@ -154,7 +152,7 @@ def hold(rank: Rank, kind: str, count: int) -> int:
 def train(rank: Rank, kind: str, count: int) -> float:
     """The receiver computes on what it gets as the pipeline does: leaves, graphs, ``.data``."""
     transport, peer = rank.open(kind)
-    if rank.sends(kind) and kind != "loopback":
+    if rank.rank == 0:
         for number in range(count):
             transport.send(peer, label(number), numbers(64, number))
         total = 0.0
@@ -167,8 +165,6 @@ def train(rank: Rank, kind: str, count: int) -> float:
     graphs: list[tuple[torch.Tensor, torch.Tensor]] = []
     total = 0.0
     for number in range(count):
-        if kind == "loopback":
-            transport.send(peer, label(number), numbers(64, number))
         received = wait(transport).take()
         assert received.is_leaf
         assert received._base is None
@@ -176,14 +172,14 @@ def train(rank: Rank, kind: str, count: int) -> float:
         output = (received * 2.0 * number).sum()
         graphs.append((received, output))
         if len(graphs) == 3:
-            total += _backward(graphs, transport, peer, kind)
-    total += _backward(graphs, transport, peer, kind)
+            total += _backward(graphs, transport, peer)
+    total += _backward(graphs, transport, peer)
     transport.close()
     return total
 
 
 def _backward(
-    graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int, kind: str
+    graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> float:
     """Run the backwards of some microbatches and send their gradients; frees memory as we do."""
     total = 0.0
@@ -196,8 +192,7 @@ def _backward(
         gradient = received.grad
         assert gradient is not None
         total += float(gradient.sum())
-        if kind != "loopback":
-            transport.send(peer, label(0, ActionKind.B), gradient)
+        transport.send(peer, label(0, ActionKind.B), gradient)
         received.data = torch.empty(0)
     graphs.clear()
     return total
@@ -207,17 +202,17 @@ def deadline(rank: Rank, kind: str) -> list[Any]:
     """Nothing is sent; then something is."""
     transport, peer = rank.open(kind)
     seen: list[Any] = []
-    if rank.receives(kind):
+    if rank.rank == 1:
         seen.append(transport.completions.poll() is None)
         begin_s = time.monotonic()
         seen.append(transport.completions.wait(begin_s + 0.2) is None)
         seen.append(0.19 <= time.monotonic() - begin_s < 2.0)
         seen.append(transport.completions.wait(begin_s - 1.0) is None)
         rank.mark("waited")
-    if rank.sends(kind):
+    if rank.rank == 0:
         rank.await_mark("waited")
         transport.send(peer, label(7), torch.ones(2))
-    if rank.receives(kind):
+    if rank.rank == 1:
         seen.append(wait(transport).label.action.microbatch)
     transport.close()
     return seen
@@ -227,12 +222,12 @@ def slow_flush(rank: Rank, kind: str) -> list[str]:
     """The receiver takes nothing for a while: what it has no room for cannot be flushed."""
     transport, peer = rank.open(kind)
     seen = ["none", ""]
-    if rank.sends(kind):
+    if rank.rank == 0:
         for number in range(3 * SLOTS):
             transport.send(peer, label(number), numbers(1000, number))
         seen = error_of(lambda: transport.flush(0.2))
         rank.mark("flushed")
-    if rank.receives(kind):
+    if rank.rank == 1:
         rank.await_mark("flushed")
         for number in range(3 * SLOTS):
             require_equal(wait(transport).take(), numbers(1000, number))
@@ -243,7 +238,7 @@ def slow_flush(rank: Rank, kind: str) -> list[str]:
 def reuse(rank: Rank, kind: str) -> int:
     """The sender replaces its tensors right after sending, also while they wait for room."""
     transport, peer = rank.open(kind)
-    if rank.sends(kind):
+    if rank.rank == 0:
         for number in range(4 * SLOTS):
             tensor = numbers(1000, number)
             transport.send(peer, label(number), tensor)
@@ -251,7 +246,7 @@ def reuse(rank: Rank, kind: str) -> int:
             del tensor
             torch.full((1000,), -1.0)  # takes the memory, if it is free
         rank.mark("sent")
-    if rank.receives(kind):
+    if rank.rank == 1:
         rank.await_mark("sent")
         for number in range(4 * SLOTS):
             require_equal(wait(transport).take(), numbers(1000, number))
@@ -259,32 +254,28 @@ def reuse(rank: Rank, kind: str) -> int:
     return 4 * SLOTS
 
 
-def reserve(rank: Rank, kind: str) -> list[Any]:
+def reserve(rank: Rank, kind: str) -> int:
     """Payloads are computed in the channel's memory: used, dropped, more than there are slots."""
     transport, peer = rank.open(kind)
-    told: list[Any] = []
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
-    if rank.sends(kind):
-        channel = transport.channel(peer)
+    if rank.rank == 0:
         for number, shape in enumerate(shapes):
-            tensor = channel.reserve(label(number), shape, torch.float32)
+            tensor = transport.reserve(peer, shape, torch.float32)
             assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.float32)
             tensor.fill_(float(number))
-            channel.send(label(number), tensor)
-        dropped = channel.reserve(label(0), (8,), torch.float32)
+            transport.send(peer, label(number), tensor)
+        dropped = transport.reserve(peer, (8,), torch.float32)
         del dropped
-        several = [channel.reserve(label(0), (8,), torch.bfloat16) for _ in range(2 * SLOTS)]
+        several = [transport.reserve(peer, (8,), torch.bfloat16) for _ in range(2 * SLOTS)]
         for number, tensor in enumerate(several):
             tensor.fill_(number)
         for number in reversed(range(2 * SLOTS)):
-            channel.send(label(number), several[number].view(4, 2))
+            transport.send(peer, label(number), several[number].view(4, 2))
         several.clear()
-        part = channel.reserve(label(0), (100,), torch.float32).fill_(5.0)
-        channel.send(label(0), part[:10])
-        channel.send(label(1), part[10:20])
-        channel.close()
-        told.append(error_of(lambda: channel.send(label(0), part))[0])
-    if rank.receives(kind):
+        part = transport.reserve(peer, (100,), torch.float32).fill_(5.0)
+        transport.send(peer, label(0), part[:10])
+        transport.send(peer, label(1), part[10:20])
+    if rank.rank == 1:
         for number, shape in enumerate(shapes):
             require_equal(wait(transport).take(), torch.full(shape, float(number)))
         for number in reversed(range(2 * SLOTS)):
@@ -293,23 +284,20 @@ def reserve(rank: Rank, kind: str) -> list[Any]:
         for _ in range(2):
             require_equal(wait(transport).take(), torch.full((10,), 5.0))
     transport.close()
-    return told
+    return len(shapes)
 
 
 def reserved_is_shared(rank: Rank, kind: str) -> list[bool]:
     """A reserved tensor is sent without a copy: both sides then read the same memory."""
     transport, peer = rank.open(kind)
     seen = []
-    if rank.sends(kind):
-        tensor = transport.channel(peer).reserve(label(0), (256,), torch.float32).fill_(1.0)
+    if rank.rank == 0:
+        tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
-        if kind == "loopback":
-            seen.append(wait(transport).take().data_ptr() == tensor.data_ptr())
-        else:
-            rank.await_mark("arrived")
-            tensor.fill_(2.0)  # forbidden, but that is how it shows
-            rank.mark("changed")
-    elif rank.receives(kind):
+        rank.await_mark("arrived")
+        tensor.fill_(2.0)  # forbidden, but that is how it shows
+        rank.mark("changed")
+    elif rank.rank == 1:
         tensor = wait(transport).take()
         seen.append(bool(tensor[0] == 1.0))
         rank.mark("arrived")
@@ -323,23 +311,19 @@ def drain(rank: Rank, kind: str) -> list[int]:
     """The sender closes at once; the receiver still gets everything, and nothing is an error."""
     transport, peer = rank.open(kind)
     taken = []
-    if rank.sends(kind) and kind != "loopback":
+    if rank.rank == 0:
         for number in range(4 * SLOTS):
             transport.send(peer, label(number), numbers(900, number))
         transport.close()
         transport.close()
         rank.mark("closed")
         return []
-    if kind == "loopback":
-        for number in range(4 * SLOTS):
-            transport.send(peer, label(number), numbers(900, number))
-    else:
-        time.sleep(0.2)
+    time.sleep(0.2)
     kept = []
     for number in range(4 * SLOTS):
         kept.append(wait(transport).take())
         taken.append(number)
-    if kind not in ("loopback", "gloo"):  # gloo's close waits for the peer's
+    if kind != "gloo":  # gloo's close waits for the peer's
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -352,9 +336,9 @@ def drain(rank: Rank, kind: str) -> list[int]:
 def child(rank: Rank, kind: str) -> int:
     """A forked process lets go of what it inherited; the slot stays taken here."""
     transport, peer = rank.open(kind)
-    if rank.sends(kind):
+    if rank.rank == 0:
         transport.send(peer, label(0), numbers(1000, 0))
-    if rank.receives(kind):
+    if rank.rank == 1:
         held = wait(transport).take()
         pid = os.fork()
         if pid == 0:
@@ -363,11 +347,11 @@ def child(rank: Rank, kind: str) -> int:
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         rank.mark("forked")
-    if rank.sends(kind):
+    if rank.rank == 0:
         rank.await_mark("forked")
         for number in range(1, 20):
             transport.send(peer, label(number), numbers(1000, number))
-    if rank.receives(kind):
+    if rank.rank == 1:
         for number in range(1, 20):
             require_equal(wait(transport).take(), numbers(1000, number))
         require_equal(held, numbers(1000, 0))
@@ -379,14 +363,14 @@ def refused(rank: Rank, kind: str) -> list[str]:
     """What no message can carry is refused where it is sent; the channel works on."""
     transport, peer = rank.open(kind)
     seen: list[str] = []
-    if rank.sends(kind):
+    if rank.rank == 0:
         odd = (torch.empty(2, dtype=torch.bits8), torch.ones((1,) * 8))
         for tensor in odd:
             name, text = error_of(lambda t=tensor: transport.send(peer, label(0), t))
             assert name == "TransportError", (name, text)
             seen.append(text)
         transport.send(peer, label(6), torch.ones(5))
-    if rank.receives(kind):
+    if rank.rank == 1:
         assert wait(transport).label == label(6)
     transport.close()
     return seen

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival, Completions
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import Arrival, Completions, Transport
 from megatron.adaptive.transport.liveness import here
-from megatron.adaptive.transport.native import NativeTransport
 
 LIMIT_S = 30.0
 CPU = torch.device("cpu")
@@ -58,9 +55,6 @@ class Rank:
         """
         self._opened += 1
         options = {"transport_slot_bytes": SLOT_BYTES, "transport_slots": SLOTS, **options}
-        if kind == "loopback":
-            transport: Transport = self._loopback(options)
-            return transport, self.rank
         if peers is None:
             peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         config = TransportConfig(transport=kind, **options)
@@ -88,24 +82,6 @@ class Rank:
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
-
-    def _loopback(self, options: dict[str, Any]) -> Transport:
-        module = extension.require("loopback")
-        node = module.Node(self.rank, bytes(16), 1, 1, describe)
-        size = {name.removeprefix("transport_"): value for name, value in options.items()}
-        node.open("loopback", self.rank, "", LIMIT_S, reservable=1, **size)
-        kinds = {self.rank: "loopback"}
-        made = NativeTransport(node, kinds, device=CPU, describe=describe, least_free=3)
-        self._transports.append(made)
-        return made
-
-    def sends(self, kind: str) -> bool:
-        """Whether this rank is the sender, or both."""
-        return self.rank == 0 or kind == "loopback"
-
-    def receives(self, kind: str) -> bool:
-        """Whether this rank is the receiver, or both."""
-        return self.rank == 1 or kind == "loopback"
 
     def mark(self, name: str) -> None:
         """Tell the others that this rank got here."""

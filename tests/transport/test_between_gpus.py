@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
-from megatron.adaptive.transport.completions import Arrival
-from megatron.adaptive.transport.header import CODE_OF, Label
+from megatron.adaptive.transport.header import CODE_OF
 from megatron.adaptive.transport.native import NativeTransport
-from megatron.adaptive.transport.staging import Staging
 
 from ..cpp_tests import ROOT, CppTests
-from .test_connect import ROW, close_all, connect_all
+from .ends import CPU, LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports, take
+from .test_connect import ROW, connect_all
 from .test_staging import Device, device
 
 __all__ = ["device"]  # a fixture
 
 pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
-
-LIMIT_S = 20.0
-CPU = torch.device("cpu")
-SLOTS = 8
 
 
 @pytest.fixture(scope="module")
@@ -48,49 +39,16 @@ def library() -> str:
     return str(programs.library("standin_cuda"))
 
 
-def open_pair(**options: Any) -> tuple[Any, Any]:
-    module = extension.require("a test")
-    low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
-    address = high.listen("unix")
-    options = {"slot_bytes": 4096, "slots": SLOTS, "cuda_device": 0, **options}
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(low.open, "shm", 1, address, LIMIT_S, **options)
-        high.open("shm", 0, "", LIMIT_S, **options)
-        opened.result()
-    return low, high
-
-
-def transport_of(node: Any, peer: int) -> NativeTransport:
-    staging = Staging(node, CPU, [peer])
-    return NativeTransport(node, {peer: "shm"}, device=CPU, least_free=4, staging=staging)
-
-
 @pytest.fixture
 def pair(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[NativeTransport, NativeTransport]]:
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
-    low, high = open_pair(cuda_driver=library)
-    ends = transport_of(low, 1), transport_of(high, 0)
+    ends = open_transports(staged=True, cuda_device=0, cuda_driver=library)
     yield ends
-    threads = [threading.Thread(target=end.close) for end in ends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
+    assert close_all(ends) == []
     assert device.registered == []
-
-
-def label(number: int) -> Label:
-    return Label(1, Action(ActionKind.F, 0, number))
-
-
-def take(transport: NativeTransport) -> Arrival:
-    item = transport.completions.wait(time.monotonic() + LIMIT_S)
-    assert isinstance(item, Arrival)
-    return item
 
 
 @pytest.mark.parametrize("dtype", CODE_OF, ids=str)
@@ -195,7 +153,7 @@ def test_a_job_is_told_which_way_its_tensors_go(
 
 
 def test_a_pair_without_a_way_says_why(device: Device) -> None:
-    low, high = open_pair(cuda_driver="libcuda-that-is-not-there.so")
+    low, high = open_nodes(cuda_device=0, cuda_driver="libcuda-that-is-not-there.so")
     info = low.info(1)
     assert info["gpu_path"] == "pinned"
     assert "the CUDA driver cannot be opened" in info["gpu_reason"]
@@ -205,7 +163,7 @@ def test_a_pair_without_a_way_says_why(device: Device) -> None:
 
 
 def test_without_a_device_nothing_is_said() -> None:
-    low, high = open_pair(cuda_device=-1)
+    low, high = open_nodes(cuda_device=-1)
     assert "gpu_path" not in low.info(1)
     low.close(LIMIT_S)
     high.close(LIMIT_S)

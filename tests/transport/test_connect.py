@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,6 @@ from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
 from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
-from megatron.adaptive.transport.completions import (
-    Arrival,
-    CompletionQueue,
-    Completions,
-    HeldArrival,
-)
 from megatron.adaptive.transport.connect import (
     CompositeTransport,
     Payloads,
@@ -33,10 +26,15 @@ from megatron.adaptive.transport.connect import (
     own_endpoint,
 )
 from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import DirectChannel, Transport
+from megatron.adaptive.transport.interface import (
+    CompletionQueue,
+    Completions,
+    HeldArrival,
+    Transport,
+)
 
-LIMIT_S = 30.0
-CPU = torch.device("cpu")
+from .ends import CPU, LIMIT_S, close_all, take
+
 LABEL = Label(0, Action(ActionKind.F, 0, 1))
 ROW = [[1], [0, 2], [1]]
 
@@ -77,8 +75,8 @@ class Wire:
         item = HeldArrival(label, self._rank, tensor.nbytes, lambda: tensor)
         self._net[peer].completions.put(item)
 
-    def channel(self, peer: int) -> DirectChannel:
-        return DirectChannel(self, peer)
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         return {peer: {"kind": self.name} for peer in ROW[self._rank]}
@@ -154,21 +152,6 @@ def connect_all(
     return outcome
 
 
-def close_all(made: list[Any]) -> None:
-    threads = [threading.Thread(target=one.close) for one in made if one is not None]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-
-
-def take(transport: Transport) -> Arrival:
-    arrival = transport.completions.wait(time.monotonic() + LIMIT_S)
-    assert isinstance(arrival, Arrival)
-    return arrival
-
-
 def exchange(made: list[Any], peers: list[list[int]]) -> None:
     for rank, transport in enumerate(made):
         for peer in peers[rank]:
@@ -209,7 +192,7 @@ def test_a_rank_may_lack_what_others_have() -> None:
     middle = outcome.made[1]
     assert isinstance(middle, CompositeTransport)
     exchange(outcome.made, ROW)
-    middle.channel(2).send(LABEL, torch.ones(4))
+    middle.send(2, LABEL, middle.reserve(2, (4,), torch.float32).fill_(1.0))
     assert take(outcome.made[2]).take().tolist() == [1.0] * 4
     middle.flush(1.0)
     close_all(outcome.made)

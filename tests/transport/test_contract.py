@@ -1,8 +1,7 @@
 """One contract, kept by every transport between real processes.
 
 The programs that the ranks run are in ``contract.py``. Where a transport does more or less than the
-others, the test says so: gloo keeps no bound on what waits at the receiver, and loopback has
-nobody who could be killed.
+others, the test says so: gloo keeps no bound on what waits at the receiver.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ NATIVE = ("shm", "tcp")
 # Soft-RoCE needs a kernel module: tests/labs/rdma_lab boots one and asks for rdma here.
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
-ALL = ("loopback", *NATIVE, "gloo")
-PROCESSES = (*NATIVE, "gloo")  # with somebody at the other end
-SLOTTED = ("loopback", *NATIVE)
+ALL = (*NATIVE, "gloo")
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
-between_processes = pytest.mark.parametrize("kind", PROCESSES)
-with_slots = pytest.mark.parametrize("kind", SLOTTED)
+natively = pytest.mark.parametrize("kind", NATIVE)
 
 
 @pytest.fixture(autouse=True)
@@ -80,37 +76,33 @@ def victims() -> Iterator[Pool]:
     made.stop()
 
 
-def ranks_of(kind: str) -> int:
-    return 1 if kind == "loopback" else 2
-
-
 @all_kinds
 def test_any_type_shape_and_size_arrives_in_order(pool: Pool, kind: str) -> None:
     """From no element to many times the channel's memory, strided ones by value, both ways."""
-    counts = pool.run("exchange", ranks_of(kind), kind=kind)
+    counts = pool.run("exchange", 2, kind=kind)
     assert len(set(counts)) == 1
     assert counts[0] > 20 * len(SHAPES)
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+@natively
 def test_checksums_change_nothing(pool: Pool, kind: str) -> None:
     assert min(pool.run("exchange", 2, kind=kind, crc=True)) > 20 * len(SHAPES)
 
 
 @all_kinds
 def test_slots_are_used_again_and_again(pool: Pool, kind: str) -> None:
-    assert pool.run("wrap_around", ranks_of(kind), kind=kind)[0] == 300
+    assert pool.run("wrap_around", 2, kind=kind)[0] == 300
 
 
 @all_kinds
 def test_sending_never_waits_for_the_peers_work(pool: Pool, kind: str) -> None:
-    results = pool.run("far_ahead", ranks_of(kind), kind=kind, count=400, nbytes=4096)
+    results = pool.run("far_ahead", 2, kind=kind, count=400, nbytes=4096)
     longest_s, total = results[0][0], results[-1][-1]
     assert longest_s < 1.0
     assert total == 400
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+@natively
 def test_what_waits_takes_no_memory_of_the_receiver(pool: Pool, kind: str) -> None:
     """128 MiB are sent to one who takes nothing; the channel holds 256 KiB."""
     _, (grown_mib, total) = pool.run("far_ahead", 2, kind=kind, count=2000, nbytes=1 << 16)
@@ -118,7 +110,7 @@ def test_what_waits_takes_no_memory_of_the_receiver(pool: Pool, kind: str) -> No
     assert grown_mib < 16
 
 
-@between_processes
+@all_kinds
 def test_many_channels(pool: Pool, kind: str) -> None:
     results = pool.run("all_to_all", 4, kind=kind, count=40)
     assert results == [{p: 40 for p in range(4) if p != rank} for rank in range(4)]
@@ -127,22 +119,22 @@ def test_many_channels(pool: Pool, kind: str) -> None:
 @all_kinds
 def test_payloads_may_be_kept_and_let_go_in_any_order(pool: Pool, kind: str) -> None:
     """More of them than the channel has slots: what comes next is then copied out."""
-    assert pool.run("hold", ranks_of(kind), kind=kind, count=6 * SLOTS)[0] == 6 * SLOTS
+    assert pool.run("hold", 2, kind=kind, count=6 * SLOTS)[0] == 6 * SLOTS
 
 
 @all_kinds
 def test_autograd_takes_payloads_as_its_own(pool: Pool, kind: str) -> None:
     expected = sum(64 * 2.0 * number for number in range(60))
-    results = pool.run("train", ranks_of(kind), kind=kind, count=60)
-    assert results == [expected] * ranks_of(kind)
+    results = pool.run("train", 2, kind=kind, count=60)
+    assert results == [expected] * 2
 
 
 @all_kinds
 def test_wait_ends_at_its_deadline(pool: Pool, kind: str) -> None:
-    assert pool.run("deadline", ranks_of(kind), kind=kind)[-1] == [True, True, True, True, 7]
+    assert pool.run("deadline", 2, kind=kind)[-1] == [True, True, True, True, 7]
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+@natively
 def test_flush_has_a_deadline(pool: Pool, kind: str) -> None:
     name, text = pool.run("slow_flush", 2, kind=kind)[0]
     assert name == "DeadlineError"
@@ -151,39 +143,39 @@ def test_flush_has_a_deadline(pool: Pool, kind: str) -> None:
 
 @all_kinds
 def test_sender_may_replace_its_tensors(pool: Pool, kind: str) -> None:
-    pool.run("reuse", ranks_of(kind), kind=kind)
+    pool.run("reuse", 2, kind=kind)
 
 
 @all_kinds
 def test_payloads_can_be_computed_in_reserved_memory(pool: Pool, kind: str) -> None:
-    assert pool.run("reserve", ranks_of(kind), kind=kind)[0] == ["TransportError"]
+    assert pool.run("reserve", 2, kind=kind) == [6, 6]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SLOTTED if kind in ("loopback", "shm")])
+@pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind == "shm"])
 def test_reserved_memory_is_handed_over_without_a_copy(pool: Pool, kind: str) -> None:
-    seen = pool.run("reserved_is_shared", ranks_of(kind), kind=kind)[-1]
-    assert seen == [True] * ranks_of(kind)
+    seen = pool.run("reserved_is_shared", 2, kind=kind)[-1]
+    assert seen == [True] * 2
 
 
 @all_kinds
 def test_close_drains(pool: Pool, kind: str) -> None:
-    assert pool.run("drain", ranks_of(kind), kind=kind)[-1] == list(range(4 * SLOTS))
+    assert pool.run("drain", 2, kind=kind)[-1] == list(range(4 * SLOTS))
 
 
-@with_slots
+@natively
 def test_forked_child_gives_nothing_back(pool: Pool, kind: str) -> None:
     """Loaders of data are forked: what they inherit and drop is still in use here."""
-    pool.run("child", ranks_of(kind), kind=kind)
+    pool.run("child", 2, kind=kind)
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+@natively
 def test_pieces_move_on_while_the_receiver_computes(pool: Pool, kind: str) -> None:
     assert pool.run("pieces", 2, kind=kind, count=20)[-1] == 20
 
 
 @all_kinds
 def test_arrivals_are_heard_while_the_process_computes(pool: Pool, kind: str) -> None:
-    heard, values, ended = pool.run("listen", ranks_of(kind), kind=kind, count=20)[-1]
+    heard, values, ended = pool.run("listen", 2, kind=kind, count=20)[-1]
     assert heard == [[number, True] for number in range(20)] or heard == [
         (number, True) for number in range(20)
     ]
@@ -194,7 +186,7 @@ def test_arrivals_are_heard_while_the_process_computes(pool: Pool, kind: str) ->
 @all_kinds
 def test_arrivals_tell_when_they_came(pool: Pool, kind: str) -> None:
     """A thread that takes messages off a network sees each come; nobody sees a peer's stores."""
-    told = pool.run("arrivals", ranks_of(kind), kind=kind, count=8)[-1]
+    told = pool.run("arrivals", 2, kind=kind, count=8)[-1]
     assert len(told) == 8
     if kind in ("tcp", "gloo"):
         assert told[0][0] < told[0][1]  # before anybody looked
@@ -205,7 +197,7 @@ def test_arrivals_tell_when_they_came(pool: Pool, kind: str) -> None:
 
 @all_kinds
 def test_what_no_message_can_carry_is_refused_by_the_sender(pool: Pool, kind: str) -> None:
-    types, dimensions = pool.run("refused", ranks_of(kind), kind=kind)[0]
+    types, dimensions = pool.run("refused", 2, kind=kind)[0]
     assert "torch.bits8 cannot be sent" in types
     assert "8 dimensions" in dimensions
 
@@ -222,7 +214,7 @@ def test_one_rank_may_use_several_transports(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("doing", ["sending", "receiving", "waiting"])
-@between_processes
+@all_kinds
 def test_killed_peer_is_named(victims: Pool, kind: str, doing: str) -> None:
     victims.start("meet_killed", [0, 1], kind=kind, doing=doing)
     victims.await_mark("ready")
@@ -242,7 +234,7 @@ def test_killed_peer_is_named(victims: Pool, kind: str, doing: str) -> None:
         assert closing[0] in ("none", "PeerLostError")
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+@natively
 def test_new_job_starts_while_ranks_of_the_old_one_live(
     victims: Pool, pool: Pool, kind: str
 ) -> None:
@@ -254,7 +246,7 @@ def test_new_job_starts_while_ranks_of_the_old_one_live(
     assert pool.run("ping_pong", 2, kind=kind, rounds=20, value=2.0) == [40.0, 40.0]
 
 
-@between_processes
+@all_kinds
 def test_jobs_side_by_side(pool: Pool, kind: str) -> None:
     pool.start("ping_pong", [0, 1], kind=kind, rounds=50, value=1.0)
     pool.start("ping_pong", [3, 2], kind=kind, rounds=50, value=3.0)

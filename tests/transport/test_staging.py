@@ -18,16 +18,12 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.errors import TransportError
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.completions import Arrival
-from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.staging import Staging
 
-pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
+from .ends import CPU, LIMIT_S, close_all, label, open_transports, take
 
-LIMIT_S = 20.0
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
 
 
 class Device:
@@ -106,34 +102,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
+Ends = tuple[NativeTransport, NativeTransport]
+
+
 @pytest.fixture
-def transport(device: Device) -> Iterator[NativeTransport]:
-    node = extension.require("a test").Node(0, bytes(16), 1, 1)
-    node.open("loopback", 0, "", LIMIT_S, slot_bytes=4096, slots=8, reservable=2)
-    staging = Staging(node, CPU, [0])
-    made = NativeTransport(node, {0: "loopback"}, device=CPU, least_free=4, staging=staging)
+def ends(device: Device) -> Iterator[Ends]:
+    made = open_transports(staged=True, reservable=2)
     yield made
     device.copied.set()
-    made.close()
+    assert close_all(made) == []
     assert device.registered == []
 
 
-def label(number: int) -> Label:
-    return Label(1, Action(ActionKind.F, 0, number))
-
-
-def take(transport: NativeTransport) -> Arrival:
-    item = transport.completions.wait(time.monotonic() + LIMIT_S)
-    assert isinstance(item, Arrival)
-    return item
-
-
-def test_copies_wait_for_the_computation_and_are_waited_for(
-    transport: NativeTransport, device: Device
-) -> None:
+def test_copies_wait_for_the_computation_and_are_waited_for(ends: Ends, device: Device) -> None:
+    low, high = ends
     sent = torch.arange(100.0)
-    transport.send(0, label(0), sent)
-    received = take(transport).take()
+    low.send(1, label(0), sent)
+    received = take(high).take()
     assert torch.equal(received, sent)
     assert device.said == [
         "out waits for compute",
@@ -143,83 +128,85 @@ def test_copies_wait_for_the_computation_and_are_waited_for(
     ]
 
 
-def test_a_message_leaves_when_its_copy_is_there(
-    transport: NativeTransport, device: Device
-) -> None:
+def test_a_message_leaves_when_its_copy_is_there(ends: Ends, device: Device) -> None:
+    low, high = ends
     device.copied.clear()
-    transport.send(0, label(0), torch.ones(10))
-    assert transport.completions.wait(time.monotonic() + 0.1) is None
+    low.send(1, label(0), torch.ones(10))
+    assert high.completions.wait(time.monotonic() + 0.1) is None
     device.copied.set()
-    assert take(transport).label == label(0)
+    assert take(high).label == label(0)
 
 
-def test_a_slot_goes_back_when_its_copy_is_there(
-    transport: NativeTransport, device: Device
-) -> None:
-    node = transport._node
-    transport.send(0, label(0), torch.ones(10))
-    arrival = take(transport)
+def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> None:
+    low, high = ends
+    node = low._node
+    low.send(1, label(0), torch.ones(10))
+    arrival = take(high)
     device.copied.clear()
     received = arrival.take()
-    transport.send(0, label(1), torch.ones(10))  # waits in the worker
+    low.send(1, label(1), torch.ones(10))  # waits in the worker
     device.copied.set()
-    transport.flush(LIMIT_S)
-    second = take(transport)
+    low.flush(LIMIT_S)
+    high.flush(LIMIT_S)
+    second = take(high)
     assert second._native.free_slots == 7  # only its own is taken, though `received` lives
     assert received.sum() == 10.0
-    assert node.pending(0) == 0
+    assert node.pending(1) == 0
 
 
-def test_order_is_kept_with_and_without_a_slot(transport: NativeTransport) -> None:
+def test_order_is_kept_with_and_without_a_slot(ends: Ends) -> None:
     """Some are reserved, some too large, some find no slot; strided ones are settled first."""
+    low, high = ends
     tensors = []
     for number in range(40):
         size = (10, 2000, 600, 900)[number % 4]
         tensor = torch.arange(2.0 * size).view(size, 2)[:, number % 2]
         tensors.append(tensor + number if number % 3 else tensor)
-        transport.send(0, label(number), tensors[-1])
+        low.send(1, label(number), tensors[-1])
     for number, tensor in enumerate(tensors):
-        arrival = take(transport)
+        arrival = take(high)
         assert arrival.label == label(number)
         assert torch.equal(arrival.take(), tensor)
-    transport.flush(LIMIT_S)
+    low.flush(LIMIT_S)
 
 
-def test_reserved_memory_is_the_devices(transport: NativeTransport) -> None:
-    channel = transport.channel(0)
-    tensor = channel.reserve(label(0), (4, 4), torch.bfloat16).fill_(2.0)
-    channel.send(label(0), tensor)
-    assert take(transport).take().sum() == 32.0
+def test_reserved_memory_is_the_devices(ends: Ends) -> None:
+    low, high = ends
+    tensor = low.reserve(1, (4, 4), torch.bfloat16).fill_(2.0)
+    low.send(1, label(0), tensor)
+    assert take(high).take().sum() == 32.0
 
 
 def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
     info = {"send_address": 4096, "send_bytes": 100, "receive_address": 8192, "receive_bytes": 50}
     node = SimpleNamespace(info=lambda peer: info if peer == 1 else {})
-    staging = Staging(node, CPU, [0, 1])
+    staging = Staging(node, CPU, [0, 1], lambda *_: None)
     assert device.registered == [(4096, 100), (8192, 50)]
     staging.close()
     assert device.registered == []
 
 
 def test_an_error_of_a_worker_comes_out_of_the_queue(
-    transport: NativeTransport, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging: Any = transport._staging
-    transport.flush(LIMIT_S)
+    low, _ = ends
+    staging: Any = low._staging
+    low.flush(LIMIT_S)
 
     def fail() -> None:
         raise TransportError("the device is lost")
 
     staging._committing.do(fail)
     with pytest.raises(TransportError, match="the device is lost"):
-        transport.completions.wait(time.monotonic() + LIMIT_S)
+        low.completions.wait(time.monotonic() + LIMIT_S)
     assert staging.flush(LIMIT_S)
 
 
-def test_flush_ends_at_its_deadline(transport: NativeTransport, device: Device) -> None:
+def test_flush_ends_at_its_deadline(ends: Ends, device: Device) -> None:
+    low, high = ends
     device.copied.clear()
-    transport.send(0, label(0), torch.ones(10))
+    low.send(1, label(0), torch.ones(10))
     with pytest.raises(TransportError, match=r"within 0.05 s by the device"):
-        transport.flush(0.05)
+        low.flush(0.05)
     device.copied.set()
-    take(transport).take()
+    take(high).take()

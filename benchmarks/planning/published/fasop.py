@@ -8,18 +8,18 @@ arXiv 2205.05198, equation 1, without sequence parallelism.
 
 from __future__ import annotations
 
-import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planning.published.files import read_csv, read_json
 from megatron.adaptive.config.schedule import parse_partition
-from megatron.adaptive.errors import DataError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.planner.search import Searcher, SearchOptions
 
 __all__ = ["Fasop", "FasopPlan", "FasopRun"]
 
@@ -28,10 +28,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FasopPlan:
-    """One of FASOP's best plans.
+    """A plan as FASOP describes it.
 
     Attributes:
-        rank: 1 for the best.
         tp: tensor-parallel width.
         dp: replicas.
         pp: stages.
@@ -42,34 +41,27 @@ class FasopPlan:
         out_of_memory: whether it breaks FASOP's memory rule.
     """
 
-    rank: int
     tp: int
     dp: int
     pp: int
     micro_batch: int
     placement: str
-    partition: tuple[int, ...]
-    plan_cost_s: float
-    out_of_memory: bool
+    partition: tuple[int, ...] = ()
+    plan_cost_s: float = 0.0
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class FasopRun:
-    """One of its searches.
+class FasopRun(PlanInputs):
+    """One of its searches; its node types are ``A`` and ``B``.
 
     Attributes:
         name: such as ``gpt2XL-het``.
-        model: what was planned.
-        cluster: node types ``A`` and ``B``, those that the run has.
-        profile: durations.
         global_batch: samples of a step.
         plans: its best plans in order.
     """
 
     name: str
-    model: Model
-    cluster: Cluster
-    profile: Profile
     global_batch: int
     plans: tuple[FasopPlan, ...]
 
@@ -92,6 +84,10 @@ class FasopRun:
             ),
         )
 
+    def searcher(self, options: SearchOptions) -> Searcher:
+        """Searches plans of ours for it."""
+        return Searcher(self.inputs, global_batch=self.global_batch, options=options)
+
 
 class Fasop:
     """The data set in a folder.
@@ -100,16 +96,15 @@ class Fasop:
         folder: with ``layer_times.csv`` and the other files.
 
     Raises:
-        DataError: a file is missing or broken.
+        ConfigError: a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._models: dict[str, Any] = self._json("models.json")["models"]
-        self._clusters: dict[str, Any] = self._json("clusters.json")
-        self._times = self._csv("layer_times.csv")
-        self._scaling = self._csv("microbatch_scaling.csv")
-        self._results = self._csv("results.csv")
+        self._models: dict[str, Any] = read_json(folder / "models.json")["models"]
+        self._clusters: dict[str, Any] = read_json(folder / "clusters.json")
+        self._times = read_csv(folder / "layer_times.csv")
+        self._scaling = read_csv(folder / "microbatch_scaling.csv")
+        self._results = read_csv(folder / "results.csv")
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -124,10 +119,10 @@ class Fasop:
             counts: nodes of each type, for the run over many clusters.
 
         Raises:
-            DataError: no run of that name.
+            ConfigError: no run of that name.
         """
         if name not in self._clusters["runs"]:
-            raise DataError(
+            raise ConfigError(
                 f"FASOP has no run {name!r}: its runs are {', '.join(self._clusters['runs'])}"
             )
         told = self._clusters["runs"][name]
@@ -215,19 +210,6 @@ class Fasop:
                 groups.append(NodePool(type=_node(told), count=count))
         return Cluster(groups=tuple(groups), name=types)
 
-    def _json(self, name: str) -> Any:
-        try:
-            return json.loads((self._folder / name).read_text())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self._folder / name}: {error}; give FASOP's data set") from error
-
-    def _csv(self, name: str) -> list[dict[str, str]]:
-        try:
-            with (self._folder / name).open(newline="") as file:
-                return list(csv.DictReader(file))
-        except OSError as error:
-            raise DataError(f"{self._folder / name}: {error}; give FASOP's data set") from error
-
 
 def _node(told: dict[str, Any]) -> NodeType:
     """A node type. Its bandwidths are in bits; within a node they are not shared."""
@@ -279,7 +261,6 @@ def _kind(name: str, told: dict[str, Any], layer: str, half: str) -> LayerKind:
 
 def _plan(row: dict[str, str]) -> FasopPlan:
     return FasopPlan(
-        rank=int(row["rank"]),
         tp=int(row["tp"]),
         dp=int(row["dp"]),
         pp=int(row["pp"]),

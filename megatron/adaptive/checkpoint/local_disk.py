@@ -46,7 +46,14 @@ from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import is_over, require_current
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = ["LocalDisk", "LocalSettings", "TakenState", "share_out"]
+__all__ = [
+    "BackgroundWrite",
+    "LocalDisk",
+    "LocalSettings",
+    "TakenState",
+    "share_out",
+    "writing",
+]
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
@@ -460,7 +467,68 @@ class LocalDisk:
             _LOG.warning("WARNING: " + text, *values)
 
 
-class Upload(threading.Thread):
+class BackgroundWrite(threading.Thread):
+    """Writes one checkpoint behind training.
+
+    Args:
+        write: does it; returns its folder, ``None`` where it is not yet where it is to be.
+        step: that it is of.
+
+    Attributes:
+        step: as given.
+        path: of the complete checkpoint, once it is there.
+        failure: why it is not.
+    """
+
+    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
+        super().__init__(name=f"checkpoint {step}", daemon=True)
+        self._write, self.step = write, step
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self.failure = error
+
+
+@contextlib.contextmanager
+def writing(
+    folder: StepFolders, step: int, ranks: RankGroup, progress_dir: str | None, why: str
+) -> Iterator[None]:
+    """Make the partial folder of a step, and remove it where what follows fails. Collective.
+
+    Args:
+        folder: of checkpoints.
+        step: that is written.
+        ranks: all of them.
+        progress_dir: folder of the run's progress file; a job that went on without these ranks
+            marks it, and nothing is written then.
+        why: text of the error, with braces in the place of its cause.
+
+    Raises:
+        CheckpointError: in place of one that was raised within, on all ranks.
+    """
+
+    def begin() -> None:
+        require_current(progress_dir)
+        folder.begin(step)
+
+    try:
+        ranks.first(begin)
+        yield
+    except BaseException as error:
+        # Of a job that went on without us, what is there now is not ours.
+        if ranks.is_first and not is_over(progress_dir):
+            folder.abandon(step)
+        if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+            ranks.sum(0)
+            raise CheckpointError(why.replace("{}", str(error))) from error
+        raise
+
+
+class Upload(BackgroundWrite):
     """Copies one checkpoint. Collective over all ranks, each of which makes one at the same time.
 
     Args:
@@ -474,9 +542,6 @@ class Upload(threading.Thread):
         is_awaited: somebody waits for it from the start, and reports a failure.
 
     Attributes:
-        step: of the checkpoint.
-        path: of the complete checkpoint in shared storage, once it is there.
-        failure: why it is not.
         is_awaited: somebody waits for it, and reports a failure; may change meanwhile.
     """
 
@@ -492,28 +557,22 @@ class Upload(threading.Thread):
         progress_dir: str | None,
         is_awaited: bool,
     ) -> None:
-        self.step = manifest.step
-        super().__init__(name=f"copy of checkpoint {self.step}", daemon=True)
+        super().__init__(self._copy, manifest.step)
         self._source, self._shared, self._names = source, shared, names
         self._manifest, self._ranks, self._keep = manifest, ranks, keep
         self._progress_dir = progress_dir
         self._done_bytes, self._whole_bytes = 0, sum(manifest.files.values())
-        self.path: Path | None = None
-        self.failure: BaseException | None = None
         self.is_awaited = is_awaited
         self._is_given_up = False
         self.start()
 
     def run(self) -> None:
-        try:
-            self.path = self._copy()
-        except BaseException as error:
-            self.failure = error
-            if self._ranks.is_first and not self.is_awaited:
-                text = str(error)
-                if not isinstance(error, CheckpointError):
-                    text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
-                _LOG.warning("WARNING: %s; training goes on", text)
+        super().run()
+        if self.failure is not None and self._ranks.is_first and not self.is_awaited:
+            text = str(self.failure)
+            if not isinstance(self.failure, CheckpointError):
+                text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
+            _LOG.warning("WARNING: %s; training goes on", text)
 
     def give_up(self) -> None:
         """Let it end with a failure soon, unless storage holds a rank up for good."""
@@ -525,27 +584,14 @@ class Upload(threading.Thread):
 
     def _copy(self) -> Path:
         _be_gentle()
-        try:
-            self._ranks.first(self._begin)
+        why = (
+            f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
+            " it is on the nodes' own disks, and those before it are as they were"
+        )
+        with writing(self._shared, self.step, self._ranks, self._progress_dir, why):
             self._copy_files()
             self._ranks.first(self._complete)
-            return self._shared.complete_path(self.step)
-        except BaseException as error:
-            # Of a job that went on without us, what is there now is not ours.
-            if self._ranks.is_first and not is_over(self._progress_dir):
-                self._shared.abandon(self.step)
-            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-                self._ranks.sum(0)
-                raise CheckpointError(
-                    f"the checkpoint of iteration {self.step} was not copied to"
-                    f" {self._shared.path}: {error}; it is on the nodes' own disks, and those"
-                    " before it are as they were"
-                ) from error
-            raise
-
-    def _begin(self) -> None:
-        require_current(self._progress_dir)
-        self._shared.begin(self.step)
+        return self._shared.complete_path(self.step)
 
     def _copy_files(self) -> None:
         partial = self._shared.partial_path(self.step)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import datetime
 import logging
 import secrets
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +24,17 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, TakenState
+from megatron.adaptive.checkpoint.local_disk import (
+    BackgroundWrite,
+    LocalDisk,
+    TakenState,
+    writing,
+)
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.progress import is_over, require_current
+from megatron.adaptive.engine.progress import require_current
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
-__all__ = ["AsyncCheckpointWriter", "CheckpointSaver", "HostCopy", "SaveRequest"]
+__all__ = ["CheckpointSaver", "HostCopy", "SaveRequest"]
 
 _LOG = logging.getLogger(__name__)
 _ALIGN = 64
@@ -85,7 +88,8 @@ class CheckpointSaver:
         self._timeout = timeout
         self._ranks = RankGroup(job.rank, job.control_group)
         self._background: RankGroup | None = None
-        self._writer = AsyncCheckpointWriter()
+        self._pending: BackgroundWrite | None = None
+        self._unreported: list[BackgroundWrite] = []
         self.local = local
 
     def save(self, request: SaveRequest) -> Path:
@@ -127,15 +131,19 @@ class CheckpointSaver:
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._background = RankGroup(self._job.rank, group)
         state, ranks = request.take(True), self._background
-        self._writer.begin(lambda: self._write(request, state, ranks), request.step)
+        self._collect()
+        self._pending = BackgroundWrite(lambda: self._write(request, state, ranks), request.step)
+        self._pending.start()
         return None
 
     def completed(self) -> tuple[int, Path] | None:
         """Return step and folder of a checkpoint that was completed behind training; each once."""
-        found = self._writer.completed()
-        if found is None and self.local is not None:
-            found = self.local.completed()
-        return found
+        self._collect()
+        if self._unreported:
+            first = self._unreported.pop(0)
+            assert first.path is not None
+            return first.step, first.path
+        return None if self.local is None else self.local.completed()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -143,7 +151,20 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it could not be written; nothing of it is left.
         """
-        self._writer.finish()
+        pending = self._pending
+        if pending is None:
+            return
+        pending.join()
+        if pending.failure is not None:
+            self._pending = None
+            raise pending.failure
+
+    def _collect(self) -> None:
+        """Note that the checkpoint behind training was completed, if it was."""
+        pending = self._pending
+        if pending is not None and not pending.is_alive() and pending.path is not None:
+            self._pending = None
+            self._unreported.append(pending)
 
     def drain(self) -> None:
         """Wait until the last checkpoint is where it is to be, in shared storage.
@@ -194,97 +215,21 @@ class CheckpointSaver:
             return None
         partial = folder.partial_path(step)
 
-        def check() -> None:
-            require_current(request.progress_dir)
-
-        def begin() -> None:
-            check()
-            folder.begin(step)
-
         def complete() -> None:
             state.write_once(partial)
-            folder.commit(step, manifest, check)
+            folder.commit(step, manifest, lambda: require_current(request.progress_dir))
             if request.keep is not None:
                 folder.keep(request.keep)
 
-        try:
-            ranks.first(begin)
+        why = (
+            f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
+            f" those before it are as they were. {request.remedy}"
+        )
+        with writing(folder, step, ranks, request.progress_dir, why):
             state.write(partial, ranks)
             manifest = state.manifest("", ranks)
             ranks.first(complete)
-            return folder.complete_path(step)
-        except BaseException as error:
-            # Of a job that went on without us, what is there now is not ours.
-            if ranks.is_first and not is_over(request.progress_dir):
-                folder.abandon(step)
-            if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-                dist.barrier(group=ranks.group)
-                raise CheckpointError(
-                    f"the checkpoint of iteration {step} was not written to {folder.path}: {error};"
-                    f" those before it are as they were. {request.remedy}"
-                ) from error
-            raise
-
-
-class AsyncCheckpointWriter:
-    """Writes a checkpoint in a thread of its own, one at a time; what it writes is a copy."""
-
-    def __init__(self) -> None:
-        self._pending: _Pending | None = None
-        self._unreported: deque[tuple[int, Path]] = deque()
-
-    def begin(self, write: Callable[[], Path | None], step: int) -> None:
-        """Write a checkpoint; after :meth:`finish`.
-
-        Args:
-            write: returns its folder, ``None`` where it is not yet where it is to be.
-            step: that it is of.
-        """
-        self._collect()
-        self._pending = _Pending(write, step)
-
-    def completed(self) -> tuple[int, Path] | None:
-        """Return step and folder of a checkpoint that was completed; each once, in their order."""
-        self._collect()
-        return self._unreported.popleft() if self._unreported else None
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            CheckpointError: it could not be written; nothing of it is left.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        pending.join()
-        if pending.failure is not None:
-            self._pending = None
-            raise pending.failure
-
-    def _collect(self) -> None:
-        pending = self._pending
-        if pending is not None and not pending.is_alive() and pending.path is not None:
-            self._pending = None
-            self._unreported.append((pending.step, pending.path))
-
-
-class _Pending(threading.Thread):
-    """Writes one checkpoint."""
-
-    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
-        super().__init__(name=f"checkpoint {step}", daemon=True)
-        self._write = write
-        self.step = step
-        self.path: Path | None = None
-        self.failure: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.path = self._write()
-        except BaseException as error:
-            self.failure = error
+        return folder.complete_path(step)
 
 
 class HostCopy:

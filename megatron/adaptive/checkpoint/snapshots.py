@@ -131,14 +131,6 @@ class SnapshotState(Protocol):
         """Return whether it has other pieces than when they were taken last."""
 
 
-@dataclass(kw_only=True)
-class _Target:
-    """A tensor and its places in the slots."""
-
-    source: torch.Tensor
-    slots: list[torch.Tensor]
-
-
 class NoSnapshots:
     """Takes no snapshots."""
 
@@ -188,7 +180,8 @@ class Snapshots(NoSnapshots):
         self._report, self._say = report, say
         self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
-        self._targets: list[_Target] = []
+        self._sources: list[torch.Tensor] = []
+        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # places of each
         self._parts: list[Part] = []
         self._pool: ThreadPoolExecutor | None = None
         self._copying: Future[None] | None = None
@@ -226,8 +219,7 @@ class Snapshots(NoSnapshots):
             if self._is_off:
                 return
         elif pieces is not None:
-            for target, part in zip(self._targets, self._parts, strict=True):
-                target.source = pieces[part].tensor
+            self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
             self._is_outgrown = True  # all make room anew at the next step
@@ -261,7 +253,7 @@ class Snapshots(NoSnapshots):
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        self._targets = []
+        self._sources, self._slots = [], [[] for _ in range(SLOTS)]
         if self._registered:
             driver: Any = torch.cuda.cudart()
             driver.cudaHostUnregister(self._registered)
@@ -342,7 +334,6 @@ class Snapshots(NoSnapshots):
             if int(driver.cudaHostRegister(start, len(memory), 0)) == 0:
                 self._registered = start
         for tensor, entry in zip(tensors, entries, strict=True):
-            slots = []
             for slot in range(SLOTS):
                 at = self._file.tensors_offset(slot) + entry["at"]
                 if tensor.numel():
@@ -351,12 +342,12 @@ class Snapshots(NoSnapshots):
                     )
                 else:
                     flat = torch.empty(0, dtype=tensor.dtype)
-                slots.append(flat.view(tensor.shape))
-            self._targets.append(_Target(source=tensor, slots=slots))
+                self._slots[slot].append(flat.view(tensor.shape))
+        self._sources = tensors
 
     def _versions(self) -> list[int]:
         """Return numbers that change with the tensors."""
-        return [target.source._version for target in self._targets]
+        return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
         """Write a step into a slot; in a thread of its own."""
@@ -367,15 +358,14 @@ class Snapshots(NoSnapshots):
         start = file.extra_offset(slot)
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
-            if event is None and self._targets:
+            if event is None and self._sources:
                 # One call: between many, the thread that trains would wait its turn many times.
-                slots = [target.slots[slot] for target in self._targets]
-                torch._foreach_copy_(slots, [target.source for target in self._targets])
+                torch._foreach_copy_(self._slots[slot], self._sources)
             elif event is not None:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(event)
-                    for target in self._targets:
-                        target.slots[slot].copy_(target.source, non_blocking=True)
+                    for place, source in zip(self._slots[slot], self._sources, strict=True):
+                        place.copy_(source, non_blocking=True)
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(

@@ -43,7 +43,6 @@ __all__ = [
     "mesh_shape",
     "padded_vocab_size",
     "refresh_optimizer",
-    "reload_main_params",
     "saved_groups",
     "sharded_model",
     "sharded_optimizer",
@@ -324,11 +323,6 @@ def count_groups(optimizer: Any) -> int:
 def saved_groups(state: Mapping[str, Any]) -> int:
     """Return the number of groups in the common part of a checkpoint's optimizer state."""
     return len(state.get("optimizer", state)["param_groups"])
-
-
-def reload_main_params(optimizer: Any) -> None:
-    """Take over weights that were loaded without the optimizer into its 32-bit copies."""
-    optimizer.reload_model_params()
 
 
 def _leaf(optimizer: Any) -> Any:

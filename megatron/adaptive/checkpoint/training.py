@@ -126,7 +126,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Saves and loads one run. Every method but :meth:`completed` is collective over all ranks.
+    """Saves and loads one run. Every method is collective over all ranks.
 
     Args:
         job: this process within the job.
@@ -135,6 +135,9 @@ class Checkpoints:
         optimizer: megatron-core's optimizer over their parameters.
         scheduler: megatron-core's schedule of learning rate and weight decay.
         local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
+
+    Attributes:
+        saver: writes them.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Checkpoints:
         self._scheduler = scheduler
         self._all = RankGroup(job.rank, job.control_group)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        self._saver = CheckpointSaver(job, timeout, local)
+        self.saver = CheckpointSaver(job, timeout, local)
         self._writer = TorchDistWriter()
         self._host = HostCopy()
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
@@ -168,31 +171,11 @@ class Checkpoints:
         Args:
             progress: how far the run has come; the iteration names the checkpoint.
         """
-        return self._saver.save(self._request(progress))
+        return self.saver.save(self._request(progress))
 
     def save_behind(self, progress: Progress) -> Path | None:
         """Write a checkpoint while training goes on; see :meth:`CheckpointSaver.save_behind`."""
-        return self._saver.save_behind(self._request(progress))
-
-    def completed(self) -> tuple[int, Path] | None:
-        """Return iteration and folder of one that was completed behind training; each once."""
-        return self._saver.completed()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written behind training, if there is one.
-
-        Raises:
-            CheckpointError: it could not be written; nothing of it is left.
-        """
-        self._saver.finish()
-
-    def close(self) -> None:
-        """Wait until the last checkpoint is where it is to be, in shared storage.
-
-        Raises:
-            CheckpointError: it could not be written, or not be copied there.
-        """
-        self._saver.drain()
+        return self.saver.save_behind(self._request(progress))
 
     def pieces(self, progress: Progress) -> tuple[Shards, dict[str, Any], bool]:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
@@ -417,7 +400,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            state.reload_main_params(self._optimizer)
+            self._optimizer.reload_model_params()  # their 32-bit copies
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):

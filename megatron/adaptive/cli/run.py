@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,8 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         help="print the state of the job of a folder",
     )
     add("--json", action="store_true", help="the status as JSON")
-    add("--nodes", type=_count, default=1, metavar="N", help="to wait for at the start, without")
-    add("--slots", type=_count, metavar="N", help="processes of this node (one on each GPU)")
+    add(
+        "--nodes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="to wait for at the start, without",
+    )
+    add("--slots", type=count, metavar="N", help="processes of this node (one on each GPU)")
     add("--name", metavar="NAME", help="of this node in the job (its host name)")
     add("--address", metavar="HOST", help="at which other nodes reach this one")
     for name, default, text in (
@@ -107,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the script does where its text leaves it open: take the trainer's arguments, or"
         " train a Pipeline in Pipeline.loop",
     )
-    add("--max-restarts", type=_count, default=3, metavar="N", help="without a checkpoint (3)")
+    add("--max-restarts", type=count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (0)"
     add("--replicate-every", type=_count_or_none, metavar="N", help=text)
     add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
@@ -118,14 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
-    return int(word)
-
-
 def _count_or_none(word: str) -> int:
-    return 0 if word == "0" else _count(word)
+    return 0 if word == "0" else count(word)
 
 
 def _gib(word: str) -> int:

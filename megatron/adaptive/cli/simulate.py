@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.schedule.render import render_timeline
-from megatron.adaptive.schedule.unequal import SCHEDULES, StepOfRanks, simulate
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.unequal import SCHEDULES, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
@@ -284,22 +286,23 @@ def _widths(options: argparse.Namespace) -> Widths:
     return widths
 
 
-def _print(widths: Widths, steps: list[tuple[str, StepOfRanks]]) -> None:
+def _print(widths: Widths, steps: list[tuple[str, SimResult]]) -> None:
     print(f"stages of {widths} ranks; peak in microbatches of a rank of each stage\n")
     print(f"{'schedule':9} {'step s':>8}  bubble  peak")
     for name, step in steps:
         peaks = "-".join(
-            f"{max(step.peaks[rank] for rank in widths.ranks_of(stage)):g}"
+            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
             for stage in range(widths.num_stages)
         )
-        print(f"{name:9} {step.seconds:8.4g}  {step.bubble_fraction:6.1%}  {peaks}")
+        bubble = statistics.fmean(step.bubble_fraction)
+        print(f"{name:9} {step.makespan_s:8.4g}  {bubble:6.1%}  {peaks}")
 
 
-def _unequal_as_json(name: str, step: StepOfRanks) -> dict[str, Any]:
+def _unequal_as_json(name: str, step: SimResult) -> dict[str, Any]:
     return {
         "schedule": name,
-        "makespans_s": [step.seconds],
-        "bubble_fraction": step.bubble_fraction,
-        "peak_microbatches": list(step.peaks),
+        "makespans_s": [step.makespan_s],
+        "bubble_fraction": statistics.fmean(step.bubble_fraction),
+        "peak_microbatches": list(step.peak_units),
         "orders": [" ".join(map(str, order)) for order in step.orders],
     }

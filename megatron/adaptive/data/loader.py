@@ -16,15 +16,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.errors import DataError
 
 __all__ = ["Microbatch", "MicrobatchLoader", "OnRead", "StepMicrobatches"]
 
@@ -41,6 +40,7 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
+_PREFETCH = 4  # microbatches that each worker reads ahead
 _INTEGER = ("tokens", "labels", "position_ids")
 
 
@@ -57,12 +57,8 @@ class MicrobatchLoader:
         dp_rank: this rank's position among the data-parallel ranks.
         dp_size: number of data-parallel ranks.
         num_workers: processes that read ahead; 0 reads in this process.
-        prefetch: microbatches each worker reads ahead.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
         on_read: called for every microbatch that was read.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     def __init__(
@@ -74,29 +70,14 @@ class MicrobatchLoader:
         dp_rank: int,
         dp_size: int,
         num_workers: int = 0,
-        prefetch: int = 4,
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        for name, value, least in (
-            ("consumed samples", consumed_samples, 0),
-            ("--micro-batch-size", micro_batch_size, 1),
-            ("data-parallel size", dp_size, 1),
-            ("--num-workers", num_workers, 0),
-            ("prefetched microbatches", prefetch, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}, but must be at least {least}")
-        if not 0 <= dp_rank < dp_size:
-            raise ConfigError(f"data-parallel rank {dp_rank} is outside 0..{dp_size - 1}")
         self._dataset = dataset
-        self._order = _Order(
-            first_sample=consumed_samples,
-            end_sample=len(dataset),
-            micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            block_size=micro_batch_size * dp_size,
-        )
+        self._first_sample = consumed_samples
+        self._micro_batch_size, self._dp_rank = micro_batch_size, dp_rank
+        self._block_size = micro_batch_size * dp_size
+        self._num_blocks = max(0, len(dataset) - consumed_samples) // self._block_size
         self._pin_memory = pin_memory
         self._on_read = on_read
         self._next_block = 0
@@ -105,13 +86,13 @@ class MicrobatchLoader:
         if num_workers:
             # Both need no more than what they have; torch names its base classes as types.
             samples: Any = dataset
-            order: Any = self._order
+            order: Any = map(self._samples, range(self._num_blocks))
             self._read_ahead = iter(
                 DataLoader(
                     samples,
                     batch_sampler=order,
                     num_workers=num_workers,
-                    prefetch_factor=prefetch,
+                    prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=_start_worker,
                     # Mapped files and indices are inherited; a fresh process would read them anew.
@@ -122,7 +103,7 @@ class MicrobatchLoader:
     @property
     def consumed_samples(self) -> int:
         """Samples that all ranks together took, those before this loader included."""
-        return self._order.first_sample + self._next_block * self._order.block_size
+        return self._first_sample + self._next_block * self._block_size
 
     def step(self, num_microbatches: int) -> StepMicrobatches:
         """Take the next ``num_microbatches * micro_batch_size * dp_size`` samples.
@@ -136,11 +117,9 @@ class MicrobatchLoader:
         Raises:
             DataError: the dataset ends within the step.
         """
-        if num_microbatches < 1:
-            raise ConfigError(f"a step of {num_microbatches} microbatches; it needs at least 1")
         first = self._next_block
-        if first + num_microbatches > self._order.num_blocks:
-            last = self.consumed_samples + num_microbatches * self._order.block_size - 1
+        if first + num_microbatches > self._num_blocks:
+            last = self.consumed_samples + num_microbatches * self._block_size - 1
             raise DataError(
                 f"the data ends after {len(self._dataset)} samples, but this step takes samples "
                 f"{self.consumed_samples} to {last}; build the data for more iterations"
@@ -151,6 +130,13 @@ class MicrobatchLoader:
     def close(self) -> None:
         """End the data workers, if any. The loader then reads in this process."""
         self._read_ahead = None
+
+    def _samples(self, block: int) -> range:
+        """Return the samples of this rank in a block."""
+        start = (
+            self._first_sample + block * self._block_size + self._dp_rank * self._micro_batch_size
+        )
+        return range(start, start + self._micro_batch_size)
 
     def _read(self, first_block: int, index: int) -> Microbatch:
         """Read a microbatch of a step, and report how long that took."""
@@ -163,7 +149,7 @@ class MicrobatchLoader:
 
     def _fetch(self, block: int) -> Microbatch:
         if self._read_ahead is None:
-            arrays = _collate([self._dataset[index] for index in self._order.samples(block)])
+            arrays = _collate([self._dataset[index] for index in self._samples(block)])
         else:
             arrays = self._draw(self._read_ahead, block)
         tensors = {}
@@ -191,7 +177,7 @@ class MicrobatchLoader:
         return arrays
 
 
-class StepMicrobatches(Sequence[Microbatch]):
+class StepMicrobatches:
     """The microbatches of one step and rank, in any order and as often as needed.
 
     Each is read once and kept until this object goes. A microbatch holds ``tokens``, ``labels``,
@@ -208,23 +194,14 @@ class StepMicrobatches(Sequence[Microbatch]):
     def __len__(self) -> int:
         return self._num_microbatches
 
-    @overload
-    def __getitem__(self, index: int) -> Microbatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Microbatch]: ...
-    def __getitem__(self, index: int | slice) -> Microbatch | list[Microbatch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if index < 0:
-            index += len(self)
+    def __getitem__(self, index: int) -> Microbatch:
         if not 0 <= index < len(self):
             raise IndexError(f"microbatch {index} is outside 0..{len(self) - 1}")
-        self._read_up_to(index)
+        if index not in self._ready:
+            self._read_up_to(index)
         return self._ready[index]
 
     def _read_up_to(self, index: int) -> None:
-        if index in self._ready:
-            return
         loader = self._loader
         if loader._next_block != self._first_block + self._num_microbatches:
             raise RuntimeError("microbatches of an earlier step were asked for after the next one")
@@ -234,28 +211,6 @@ class StepMicrobatches(Sequence[Microbatch]):
         # Workers deliver in order, so those before it come along.
         for earlier in range(len(self._ready), index + 1):
             self._ready[earlier] = loader._read(self._first_block, earlier)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """Gives the samples of this rank in each block, to the data workers as well."""
-
-    first_sample: int
-    end_sample: int
-    micro_batch_size: int
-    dp_rank: int
-    block_size: int
-
-    @property
-    def num_blocks(self) -> int:
-        return max(0, self.end_sample - self.first_sample) // self.block_size
-
-    def samples(self, block: int) -> range:
-        start = self.first_sample + block * self.block_size + self.dp_rank * self.micro_batch_size
-        return range(start, start + self.micro_batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (list(self.samples(block)) for block in range(self.num_blocks))
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:

@@ -168,7 +168,7 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
     _check(spec)
     start_s = time.monotonic()
     tokenizer = spec.build_tokenizer()
-    counts = {"documents": 0, "empty": 0, "tokens": 0, "bytes": 0}
+    num_documents = num_empty = num_tokens = input_bytes = 0
     with ExitStack() as stack:
         results = stack.enter_context(_encoded_batches(spec))
         outputs = [
@@ -178,12 +178,12 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
         for batch in results:
             for output, ids, lengths in zip(outputs, batch.ids, batch.lengths, strict=True):
                 output.add(ids, lengths)
-            counts["documents"] += batch.num_documents
-            counts["empty"] += batch.num_empty
-            counts["tokens"] += sum(len(ids) for ids in batch.ids)
-            counts["bytes"] += batch.num_bytes
+            num_documents += batch.num_documents
+            num_empty += batch.num_empty
+            num_tokens += sum(len(ids) for ids in batch.ids)
+            input_bytes += batch.num_bytes
             if progress is not None:
-                progress(counts["documents"], counts["bytes"])
+                progress(num_documents, input_bytes)
         for key, output in zip(spec.json_keys, outputs, strict=True):
             if not output.num_documents:
                 raise DataError(
@@ -196,10 +196,10 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
             output.publish()
     return PreprocessSummary(
         prefixes=tuple(output.prefix for output in outputs),
-        num_documents=counts["documents"],
-        num_empty=counts["empty"],
-        num_tokens=counts["tokens"],
-        input_bytes=counts["bytes"],
+        num_documents=num_documents,
+        num_empty=num_empty,
+        num_tokens=num_tokens,
+        input_bytes=input_bytes,
         elapsed_s=time.monotonic() - start_s,
     )
 
@@ -250,6 +250,8 @@ class _Encoder:
     """Parses and tokenizes batches; lives in a worker process or in the parent."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
+        # ``tokenizers`` would start a thread a core while ``--workers`` says how many there are.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = spec.build_tokenizer()
         self._keys = spec.json_keys
         self._append_eod = spec.append_eod
@@ -328,7 +330,6 @@ def _start_worker(spec: PreprocessSpec) -> None:
     # The parent decides when to stop: it takes Ctrl-C, removes the temporary files and ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_encoder.append(_Encoder(spec))
 
 
@@ -348,8 +349,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 def _encoded_batches(spec: PreprocessSpec) -> Iterator[Iterator[_Encoded]]:
     """Yield an iterator over tokenized batches in input order; stop the workers at the end."""
     if spec.workers == 1:
-        with _single_threaded_tokenizers():
-            yield map(_Encoder(spec), _batches(spec.inputs))
+        yield map(_Encoder(spec), _batches(spec.inputs))
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
@@ -380,21 +380,6 @@ def _through_pool(
             "a worker process ended unexpectedly (killed, or out of memory); "
             "start again with fewer --workers"
         ) from None
-
-
-@contextmanager
-def _single_threaded_tokenizers() -> Iterator[None]:
-    """Keep ``tokenizers`` from starting a thread a core while ``--workers 1`` asks for one."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 # Writing

@@ -16,9 +16,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -50,17 +48,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
     Returns:
         The smallest multiple of ``make_divisible_by * tensor_parallel_size`` that is not less
         than ``vocab_size``, as in Megatron-LM.
-
-    Raises:
-        ConfigError: a value is not positive.
     """
-    for name, value in (
-        ("vocabulary size", vocab_size),
-        ("--make-vocab-size-divisible-by", make_divisible_by),
-        ("--tensor-model-parallel-size", tensor_parallel_size),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, but must be at least 1")
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -69,40 +57,16 @@ class Tokenizer(ABC):
     """Text to ids and back, in the form megatron-core's datasets expect.
 
     Attributes:
-        padded_vocab_size: rows of the embedding table, see :func:`padded_vocab_size`.
+        vocab_size: number of ids, end of document included; every id is below it.
+        eod: the id that ends a document.
+        unique_identifiers: distinguish this tokenizer from others; they enter the keys of cached
+            dataset indices.
     """
 
-    padded_vocab_size: int
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, end of document included; every id is below it."""
-
-    @property
-    @abstractmethod
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def eos(self) -> int:
-        """The same id as ``eod``; GPT has one end token."""
-        return self.eod
-
-    @property
-    @abstractmethod
-    def vocab(self) -> dict[str, int]:
-        """Token text to id."""
-
-    @cached_property
-    def inv_vocab(self) -> dict[int, str]:
-        """Id to token text."""
-        return {index: token for token, index in self.vocab.items()}
-
-    @property
-    @abstractmethod
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """Distinguishes this tokenizer from others; enters the keys of cached dataset indices."""
+    def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        name = type(self).__name__
+        self.unique_identifiers = OrderedDict({"class": name, "size": vocab_size, **identity})
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -125,53 +89,21 @@ class GPT2BPETokenizer(Tokenizer):
     Args:
         vocab_file: JSON object from token to id.
         merge_file: one merge rule a line, two tokens parted by one space, best first.
-        make_divisible_by: see :func:`padded_vocab_size`.
-        tensor_parallel_size: see :func:`padded_vocab_size`.
 
     Raises:
         DataError: a file is missing, malformed, or the two do not belong together.
     """
 
-    def __init__(
-        self,
-        vocab_file: str | Path,
-        merge_file: str | Path,
-        *,
-        make_divisible_by: int = 128,
-        tensor_parallel_size: int = 1,
-    ) -> None:
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab_text = _read_text(Path(vocab_file), "--vocab-file")
         merge_text = _read_text(Path(merge_file), "--merge-file")
         vocab = _parse_vocab(vocab_text, vocab_file)
         merges = _parse_merges(merge_text, merge_file, vocab, vocab_file)
-        self._vocab = vocab
-        self._vocab_size = max(vocab.values()) + 1
-        self._eod = vocab[END_OF_DOCUMENT]
-        self._digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
-        self.padded_vocab_size = padded_vocab_size(
-            self._vocab_size, make_divisible_by, tensor_parallel_size
-        )
+        digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
+        super().__init__(max(vocab.values()) + 1, vocab[END_OF_DOCUMENT], digest=digest)
         self._encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
         self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._encoder.decoder = decoders.ByteLevel()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        return OrderedDict(
-            [("class", type(self).__name__), ("size", self._vocab_size), ("digest", self._digest)]
-        )
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._encoder.encode(_without_surrogates(text), add_special_tokens=False).ids)
@@ -193,42 +125,15 @@ class NullTokenizer(Tokenizer):
 
     Args:
         vocab_size: ``--vocab-size``, number of ordinary ids.
-        make_divisible_by: see :func:`padded_vocab_size`.
-        tensor_parallel_size: see :func:`padded_vocab_size`.
 
     Raises:
         ConfigError: ``vocab_size`` is not positive.
     """
 
-    def __init__(
-        self, vocab_size: int, *, make_divisible_by: int = 128, tensor_parallel_size: int = 1
-    ) -> None:
+    def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise ConfigError(f"--vocab-size is {vocab_size}, but must be at least 1")
-        self._eod = vocab_size
-        self.padded_vocab_size = padded_vocab_size(
-            vocab_size + 1, make_divisible_by, tensor_parallel_size
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._eod + 1
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {str(index): index for index in range(self.vocab_size)}
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._numbers
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        return OrderedDict([("class", type(self).__name__), ("size", self.vocab_size)])
+        super().__init__(vocab_size + 1, eod=vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
         return [self._number(word) for word in text.split()]
@@ -241,9 +146,9 @@ class NullTokenizer(Tokenizer):
                 f"NullTokenizer reads numbers parted by blanks, but found {word[:60]!r}; "
                 "use GPT2BPETokenizer for text"
             ) from None
-        if not 0 <= index <= self._eod:
+        if not 0 <= index <= self.eod:
             raise DataError(
-                f"id {index} is outside 0..{self._eod}; raise --vocab-size above {self._eod}"
+                f"id {index} is outside 0..{self.eod}; raise --vocab-size above {self.eod}"
             )
         return index
 
@@ -257,8 +162,6 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     *,
     vocab_size: int | None = None,
-    make_divisible_by: int = 128,
-    tensor_parallel_size: int = 1,
 ) -> Tokenizer:
     """Build the tokenizer that the command line names.
 
@@ -267,26 +170,20 @@ def build_tokenizer(
         vocab_file: ``vocab.json``, for ``GPT2BPETokenizer``.
         merge_file: ``merges.txt``, for ``GPT2BPETokenizer``.
         vocab_size: number of ordinary ids, for ``NullTokenizer``.
-        make_divisible_by: see :func:`padded_vocab_size`.
-        tensor_parallel_size: see :func:`padded_vocab_size`.
 
     Raises:
         ConfigError: unknown type, or a flag the type needs is missing.
         DataError: a vocabulary file is missing or broken.
     """
-    padding = {
-        "make_divisible_by": make_divisible_by,
-        "tensor_parallel_size": tensor_parallel_size,
-    }
     if tokenizer_type == "GPT2BPETokenizer":
         if not vocab_file or not merge_file:
             missing = "--merge-file" if vocab_file else "--vocab-file"
             raise ConfigError(f"GPT2BPETokenizer needs {missing}, which was not given")
-        return GPT2BPETokenizer(vocab_file, merge_file, **padding)
+        return GPT2BPETokenizer(vocab_file, merge_file)
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
             raise ConfigError("NullTokenizer needs --vocab-size, which was not given")
-        return NullTokenizer(vocab_size, **padding)
+        return NullTokenizer(vocab_size)
     raise ConfigError(
         f"tokenizer type {tokenizer_type!r} is not supported; "
         f"--tokenizer-type takes {' or '.join(TOKENIZER_TYPES)}"

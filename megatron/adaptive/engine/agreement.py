@@ -25,11 +25,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from megatron.adaptive.engine.decision_channel import Describe, Links, Reader, Writer
 from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError, ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import (
@@ -40,8 +39,6 @@ from megatron.adaptive.transport.interface import (
     Notice,
 )
 
-_KINDS = tuple(ActionKind)
-_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 # Word of a follower that cannot go on; no label has this number.
 _LOST = (1 << 63) - 1
 _FOR_EVER_S = 1e8
@@ -50,12 +47,16 @@ _CLOSE_S = 30.0
 _REPORT_S = 1.0
 
 
-class Agreement(Protocol):
-    """Says what this rank does next. All methods are for the executor's thread."""
+class Agreement:
+    """Says what this rank does next; here, for a group of one rank, whose policy decides.
+
+    All methods are for the executor's thread.
+    """
 
     @property
     def decides(self) -> bool:
         """Whether actions of this step are picked here, from this rank's own state."""
+        return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
         """Start a step, the same on all members.
@@ -75,6 +76,7 @@ class Agreement(Protocol):
             DeadlineError: the leader took no report within the time limit.
             PeerLostError: a member of the group is gone.
         """
+        return True
 
     def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
         """Return the next action of this rank.
@@ -87,39 +89,17 @@ class Agreement(Protocol):
             DeadlineError: the leader did not decide within ``timeout_s``.
             PeerLostError: a member of the group is gone.
         """
+        return policy.pick(state)
 
     def missing(self) -> str:
         """Inputs that only some members have, with the others' names; empty where there is none."""
+        return ""
 
     def close(self) -> None:
         """Free what the group shares; every member must do so."""
 
 
-class Alone:
-    """A group of one rank: the policy decides."""
-
-    decides = True
-
-    def begin(self, step: int, *, is_static: bool) -> None:
-        """Implements :class:`Agreement`."""
-
-    def is_everywhere(self, item: Item) -> bool:
-        """Implements :class:`Agreement`."""
-        return True
-
-    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
-        """Implements :class:`Agreement`."""
-        return policy.pick(state)
-
-    def missing(self) -> str:
-        """Implements :class:`Agreement`."""
-        return ""
-
-    def close(self) -> None:
-        """Implements :class:`Agreement`."""
-
-
-class Leader:
+class Leader(Agreement):
     """The first rank of a group, which decides.
 
     A thread per follower turns its reports into notices in the completion queue.
@@ -130,8 +110,6 @@ class Leader:
         completions: the queue that the executor waits in.
         describe: names a rank in errors.
     """
-
-    decides = True
 
     def __init__(
         self,
@@ -230,7 +208,7 @@ class Leader:
             self._completions.put(error)
 
 
-class Follower:
+class Follower(Agreement):
     """A rank that does what the leader of its group decides, and reports its inputs.
 
     Args:
@@ -289,10 +267,6 @@ class Follower:
                 "its next decision; the ranks ran different numbers of steps"
             )
         return decode_action(word)
-
-    def missing(self) -> str:
-        """Implements :class:`Agreement`."""
-        return ""
 
     def close(self) -> None:
         """Implements :class:`Agreement`."""
@@ -380,12 +354,12 @@ def encode_action(action: Action) -> int:
     chunk, microbatch, piece = action.chunk, action.microbatch, action.piece
     if chunk >> 13 or microbatch >> 32 or piece >> 16:
         raise _too_large(action)
-    return _NUMBER[action.kind] << 61 | piece << 45 | chunk << 32 | microbatch
+    return NUMBER[action.kind] << 61 | piece << 45 | chunk << 32 | microbatch
 
 
 def decode_action(word: int) -> Action:
     """Return the action of :func:`encode_action`."""
-    return Action(_KINDS[word >> 61], word >> 32 & 0x1FFF, word & 0xFFFFFFFF, word >> 45 & 0xFFFF)
+    return Action(KINDS[word >> 61], word >> 32 & 0x1FFF, word & 0xFFFFFFFF, word >> 45 & 0xFFFF)
 
 
 def encode_label(label: Label) -> int:
@@ -398,12 +372,12 @@ def encode_label(label: Label) -> int:
     chunk, microbatch = action.chunk, action.microbatch
     if chunk >> 10 or microbatch >> 20 or label.step >> 32:
         raise _too_large(action)
-    return label.step << 31 | _NUMBER[action.kind] << 30 | chunk << 20 | microbatch
+    return label.step << 31 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
 
 
 def decode_label(word: int) -> Label:
     """Return the label of :func:`encode_label`."""
-    return Label(word >> 31, Action(_KINDS[word >> 30 & 1], word >> 20 & 0x3FF, word & 0xFFFFF))
+    return Label(word >> 31, Action(KINDS[word >> 30 & 1], word >> 20 & 0x3FF, word & 0xFFFFF))
 
 
 def _too_large(action: Action) -> ScheduleError:

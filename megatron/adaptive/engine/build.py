@@ -21,8 +21,8 @@ from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.engine.agreement import Agreement, Alone, connect
-from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks, MessageLinks
+from megatron.adaptive.engine.agreement import Agreement, connect
+from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.tracing import Tracing
@@ -38,7 +38,7 @@ from megatron.adaptive.transport.connect import (
     network_address,
     own_endpoint,
 )
-from megatron.adaptive.transport.groups import ProcessGroups, gloo_group
+from megatron.adaptive.transport.gloo import ProcessGroups, gloo_group
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.liveness import here
 
@@ -104,8 +104,12 @@ def build_executor(
     if widths is None:
         members = pp_ranks
         peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
+
+        def route(position: int, microbatch: int) -> tuple[int, int]:
+            return pp_ranks[position], microbatch
     else:
         members, peers = list(range(widths.num_ranks)), list(widths.neighbours_of(rank))
+        route = partial(widths.route, rank)
     channels = _connect(
         members,
         peers,
@@ -120,8 +124,7 @@ def build_executor(
     executor = Executor(
         placement=placement,
         pp_rank=pp_rank,
-        peer_of=pp_ranks.__getitem__,
-        route=None if widths is None else partial(widths.route, rank),
+        route=route,
         transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),
@@ -168,7 +171,7 @@ def open_trace(
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
     dist.barrier(group=job.control_group)
-    header = TraceHeader.create(
+    header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
         world_size=job.environment.world_size,
@@ -270,15 +273,14 @@ def _build_agreement(
 ) -> Agreement:
     """Connect this rank with its tensor- and context-parallel group. Collective over all ranks."""
     if transport is None:
-        return Alone()
+        return Agreement()
     members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
     group = gloo_group(members, _gather)
     if len(members) == 1:
-        return Alone()
+        return Agreement()
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable: list[Any] = [None] * len(members)
     dist.all_gather_object(usable, module is not None and on_one_host, group=group)
-    links: Links
-    links = MemoryLinks(module, group, describe) if all(usable) else MessageLinks(group, describe)
+    links = MemoryLinks(module, group, describe) if all(usable) else Links(group, describe)
     return connect(links, members, dist.get_rank(), transport.completions, timeout_s)

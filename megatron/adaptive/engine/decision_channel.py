@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,21 +85,6 @@ class Reader(Protocol):
         Raises:
             PeerLostError: it did not within 30 s.
         """
-
-
-class Links(Protocol):
-    """Makes channels between the members of a group. Every member makes its ends in one order."""
-
-    describe: Describe
-
-    def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Return the writing end of a channel to the global ranks ``readers``."""
-
-    def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Return end number ``index`` of a channel from global rank ``writer``."""
-
-    def close(self) -> None:
-        """Remove what was needed for setting up; the channels stay. Collective."""
 
 
 class MemoryWriter:
@@ -284,8 +271,10 @@ class MessageReader:
         return int(message)
 
 
-class MessageLinks:
+class Links:
     """Makes channels of gloo messages between the members of a group.
+
+    Every member makes its ends in one order.
 
     Args:
         group: a gloo group of the members, used by nothing else.
@@ -297,21 +286,21 @@ class MessageLinks:
         self.describe = describe
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Implements :class:`Links`."""
+        """Return the writing end of a channel to the global ranks ``readers``."""
         return MessageWriter(self._group, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Implements :class:`Links`."""
+        """Return end number ``index`` of a channel from global rank ``writer``."""
         return MessageReader(self._group, writer, self.describe)
 
     def close(self) -> None:
-        """Implements :class:`Links`."""
+        """Remove what was needed for setting up; the channels stay. Collective."""
 
 
-class MemoryLinks:
+class MemoryLinks(Links):
     """Makes channels in shared memory between the members of a group on one node.
 
-    Collective: all members make this object together.
+    Collective: all members make this object together. An end waits for the other one to be made.
 
     Args:
         module: the extension.
@@ -320,9 +309,8 @@ class MemoryLinks:
     """
 
     def __init__(self, module: Any, group: dist.ProcessGroup, describe: Describe) -> None:
+        super().__init__(group, describe)
         self._module = module
-        self._group = group
-        self.describe = describe
         self._local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         message: list[Any] = [None]
@@ -334,14 +322,14 @@ class MemoryLinks:
         self._place = Path(message[0])
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Implements :class:`Links`; waits until the readers have their ends."""
+        """Implements :class:`Links`."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
-        self._module.send_fd(str(self._place / name), log.fd, len(readers), _SETUP_TIMEOUT_S)
+        _hand_out(log.fd, self._place / name, len(readers))
         return MemoryWriter(log, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Implements :class:`Links`; waits for the writer."""
-        fd = self._module.recv_fd(str(self._place / name), _SETUP_TIMEOUT_S)
+        """Implements :class:`Links`."""
+        fd = _fetch(self._place / name, self.describe(writer))
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
         finally:
@@ -353,6 +341,46 @@ class MemoryLinks:
         dist.barrier(group=self._group)
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _hand_out(fd: int, place: Path, count: int) -> None:
+    """Hand a descriptor to ``count`` processes that call :func:`_fetch` with the same path."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place))
+        listener.listen(count)
+        end_s = time.monotonic() + _SETUP_TIMEOUT_S
+        for served in range(count):
+            listener.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{served} of {count} members of a tensor-parallel group took their end of "
+                    f"{place.name} within {_SETUP_TIMEOUT_S:g} s"
+                ) from None
+            with peer:
+                socket.send_fds(peer, [b"+"], [fd])
+
+
+def _fetch(place: Path, writer: str) -> int:
+    """Return the descriptor that ``writer`` hands out at ``place``, waiting for it to begin."""
+    end_s = time.monotonic() + _SETUP_TIMEOUT_S
+    with socket.socket(socket.AF_UNIX) as peer:
+        while True:
+            try:
+                peer.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
+                peer.connect(str(place))
+                found = socket.recv_fds(peer, 1, 1)[1]
+                if not found:
+                    raise PeerLostError(f"{writer} ended while it handed out {place.name}")
+                return found[0]
+            except (FileNotFoundError, ConnectionRefusedError, TimeoutError):
+                if time.monotonic() >= end_s:
+                    raise DeadlineError(
+                        f"{writer} did not hand out its end of {place.name} within "
+                        f"{_SETUP_TIMEOUT_S:g} s"
+                    ) from None
+            time.sleep(0.002)
 
 
 def _limit(timeout_s: float) -> datetime.timedelta:

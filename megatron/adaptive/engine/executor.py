@@ -27,7 +27,7 @@ import torch
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy, reasons_of
 from megatron.adaptive.schedule.state import RankState
@@ -35,7 +35,9 @@ from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
-_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+_LAUNCH_AHEAD = 1
+"""Actions that a run-time rule may have unfinished on the device when it is asked for the next one;
+0 would leave the device idle while it decides."""
 
 
 class ActionInput(NamedTuple):
@@ -148,16 +150,14 @@ class Executor:
     Args:
         placement: where stages live.
         pp_rank: this rank's position in the pipeline.
-        peer_of: global rank of a position in the pipeline.
-        route: global rank and microbatch there, of a position and a microbatch here, where a stage
-            has several ranks; ``peer_of`` where ``None``.
+        route: global rank and microbatch there, of a position in the pipeline and a microbatch
+            here; the same two where left out.
         transport: channels to the other ranks, ``None`` for a pipeline of one rank.
-        agreement: keeps the ranks of a tensor-parallel group on one order.
-        clock: takes the times of the trace.
+        agreement: keeps the ranks of a tensor-parallel group on one order; a rank alone where left
+            out.
+        clock: takes the times of the trace; the host's where left out.
         recorder: where spans go, ``None`` for no trace.
         timeout_s: limit of every wait for an input.
-        launch_ahead: actions that a run-time rule may have unfinished on the device when it is
-            asked for the next one; 0 leaves the device idle while it decides.
     """
 
     def __init__(
@@ -165,13 +165,11 @@ class Executor:
         *,
         placement: Placement,
         pp_rank: int,
-        peer_of: Callable[[int], int],
         transport: Transport | None,
-        agreement: Agreement,
-        clock: CpuClock | CudaClock,
-        recorder: Recorder | None,
         timeout_s: float,
-        launch_ahead: int = 1,
+        agreement: Agreement | None = None,
+        clock: CpuClock | CudaClock | None = None,
+        recorder: Recorder | None = None,
         route: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         self._pp_rank = pp_rank
@@ -181,13 +179,12 @@ class Executor:
             ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
             ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
         }
-        self._route = route or (lambda rank, microbatch: (peer_of(rank), microbatch))
+        self._route = route or (lambda position, microbatch: (position, microbatch))
         self._transport = transport
-        self._agreement = agreement
-        self._clock = clock
+        self._agreement = agreement or Agreement()
+        self._clock: Any = clock or CpuClock()
         self._recorder = recorder
         self._timeout_s = timeout_s
-        self._launch_ahead = launch_ahead
         self._step = -1
         self._is_running = False
         self._decides = True
@@ -196,7 +193,7 @@ class Executor:
         self._inputs: dict[Action, ActionInput] = {}
         self._held_bytes = 0
         self._launched: list[LaunchedAction] = []
-        self._observer: StepObserver = _UNOBSERVED
+        self._log: StepLog | None = None
 
     def trace_to(self, recorder: Recorder | None) -> None:
         """Write the spans of further steps elsewhere; only between two steps."""
@@ -230,7 +227,7 @@ class Executor:
             if kinds[number] is not ActionKind.W:  # that one comes in pieces
                 fields["microbatch"] = codes.count(codes[-1]) - 1
         else:
-            fields["cause"] = self._observer.wait_cause()
+            fields["cause"] = "" if self._log is None else self._log.wait_cause()
         done = [code // chunks for code in codes[:finished]]
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
@@ -253,18 +250,17 @@ class Executor:
         self._codes.clear()
         self._held_bytes = 0
         self._is_running = True
-        self._observer = self._new_observer(policy, state)
+        self._log = self._new_log(policy, state)
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
         self._decides = self._agreement.decides
         early, self._early = self._early, []
         for item in early:
             self._accept(item, state)
-        launched, ahead = self._launched, self._launch_ahead
-        wait: Callable[[Any], None] = self._clock.wait
+        launched = self._launched
         while not state.done:
-            if not is_static and len(launched) > ahead:
-                wait(launched[-1 - ahead].end)  # the device catches up
+            if not is_static and len(launched) > _LAUNCH_AHEAD:
+                self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
             self._drain(state)
             action = self._next_action(policy, state)
             if action is None:
@@ -287,13 +283,13 @@ class Executor:
         Returns:
             How long the rank worked and how long the step took it.
         """
-        resolve: Callable[[Any], int] = self._clock.resolve_ns
+        resolve = self._clock.resolve_ns
         times = [(resolve(one.start), resolve(one.end)) for one in self._launched]
         durations = [end - start for start, end in times]
         actions = tuple(zip((one.action for one in self._launched), durations, strict=True))
-        observer, self._observer = self._observer, _UNOBSERVED
-        if self._recorder is not None:
-            self._recorder.extend(observer.rows(self._launched, times, self._codes))
+        log, self._log = self._log, None
+        if self._recorder is not None and log is not None:
+            self._recorder.extend(log.rows(self._launched, times, self._codes))
         self._launched.clear()
         return RankTimes(
             busy_s=sum(durations) / 1e9,
@@ -301,13 +297,14 @@ class Executor:
             actions=actions,
         )
 
-    def _new_observer(self, policy: Policy, state: RankState) -> StepObserver:
+    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
         if self._recorder is None or state.forward_only or not self._recorder.is_recording:
-            return _UNOBSERVED
+            return None
         return StepLog(policy, self._num_chunks)
 
     def _next_action(self, policy: Policy, state: RankState) -> Action | None:
-        asked_ns = 0 if self._decides else self._observer.now_ns()
+        log = None if self._decides else self._log
+        asked_ns = 0 if log is None else log.now_ns()
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s)
         except TransportError as error:
@@ -318,19 +315,20 @@ class Executor:
                     f"waits for {state.missing()}"
                 ) from error
             raise
-        if not self._decides:
-            self._observer.decision(asked_ns, state)
+        if log is not None:
+            log.decision(asked_ns, state)
         return action
 
     def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
         given = self._inputs.pop(action, _NO_INPUT)
-        self._observer.begins(action, given)
+        if self._log is not None:
+            self._log.begins(action, given)
         received, nbytes = given.tensor, given.nbytes
         depth = len(self._inputs)
         start = self._clock.mark()
         state.start(action)
         kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
-        self._codes.append(_NUMBER[kind] * self._num_chunks + chunk)
+        self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
         if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
@@ -376,10 +374,11 @@ class Executor:
         assert self._transport is not None
         peer, microbatch = self._route(rank, of.microbatch)
         action = Action(kind, chunk, microbatch)
-        observer, nbytes = self._observer, tensor.nbytes
-        start_ns = observer.now_ns()
+        log, nbytes = self._log, tensor.nbytes
+        start_ns = 0 if log is None else log.now_ns()
         self._transport.send(peer, Label(self._step, action), tensor)
-        observer.sent(action, peer, nbytes, start_ns)
+        if log is not None:
+            log.sent(action, peer, nbytes, start_ns)
         return nbytes
 
     def _drain(self, state: RankState) -> None:
@@ -394,7 +393,8 @@ class Executor:
                 f"no action can start and no other rank could change that: {state.describe()}"
             )
         start_ns = time.monotonic_ns()
-        self._observer.wait_begins(start_ns, state)
+        if self._log is not None:
+            self._log.wait_begins(start_ns, state)
         item = self._transport.completions.wait(start_ns / 1e9 + self._timeout_s)
         if item is None:
             elsewhere = self._agreement.missing()
@@ -403,7 +403,8 @@ class Executor:
                 f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
                 "those ranks, or raise --pipeline-timeout-s"
             )
-        self._observer.wait_ends(item)
+        if self._log is not None:
+            self._log.wait_ends(item)
         self._accept(item, state, is_awaited=True)
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
@@ -419,7 +420,9 @@ class Executor:
                     f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
                     "steps"
                 )
-            arrived_ns, is_exact = self._observer.arrival(item, is_awaited=is_awaited)
+            arrived_ns, is_exact = 0, True
+            if self._log is not None:
+                arrived_ns, is_exact = self._log.arrival(item, is_awaited=is_awaited)
             self._inputs[action] = ActionInput(
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
@@ -439,66 +442,11 @@ SHORT_NS = 20_000
 """A follower gets every decision from its leader; from here on that is a wait."""
 
 
-class StepObserver:
-    """Sees what an executor does in one step; this one keeps nothing and reads no clock.
+class StepLog:
+    """Notes waits, messages and reasons of one step that is traced.
 
     All times are the host's, of :meth:`now_ns`: on a device the start of the action that takes a
     message is the moment it is launched.
-    """
-
-    __slots__ = ()
-
-    def now_ns(self) -> int:
-        """Returns this moment, 0 where nobody wants to know."""
-        return 0
-
-    def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns when an input arrived, or was found, and whether it is the former.
-
-        Not every transport gives that time; what was waited for arrives as it is taken.
-        """
-        return 0, True
-
-    def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Notes that nothing can start; a wait that nothing came of goes on."""
-
-    def wait_ends(self, item: Item) -> None:
-        """Notes an arrival, which may let an action start."""
-
-    def wait_cause(self) -> str:
-        """Returns the cause of the wait that goes on, empty if none does or it is not known."""
-        return ""
-
-    def decision(self, asked_ns: int, state: RankState) -> None:
-        """Notes that the leader's decision came."""
-
-    def begins(self, action: Action, given: ActionInput) -> None:
-        """Notes the start of an action with its input."""
-
-    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Notes that the transport took a message, the input of ``of`` on ``peer``."""
-
-    def rows(
-        self,
-        launched: Sequence[LaunchedAction],
-        times: Sequence[tuple[int, int]],
-        codes: Sequence[int],
-    ) -> list[Row]:
-        """Returns all that was noted, and every action, as rows of ``trace.event``.
-
-        Args:
-            launched: the actions.
-            times: start and end of each, in nanoseconds.
-            codes: the actions as ``reasons_of`` takes them.
-        """
-        return []
-
-
-_UNOBSERVED = StepObserver()
-
-
-class StepLog(StepObserver):
-    """Notes waits, messages and reasons of one step that is traced.
 
     Args:
         policy: picks the actions.
@@ -527,16 +475,19 @@ class StepLog(StepObserver):
         self._by_group = False  # a member's word ended it
 
     def now_ns(self) -> int:
-        """Implements :class:`StepObserver`."""
+        """Returns this moment."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Implements :class:`StepObserver`."""
+        """Returns when an input arrived, or was found, and whether it is the former.
+
+        Not every transport gives that time; what was waited for arrives as it is taken.
+        """
         given_ns = item.arrived_ns
         return given_ns or time.monotonic_ns(), is_awaited or given_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Implements :class:`StepObserver`."""
+        """Notes that nothing can start; a wait that nothing came of goes on."""
         if self._since_ns:
             return
         self._since_ns = now_ns
@@ -547,13 +498,13 @@ class StepLog(StepObserver):
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Implements :class:`StepObserver`."""
+        """Notes an arrival, which may let an action start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Implements :class:`StepObserver`."""
+        """Notes that the leader's decision came."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
@@ -565,11 +516,11 @@ class StepLog(StepObserver):
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """Implements :class:`StepObserver`."""
+        """Returns the cause of the wait that goes on, empty if none does or it is not known."""
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, given: ActionInput) -> None:
-        """Implements :class:`StepObserver`."""
+        """Notes the start of an action with its input."""
         now_ns, peer, arrived_ns = self.now_ns(), given.peer, given.arrived_ns
         kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
         if self._since_ns:
@@ -592,7 +543,7 @@ class StepLog(StepObserver):
             )
 
     def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Implements :class:`StepObserver`."""
+        """Notes that the transport took a message, the input of ``of`` on ``peer``."""
         kind, end_ns = _TRACE_NUMBER[of.kind], self.now_ns()
         self._rows.append(
             (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
@@ -604,7 +555,13 @@ class StepLog(StepObserver):
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[Row]:
-        """Implements :class:`StepObserver`."""
+        """Returns all that was noted, and every action, as rows of ``trace.event``.
+
+        Args:
+            launched: the actions.
+            times: start and end of each, in nanoseconds.
+            codes: the actions as ``reasons_of`` takes them.
+        """
         words = reasons_of(self._policy, codes, self._num_chunks)
         for one, span, word in zip(launched, times, words, strict=True):
             action = one.action

@@ -11,12 +11,12 @@ import math
 from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.engine.record import Replay
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule import interleaved, unequal
+from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import is_rule, make_policies
+from megatron.adaptive.schedule.registry import is_rule, make_policies, make_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
@@ -162,8 +162,8 @@ class Orders:
 
     def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         if self.schedule == "interleaved" and self._group_size and not forward_only:
-            schedule = interleaved.make(
-                self.placement, num_microbatches, group_size=self._group_size
+            schedule = make_schedule(
+                self.schedule, self.placement, num_microbatches, group_size=self._group_size
             )
             return Follow(schedule.orders[self.pp_rank], schedule.name)
         if self._given is not None and not forward_only:

@@ -26,16 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.policy import Follow, actions_of
 from megatron.adaptive.trace.files import replaced
 
 __all__ = ["RecordShape", "Recording", "Replay", "ScheduleRecord"]
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
-_KINDS = tuple(ActionKind)
 
 Codes = tuple[int, ...]
 
@@ -311,7 +309,9 @@ class Replay:
         """
         codes = self._record.codes(self._step, self._pp_rank, num_microbatches)
         if codes not in self._policies:
-            self._policies[codes] = Follow(_actions(codes, self._record.shape), "replay")
+            shape = self._record.shape
+            order = actions_of(codes, shape.chunks, shape.weight_pieces)
+            self._policies[codes] = Follow(order, "replay")
         return self._policies[codes]
 
 
@@ -371,18 +371,6 @@ def _microbatches(order: Codes, shape: RecordShape) -> int:
     if not order or counts != expected:
         raise ValueError("an order does not hold each action once")
     return counts[0]
-
-
-def _actions(codes: Codes, shape: RecordShape) -> tuple[Action, ...]:
-    done = [0] * (3 * shape.chunks)
-    actions = []
-    for code in codes:
-        kind, chunk = divmod(code, shape.chunks)
-        pieces = shape.weight_pieces if _KINDS[kind] is ActionKind.W else 1
-        microbatch, piece = divmod(done[code], pieces)
-        done[code] += 1
-        actions.append(Action(_KINDS[kind], chunk, microbatch, piece))
-    return tuple(actions)
 
 
 def _is_count(value: object) -> bool:

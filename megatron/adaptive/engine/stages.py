@@ -129,14 +129,12 @@ class GradientSync:
 def _as_list(value: Any, length: int) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value)
-    return [value] * length if length == 1 or value is None else _shared(value, length)
-
-
-def _shared(value: Callable[..., Any], length: int) -> list[Any]:
-    raise ConfigError(
-        f"one function {value!r} was given for the gradient synchronization of {length} chunks; "
-        "give a list with one function per chunk"
-    )
+    if length > 1 and value is not None:
+        raise ConfigError(
+            f"one function {value!r} was given for the gradient synchronization of {length} "
+            "chunks; give a list with one function per chunk"
+        )
+    return [value] * length
 
 
 class MegatronStages:
@@ -201,7 +199,12 @@ class MegatronStages:
         self._is_last = [stage == placement.num_stages - 1 for stage in stages]
         self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._stores = _stores(stores, len(chunks)) if split and not forward_only else None
+        self._stores = stores if split and not forward_only else None
+        if split and not forward_only and len(stores or ()) != len(chunks):
+            raise ConfigError(
+                f"{len(stores or ())} stores were given to split the backwards of {len(chunks)} "
+                "chunks; give one per chunk, see attach_stores"
+            )
         self._sync = GradientSync(self.config, chunks)
         if not forward_only:
             self._sync.hold()
@@ -274,16 +277,10 @@ class MegatronStages:
         return backward_step(*tensors, *kind, self.config)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Compute a part of the weight gradients of a backward that was split.
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
         After the last part of the last microbatch the chunk's gradients are reduced over
         data-parallel ranks as soon as those of all later chunks are.
-
-        Args:
-            chunk: local chunk.
-            microbatch: microbatch; ascending per chunk.
-            piece: which part, ascending from 0.
-            pieces: number of parts of about equal work, some of which may be empty.
 
         Raises:
             ScheduleError: another part is next, or backwards are not split.
@@ -298,7 +295,7 @@ class MegatronStages:
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int) -> int:
-        """Bytes that one microbatch keeps between backward and weight gradients.
+        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
         Measured at the first backward that was split; 0 before it and in steps that do not split.
         """
@@ -310,18 +307,6 @@ class MegatronStages:
         for store in self._stores or ():
             store.active = False
             store.clear()
-
-
-def _stores(
-    stores: Sequence[WeightGradientStore] | None, num_chunks: int
-) -> Sequence[WeightGradientStore]:
-    given = 0 if stores is None else len(stores)
-    if stores is None or given != num_chunks:
-        raise ConfigError(
-            f"{given} stores were given to split the backwards of {num_chunks} chunks; give one "
-            "per chunk, see attach_stores"
-        )
-    return stores
 
 
 _NOTHING = contextlib.nullcontext()

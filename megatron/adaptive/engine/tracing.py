@@ -232,9 +232,9 @@ class OutsideTrace:
         if given.get("forward_only", False) or not self._tracing.is_traced:
             return self._function(**given)
         self._done = [0, 0, 0]
-        step = _Step(self, given["forward_step_func"], given["model"])
+        traced = self._traced(given["forward_step_func"], given["model"])
         try:
-            return self._function(**{**given, "forward_step_func": step})
+            return self._function(**{**given, "forward_step_func": traced})
         finally:
             self._doing = {}
 
@@ -242,49 +242,39 @@ class OutsideTrace:
         """Returns what this rank does in its step; see ``Executor.snapshot``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
-    def begins(self, kind: str, chunk: int, microbatch: int) -> Any:
-        """An action starts; returns the mark of the moment."""
-        self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
-        return self._tracing.mark()
-
-    def ends(self, kind: str, chunk: int, microbatch: int, start: Any) -> None:
-        """An action ended that started at a mark."""
-        self._tracing.device_span(kind, start, self._tracing.mark(), chunk, microbatch)
-        self._done[0 if kind == "F" else 1] += 1
-        self._doing = {"doing": "wait"}
-
-
-class _Step:
-    """The ``forward_step_func`` of one step."""
-
-    def __init__(self, trace: OutsideTrace, function: Callable[..., Any], model: Any) -> None:
-        self._trace = trace
-        self._function = function
+    def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        """Returns the ``forward_step_func`` of one step, which times forwards and backwards."""
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._chunks = {id(one): chunk for chunk, one in enumerate(models)}
-        self._forwards = [0] * len(models)
+        chunks = {id(one): chunk for chunk, one in enumerate(models)}
+        forwards = [0] * len(models)
 
-    def __call__(self, data_iterator: Any, model: Any, *more: Any) -> Any:
-        trace, chunk = self._trace, self._chunks[id(model)]
-        microbatch = self._forwards[chunk]
-        self._forwards[chunk] += 1
-        start = trace.begins("F", chunk, microbatch)
-        result = self._function(data_iterator, model, *more)
-        trace.ends("F", chunk, microbatch, start)
-        output = result[0]
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(_Backward(trace, chunk, microbatch))
-        return result
+        def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
+            chunk = chunks[id(model)]
+            place = (chunk, forwards[chunk])
+            forwards[chunk] += 1
+            ends = self._begins("F", *place)
+            result = function(data_iterator, model, *more)
+            ends()
+            output = result[0]
+            if isinstance(output, torch.Tensor) and output.requires_grad:
 
+                def begins_backward(gradient: torch.Tensor) -> None:
+                    engine: Any = Variable._execution_engine
+                    engine.queue_callback(self._begins("B", *place))
 
-class _Backward:
-    """Hears of the gradient of an output, which is where its backward begins."""
+                output.register_hook(begins_backward)
+            return result
 
-    def __init__(self, trace: OutsideTrace, chunk: int, microbatch: int) -> None:
-        self._trace = trace
-        self._place = (chunk, microbatch)
+        return forward_step
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        start = self._trace.begins("B", *self._place)
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(lambda: self._trace.ends("B", *self._place, start))
+    def _begins(self, kind: str, chunk: int, microbatch: int) -> Callable[[], None]:
+        """An action starts; returns what to call at its end."""
+        self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
+        start = self._tracing.mark()
+
+        def ends() -> None:
+            self._tracing.device_span(kind, start, self._tracing.mark(), chunk, microbatch)
+            self._done[0 if kind == "F" else 1] += 1
+            self._doing = {"doing": "wait"}
+
+        return ends

@@ -57,18 +57,31 @@ class LayerCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """A call of ``torch.nn.Linear``: ``[..., in] -> [..., out]``."""
+    """A call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+
+    Attributes:
+        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
+        bias: ``[out]``.
+        turned: see ``weight``.
+        dtype: that it computes in under autocast, ``None`` for the tensors' own.
+    """
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    turned: bool = False
+    dtype: torch.dtype | None = None
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
-        return F.linear(given, self.weight, self.bias)
+        weight = self.weight.t() if self.turned else self.weight
+        bias = None if self.bias is None else self._cast(self.bias)
+        with torch.autocast(given.device.type, enabled=False):
+            return F.linear(self._cast(given), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
-        rows = gradient.reshape(-1, gradient.shape[-1]).mm(self.weight)
+        weight = self._cast(self.weight)
+        rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
 
     def weight_gradients(
@@ -76,13 +89,18 @@ class LinearCall:
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Implements :class:`LayerCall`."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        yield self.weight, gradient.t().mm(given.reshape(-1, given.shape[-1]))
+        given = self._cast(given).reshape(-1, given.shape[-1])
+        product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
+        yield self.weight, product.to(self.weight.dtype)
         if self.bias is not None and self.bias.requires_grad:
-            yield self.bias, gradient.sum(dim=0)
+            yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
 
     def flops(self, gradient: torch.Tensor) -> float:
         """Implements :class:`LayerCall`."""
-        return 2.0 * gradient.numel() * self.weight.shape[1]
+        return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.tokenizer import build_tokenizer
+from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.engine.deferred_layers import (
     defer_outer_layers,
     deferring_spec,
@@ -142,28 +143,15 @@ class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
-    fused = model.transformer_impl == "transformer_engine" and accelerator.can_fuse
+    # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
+    fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
-    settings: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
+    settings = {
+        **_by_name(TransformerConfig, model, precision, config.recompute),
         "num_query_groups": model.query_groups,
-        "kv_channels": model.kv_channels,
-        "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
-        "apply_residual_connection_post_layernorm": model.apply_residual_connection_post_layernorm,
-        "qk_layernorm": model.qk_layernorm,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "init_method_std": model.init_method_std,
-        "use_cpu_initialization": model.use_cpu_initialization or not accelerator.draws_weights,
-        "perform_initialization": model.perform_initialization,
-        "rotary_interleaved": model.rotary_interleaved,
+        "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
         "attention_backend": AttnBackend[model.attention_backend],
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -172,26 +160,16 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "fp16": precision.fp16,
-        "bf16": precision.bf16,
-        "fp32_residual_connection": precision.fp32_residual_connection,
-        "apply_query_key_layer_scaling": precision.apply_query_key_layer_scaling,
-        "attention_softmax_in_fp32": precision.attention_softmax_in_fp32,
-        "recompute_granularity": config.recompute.recompute_granularity,
-        "recompute_method": config.recompute.recompute_method,
-        "recompute_num_layers": config.recompute.recompute_num_layers,
-        "distribute_saved_activations": config.recompute.distribute_saved_activations,
         # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
         # fused softmax and gradient accumulation are CUDA kernels of apex.
         "masked_softmax_fusion": model.masked_softmax_fusion and fused,
-        "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.can_fuse,
+        "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion and fused,
         "apply_rope_fusion": model.apply_rope_fusion and fused,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
-        "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.can_fuse,
-        "cross_entropy_fusion_impl": model.cross_entropy_fusion_impl,
-        "deallocate_pipeline_outputs": True,
+        "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
+    del settings["transformer_impl"]  # of other models than ours; here the layers' specs say it
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
@@ -204,17 +182,24 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     return TransformerConfig(**settings)
 
 
+def _by_name(target: type, *sections: Any) -> dict[str, Any]:
+    """Return what sections of the settings have for the fields of ``target``, by their names."""
+    names = {field.name for field in dataclasses.fields(target)}
+    given = (pair for section in sections for pair in vars(section).items())
+    return {name: value for name, value in given if name in names}
+
+
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
     model = config.model
     if model.swiglu:
         return {
             "gated_linear_unit": True,
             "activation_func": F.silu,
-            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.can_fuse,
+            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.is_cuda,
         }
     if model.squared_relu:
         return {"activation_func": _squared_relu, "bias_activation_fusion": False}
-    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.can_fuse}
+    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
 
 
 def _squared_relu(tensor: torch.Tensor) -> torch.Tensor:
@@ -420,27 +405,10 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
     """Return megatron-core's optimizer over the parameters of ``chunks``."""
     settings, precision = config.optimizer, config.precision
     core = OptimizerConfig(
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        decoupled_lr=settings.decoupled_lr,
-        decoupled_min_lr=settings.decoupled_min_lr,
-        weight_decay=settings.weight_decay,
-        fp16=precision.fp16,
-        bf16=precision.bf16,
+        **_by_name(OptimizerConfig, settings, precision),
         params_dtype=getattr(torch, precision.dtype_name),
-        loss_scale=precision.loss_scale,
-        initial_loss_scale=precision.initial_loss_scale,
-        min_loss_scale=precision.min_loss_scale,
-        loss_scale_window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        sgd_momentum=settings.sgd_momentum,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        clip_grad=settings.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
     # No weight decay on biases and norms, and a learning rate of its own for the embedding.
@@ -522,7 +490,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     """
     model = cfg.model
     if padded_vocab_size is None:
-        padded_vocab_size = _padded_vocab_size(cfg)
+        _, padded_vocab_size = load_tokenizer(cfg)
     layers = model.num_layers * _layer(cfg)
     logits = model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
@@ -557,13 +525,18 @@ def _layer(cfg: TrainerConfig) -> float:
     return attention + feed_forward
 
 
-def _padded_vocab_size(cfg: TrainerConfig) -> int:
-    tokenizer = build_tokenizer(
-        cfg.data.tokenizer_type,
-        cfg.data.vocab_file,
-        cfg.data.merge_file,
-        vocab_size=cfg.data.vocab_size,
-        make_divisible_by=cfg.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=cfg.parallel.tensor_model_parallel_size,
+def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
+    """Return the run's tokenizer and the rows of its embedding.
+
+    Raises:
+        DataError: the tokenizer's files cannot be read.
+    """
+    data = config.data
+    tokenizer = tokenizers.build_tokenizer(
+        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
     )
-    return tokenizer.padded_vocab_size
+    return tokenizer, tokenizers.padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.batch_sizes import BatchSizes
-from megatron.adaptive.data.datasets import DataSpec, build_datasets
+from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
-from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
@@ -31,6 +31,7 @@ from megatron.adaptive.gpt.model import (
     build_chunks,
     build_optimizer,
     build_scheduler,
+    load_tokenizer,
     stage_work,
     transformer_config,
 )
@@ -184,14 +185,14 @@ def build_run(job: TrainingJob) -> Run:
     """Build model, optimizer, data, executor and trace. Collective over all ranks."""
     config = job.config
     placement = placement_of(config)
-    tokenizer = _tokenizer(config)
+    tokenizer, rows = load_tokenizer(config)
     core = transformer_config(config, job.accelerator)
-    chunks = build_chunks(config, core, job.accelerator, placement, tokenizer.padded_vocab_size)
+    chunks = build_chunks(config, core, job.accelerator, placement, rows)
     optimizer = build_optimizer(config, chunks)
     samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
-    tracing = open_run_trace(job, placement, tokenizer.padded_vocab_size)
+    tracing = open_run_trace(job, placement, rows)
     widths = widths_of(config)
     finalize = finalize_gradients
     if widths is not None:
@@ -239,7 +240,7 @@ def build_run(job: TrainingJob) -> Run:
         wiring=wiring,
         tracing=tracing,
         replay=replay,
-        padded_vocab_size=tokenizer.padded_vocab_size,
+        padded_vocab_size=rows,
     )
 
 
@@ -257,21 +258,9 @@ def make_loader(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         # With no spare processor a reader process only takes time from the ranks.
-        num_workers=config.data.num_workers if run.job.accelerator.reads_ahead else 0,
-        pin_memory=run.job.accelerator.reads_ahead,
+        num_workers=config.data.num_workers if run.job.accelerator.is_cuda else 0,
+        pin_memory=run.job.accelerator.is_cuda,
         on_read=on_read,
-    )
-
-
-def _tokenizer(config: TrainerConfig) -> Tokenizer:
-    data = config.data
-    return build_tokenizer(
-        data.tokenizer_type,
-        data.vocab_file,
-        data.merge_file,
-        vocab_size=data.vocab_size,
-        make_divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
     )
 
 
@@ -303,23 +292,10 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     per_validation = run.eval_iters * config.batch.global_batch_size
     valid_samples = (iterations // run.eval_interval + 1) * per_validation
     train, valid, test = build_datasets(
-        DataSpec(
-            seq_length=config.model.seq_length,
-            seed=run.seed,
-            data_path=data.data_path,
-            split=data.split,
-            train_data_path=data.train_data_path,
-            valid_data_path=data.valid_data_path,
-            test_data_path=data.test_data_path,
-            mock_data=data.mock_data,
-            data_cache_path=data.data_cache_path,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-            mmap_bin_files=data.mmap_bin_files,
-            num_dataset_builder_threads=data.num_dataset_builder_threads,
-        ),
+        data,
         tokenizer,
+        seq_length=config.model.seq_length,
+        seed=run.seed,
         train_samples=train_samples,
         valid_samples=valid_samples,
         test_samples=per_validation,

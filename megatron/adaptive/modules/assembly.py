@@ -4,50 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from megatron.adaptive.errors import AdaptiveError, ConfigError
-from megatron.adaptive.modules.batch import BatchShape
+from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.modules.batch import BatchShape, stretched
 from megatron.adaptive.modules.cutting import (
     StagePlan,
     balanced,
     check_shared,
     check_stages,
+    check_weights,
     given_partition,
     keep_only,
-    shared_weights,
     slice_tape,
-    unused_parameters,
 )
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Tape
+from megatron.adaptive.modules.recording import Forward, Forwards, Slicing, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Assembly", "Cut", "assemble", "check_weights"]
+__all__ = ["Assembly", "PipelineRequest", "assemble"]
 
 _REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Says how a user wants the model cut.
+class PipelineRequest:
+    """Holds what a user asked for; see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        groups: names of shared weights.
+        forward: the model, wholly there.
+        sample: a batch.
+        batch_size: samples of a step over all replicas.
+        pipeline_size: processes of a pipeline; ``auto``, or ``None`` without a microbatch, leaves
+            them to the planner.
+        micro_batch_size: samples of a microbatch; ``None`` leaves them to the planner.
         partition: segments of each stage; ``None`` for a balanced one.
         weights: what each segment costs; ``None`` to measure it.
-        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
     """
 
-    groups: Sequence[Sequence[str]] = ()
-    partition: str | Sequence[int] | None = None
-    weights: Sequence[float] | None = None
-    slicing: str = "auto"
+    forward: Forward
+    sample: Mapping[str, torch.Tensor]
+    batch_size: int
+    pipeline_size: int | Literal["auto"] | None
+    micro_batch_size: int | None
+    memory_limit_bytes: float | None
+    schedule: str
+    chunks: int | None
+    activation_cap: float | None
+    split_backward: bool | None
+    partition: str | Sequence[int] | None
+    weights: Sequence[float] | None
+    shared_weights: Sequence[Sequence[str]]
+    slicing: Slicing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +88,12 @@ class Assembly:
 
 
 def assemble(
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    *,
-    shape: BatchShape,
-    mesh: Mesh,
-    placement: Placement,
+    request: PipelineRequest, shape: BatchShape, mesh: Mesh, placement: Placement
 ) -> Assembly:
     """Cut the model, keep this rank's part of it and prepare to run that. Collective.
 
     Args:
-        forward: the model, wholly there.
-        sample: a batch.
-        cut: the user's wishes.
+        request: what the user asked for.
         shape: of batches.
         mesh: the job.
         placement: where stages live.
@@ -96,62 +101,35 @@ def assemble(
     Raises:
         ConfigError: the model cannot be cut so.
     """
+    forward, weights = request.forward, request.weights
+    sample = stretched(request.sample, shape.micro_batch_size)
     first = shape.microbatch(sample, 0, forward.device)
-    forwards = Forwards.of(forward, first, cut.slicing)
+    forwards = Forwards.of(forward, first, request.slicing)
     tape = forwards.training
     check_stages(tape.num_segments, placement.num_stages)
-    check_shared(tape, cut.groups)
+    check_shared(tape, request.shared_weights)
     # Times differ from rank to rank: one decides.
-    answer = None
+    answer: Any = None
     if mesh.rank == 0:
-        needs = not (cut.partition or cut.weights)
-        answer = _measure(forward, forwards, sample, shape, needs=needs)
+        try:
+            if shape.samples >= 2 * shape.micro_batch_size:
+                check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
+            if not (request.partition or weights):
+                found = measure_segments(
+                    forward, tape, first, forward.device, split=False, repeats=_REPEATS
+                )
+                answer = [one.seconds for one in found]
+        except AdaptiveError as error:
+            answer = error
     answer = mesh.from_first(answer)
     if isinstance(answer, AdaptiveError):
         raise answer
-    if cut.partition is not None:
-        partition = given_partition(cut.partition, tape.num_segments, placement.num_stages)
+    if request.partition is not None:
+        partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
     else:
-        weights = check_weights(cut.weights, tape.num_segments) or answer
-        partition = balanced(weights, placement.num_stages)
-    return _hold(forward, forwards, partition, tuple(cut.weights or answer or ()), mesh, placement)
-
-
-def check_weights(weights: Sequence[float] | None, num_segments: int) -> Sequence[float] | None:
-    """Refuse weights that are not one for each segment.
-
-    Raises:
-        ConfigError: there are more, or fewer.
-    """
-    if weights is not None and len(weights) != num_segments:
-        raise ConfigError(
-            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
-            "piece between cut points"
-        )
-    return weights
-
-
-def _measure(
-    forward: Forward,
-    forwards: Forwards,
-    sample: Mapping[str, torch.Tensor],
-    shape: BatchShape,
-    *,
-    needs: bool,
-) -> Any:
-    """On one rank: check the replay, and time the segments if that is needed."""
-    try:
-        if len(next(iter(sample.values()))) >= 2 * shape.micro_batch_size:
-            check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
-        if needs:
-            first = shape.microbatch(sample, 0, forward.device)
-            found = measure_segments(
-                forward, forwards.training, first, forward.device, split=False, repeats=_REPEATS
-            )
-            return [one.seconds for one in found]
-    except AdaptiveError as error:
-        return error
-    return None
+        check_weights(weights, tape.num_segments)
+        partition = balanced(weights or answer, placement.num_stages)
+    return _hold(forward, forwards, partition, tuple(weights or answer or ()), mesh, placement)
 
 
 def _hold(
@@ -173,21 +151,15 @@ def _hold(
                 uses.setdefault(name, set()).add(placement.locate(stage)[0])
     mine = {n for s in stages for p in (plans[s], eval_plans[s]) for n in p.buffers}
     mine |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
-    if 0 in stages:  # somebody must keep them for a checkpoint
-        mine.update(unused_parameters(model, (forwards.training, forwards.evaluation)))
     order = [name for name, _ in model.named_parameters()]
+    if 0 in stages:  # somebody must keep those that nobody uses for a checkpoint
+        mine.update(name for name in order if name not in uses)
     held = keep_only(model, mine, device)
 
     def programs(tape: Tape, of: Sequence[StagePlan]) -> list[StageProgram]:
-        return [
-            StageProgram(
-                tape, of[stage], held, device,
-                is_last=stage == placement.num_stages - 1, autocast=forward.autocast,
-            )
-            for stage in stages
-        ]  # fmt: skip
+        return [StageProgram(tape, of[stage], held, device) for stage in stages]
 
-    shared = shared_weights(uses, order)
+    shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
     return Assembly(
         cut_points=tuple(forwards.training.cuts),
         partition=partition,
@@ -204,7 +176,7 @@ def _hold(
             mesh=mesh,
             parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
             shared=shared,
-            groups=mesh.groups_of(dict.fromkeys(one.positions for one in shared)),
+            groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
 

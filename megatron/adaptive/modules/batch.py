@@ -19,6 +19,10 @@ class BatchShape:
         sample: a batch of at least one microbatch.
         micro_batch_size: samples of a microbatch.
 
+    Attributes:
+        micro_batch_size: as given.
+        samples: of the sample.
+
     Raises:
         ConfigError: the sample is no batch, or too small.
     """
@@ -29,7 +33,7 @@ class BatchShape:
                 f"micro_batch_size {micro_batch_size!r}: give a whole number of samples from 1 on"
             )
         self.micro_batch_size = micro_batch_size
-        count = samples_in(sample, "sample_batch")
+        self.samples = count = samples_in(sample, "sample_batch")
         if count < micro_batch_size:
             raise ConfigError(
                 f"sample_batch holds {count} samples, fewer than micro_batch_size "

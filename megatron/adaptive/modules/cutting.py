@@ -16,7 +16,7 @@ makes it itself, of the inputs that it is given anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -25,19 +25,19 @@ import torch
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recording import Call, Tape, Value
+from megatron.adaptive.planner.running import least_largest_of
 
 __all__ = [
-    "SharedWeight",
     "StagePlan",
     "balanced",
     "check_groups",
     "check_shared",
     "check_stages",
+    "check_weights",
     "given_partition",
     "keep_only",
-    "shared_weights",
     "slice_tape",
-    "unused_parameters",
+    "uses_of",
 ]
 
 
@@ -75,6 +75,19 @@ def given_partition(
     return partition
 
 
+def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
+    """Refuse weights that are not one for each segment.
+
+    Raises:
+        ConfigError: there are more, or fewer.
+    """
+    if weights is not None and len(weights) != num_segments:
+        raise ConfigError(
+            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
+            "piece between cut points"
+        )
+
+
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divide segments so that the largest stage is as small as possible.
 
@@ -93,27 +106,9 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
             raise ConfigError(
                 f"weight {weight} of segment {segment}: give a finite number that is not negative"
             )
-    before = [0.0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    # best[end]: largest stage, sum of squares and stages of the segments up to `end`.
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())]
-    best += [None] * len(weights)
-    for _ in range(num_stages):
-        grown: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(weights) + 1)
-        for end in range(1, len(weights) + 1):
-            for start in range(end):
-                rest = best[start]
-                if rest is None:
-                    continue
-                cost = before[end] - before[start]
-                found = (max(rest[0], cost), rest[1] + cost * cost, (*rest[2], end - start))
-                if grown[end] is None or found < grown[end]:  # type: ignore[operator]
-                    grown[end] = found
-        best = grown
-    answer = best[-1]
-    assert answer is not None
-    return answer[2]
+    partition = least_largest_of(weights, num_stages)
+    assert partition is not None
+    return partition
 
 
 # Calls that a stage may repeat rather than be sent their result.
@@ -131,6 +126,7 @@ class StagePlan:
         inputs: names of the batch's entries that it uses.
         parameters, buffers: names of those it uses.
         copied: values that it changes and must not share with others.
+        result: the loss, in the last stage.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -140,6 +136,7 @@ class StagePlan:
     parameters: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)
+    result: int | None = None
 
 
 def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
@@ -153,7 +150,7 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
         ConfigError: names the parameter, its other names and the cut.
     """
     declared = {name for group in groups for name in group}
-    for name, segments in _uses(tape).items():
+    for name, segments in uses_of(tape).items():
         if len(segments) < 2 or declared & {name, *tape.aliases.get(name, ())}:
             continue
         others = tape.aliases.get(name, ())
@@ -165,8 +162,8 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _uses(tape: Tape) -> dict[str, set[int]]:
-    """Segments that use each parameter."""
+def uses_of(tape: Tape) -> dict[str, set[int]]:
+    """Return the segments that use each parameter, by its first name."""
     found: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -241,6 +238,7 @@ class _Slicer:
         for plan, calls in zip(self._plans, members, strict=True):
             plan.calls = sorted(calls)
             self._list_sources(plan)
+        self._plans[-1].result = tape.loss
         return self._plans
 
     def _home(self, value: Value) -> int:
@@ -345,19 +343,6 @@ class _Slicer:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedWeight:
-    """A parameter that several ranks of a pipeline hold.
-
-    Attributes:
-        name: its first name.
-        positions: of those ranks, ascending.
-    """
-
-    name: str
-    positions: tuple[int, ...]
-
-
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Check declared groups of shared weights.
 
@@ -380,21 +365,6 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
                     f"model has two: assign one to the other before"
                 )
-
-
-def shared_weights(uses: Mapping[str, Iterable[int]], order: Sequence[str]) -> list[SharedWeight]:
-    """Return the parameters that several ranks hold.
-
-    Args:
-        uses: positions that use each parameter.
-        order: names of all parameters.
-    """
-    found = []
-    for name in order:
-        positions = tuple(sorted(set(uses.get(name, ()))))
-        if len(positions) > 1:
-            found.append(SharedWeight(name, positions))
-    return found
 
 
 def keep_only(
@@ -435,9 +405,3 @@ def keep_only(
                 if one is not None and id(one) in by_id:
                     tensors[key] = by_id[id(one)]  # type: ignore[assignment]
     return held
-
-
-def unused_parameters(model: torch.nn.Module, tapes: Iterable[Tape]) -> list[str]:
-    """Return the parameters that no forward uses."""
-    used = {value.name for tape in tapes for value in tape.values if value.source == "parameter"}
-    return [name for name, _ in model.named_parameters() if name not in used]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.sizes import JobEnded
 
-__all__ = ["NO_LOOP", "Loop", "LoopSettings"]
+__all__ = ["NO_LOOP", "Loop"]
 
 NO_LOOP = (
     "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
@@ -47,55 +46,6 @@ _LEFT = "the script left the loop"
 _BATCH = "loop_batch_size"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """Holds a user's settings; see :meth:`Pipeline.loop`.
-
-    Attributes:
-        total_steps: of the whole training.
-        folder: of checkpoints, ``None`` for none.
-        save_interval: steps from one checkpoint to the next, ``None`` for one at the end.
-        keep: complete ones that stay, ``None`` for all.
-        state: objects that are saved as well, by name.
-        async_save: write them while training goes on.
-        local_folder: on each node's own disk, where they go first; ``None`` for none.
-        diagnose_interval: steps from one diagnosis of the traces to the next, 0 for none.
-        batch_size: samples of a step over all replicas.
-
-    Raises:
-        ConfigError: a setting is not a valid whole number.
-    """
-
-    total_steps: int
-    folder: str | Path | None
-    save_interval: int | None
-    keep: int | None
-    state: Mapping[str, Any]
-    async_save: bool
-    local_folder: str | Path | None
-    diagnose_interval: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("total_steps", 0),
-            ("save_interval", 1),
-            ("keep", 1),
-            ("diagnose_interval", 0),
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("save_interval", "keep"):
-                continue
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")
-        for name, one in self.state.items():
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise ConfigError(
-                    f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
-                    " and load_state_dict()"
-                )
-
-
 class Loop:
     """Iterates over the steps that are left, as ``range(total_steps)`` from a checkpoint on.
 
@@ -103,39 +53,73 @@ class Loop:
 
     Args:
         pipeline: whose steps are counted.
-        settings: the user's.
         mesh: the job.
         order: of the job, ``None`` without one; its folder counts.
+        batch_size: samples of a step over all replicas.
+        total_steps, folder, save_interval, keep, state, async_save, local_folder,
+            diagnose_interval: the user's, see :meth:`Pipeline.loop`.
 
     Raises:
         CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
+        ConfigError: a setting is not a valid whole number.
     """
 
     def __init__(
-        self, pipeline: Any, settings: LoopSettings, mesh: Mesh, order: JobOrder | None
+        self,
+        pipeline: Any,
+        mesh: Mesh,
+        order: JobOrder | None,
+        *,
+        batch_size: int,
+        total_steps: int,
+        folder: str | Path | None,
+        save_interval: int | None,
+        keep: int | None,
+        state: Mapping[str, Any],
+        async_save: bool,
+        local_folder: str | Path | None,
+        diagnose_interval: int,
     ) -> None:
-        self._pipeline, self._settings, self._mesh = pipeline, settings, mesh
-        self._folder = settings.folder if order is None else order.checkpoints
+        _check(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
+        _check(1, save_interval=1 if save_interval is None else save_interval)
+        _check(1, keep=1 if keep is None else keep)
+        for name, one in state.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise ConfigError(
+                    f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
+                    " and load_state_dict()"
+                )
+        self._pipeline, self._mesh = pipeline, mesh
+        self._batch_size, self._total, self._state = batch_size, total_steps, state
+        self._save_interval, self._keep, self._local_folder = save_interval, keep, local_folder
+        self._folder = folder if order is None else order.checkpoints
         self._progress_folder = None if order is None else order.progress
         self._is_first = mesh.rank == 0
         self._given: int | None = None
         self._is_over = False
         self._begun_s = 0.0
-        self._loaded_s = self._resume()
+        loaded_s = self._resume()
         self._saved_at = pipeline.steps if pipeline.steps else -1
         self._waited_s = 0.0  # for the last checkpoint
-        self._saves_behind = self._folder is not None and (
-            settings.async_save or settings.local_folder is not None
-        )
+        self._saves_behind = self._folder is not None and (async_save or local_folder is not None)
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
         self._progress = ProgressFile(self._progress_folder if self._is_first else None)
         self._stop = StopRequest()
-        self._progress.begins(pipeline.steps, settings.total_steps)
-        if self._loaded_s is not None:
-            self._progress.report({"loaded_s": self._loaded_s})
-            self._say(f"goes on after step {pipeline.steps} of {settings.total_steps}")
+        self._progress.begins(pipeline.steps, total_steps)
+        if loaded_s is not None:
+            self._progress.report({"loaded_s": loaded_s})
+            self._say(f"goes on after step {pipeline.steps} of {total_steps}")
         self._snapshots = self._make_snapshots()
-        self._diagnosis = self._make_diagnosis()
+        self._diagnosis: RunningDiagnosis | None = None
+        traces, left = pipeline._trace_dir, total_steps - pipeline.steps
+        if traces is not None and self._is_first and 0 < diagnose_interval < left:
+            self._diagnosis = RunningDiagnosis(
+                traces,
+                diagnose_interval,
+                pipeline.steps,
+                self._say,
+                lambda **values: self._progress.report(values),
+            )
 
     def __iter__(self) -> Loop:
         return self
@@ -153,7 +137,7 @@ class Loop:
             raise StopIteration
         if self._given is not None:
             self._end_step()
-            if self._pipeline.steps >= self._settings.total_steps:
+            if self._pipeline.steps >= self._total:
                 self._finish(COMPLETE)
                 raise StopIteration
             if self._stop.agreed(self._group):
@@ -161,7 +145,7 @@ class Loop:
                 self._finish(self._stop.reason)
                 self._pipeline.close()
                 raise JobEnded(0)
-        elif self._pipeline.steps >= self._settings.total_steps:
+        elif self._pipeline.steps >= self._total:
             self._finish(COMPLETE)
             raise StopIteration
         self._given = self._pipeline.steps
@@ -177,7 +161,7 @@ class Loop:
         Raises:
             ConfigError: it is another one, or no step was given.
         """
-        whole, replicas = self._settings.batch_size, self._pipeline.replicas
+        whole, replicas = self._batch_size, self._pipeline.replicas
         if self._given is None or self._is_over:
             raise ConfigError(
                 "Pipeline.step was called outside of the steps of Pipeline.loop: call it once in"
@@ -228,7 +212,7 @@ class Loop:
         state = PipelineState(
             self._pipeline._checkpointer,
             lambda: self._pipeline._head(self._extra()),
-            self._settings.state,
+            self._state,
         )
         return Snapshots(
             state,
@@ -238,41 +222,29 @@ class Loop:
             self._say,
         )
 
-    def _make_diagnosis(self) -> RunningDiagnosis | None:
-        """Returns what diagnoses the steps from their traces, on the first rank."""
-        folder, interval = self._pipeline._trace_dir, self._settings.diagnose_interval
-        done = self._pipeline.steps
-        if folder is None or not self._is_first or not interval:
-            return None
-        if self._settings.total_steps - done <= interval:
-            return None
-        return RunningDiagnosis(
-            folder, interval, done, self._say, lambda **values: self._progress.report(values)
-        )
-
     def _end_diagnosis(self) -> None:
         diagnosis, self._diagnosis = self._diagnosis, None
         if diagnosis is not None:
             diagnosis.close()
 
     def _extra(self) -> dict[str, Any]:
-        return {_BATCH: self._settings.batch_size}
+        return {_BATCH: self._batch_size}
 
     def _resume(self) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
-        settings, begin_s = self._settings, time.perf_counter()
+        begin_s, local_folder = time.perf_counter(), self._local_folder
         if self._folder is None:
-            if settings.local_folder is not None:
+            if local_folder is not None:
                 raise ConfigError(
-                    f"local_folder {settings.local_folder} is where checkpoints are on their way to"
+                    f"local_folder {local_folder} is where checkpoints are on their way to"
                     " folder, and there is none: give Pipeline.loop folder, on storage that all"
                     " nodes share"
                 )
             return None
         local = None
-        if settings.local_folder is not None:
+        if local_folder is not None:
             local = self._pipeline._checkpointer.use_local_disks(
-                settings.local_folder, self._folder, settings.keep, self._progress_folder
+                local_folder, self._folder, self._keep, self._progress_folder
             )
         newest = PipelineFolder(self._folder).latest() if self._is_first else None
         newest = self._mesh.from_first(newest)
@@ -280,18 +252,18 @@ class Loop:
             local.resumed = newest or 0
         if newest is None:
             return None
-        extra = self._pipeline.load(self._folder, step=newest, state=settings.state)
-        before = extra.get(_BATCH, settings.batch_size)
-        if before != settings.batch_size:
+        extra = self._pipeline.load(self._folder, step=newest, state=self._state)
+        before = extra.get(_BATCH, self._batch_size)
+        if before != self._batch_size:
             raise CheckpointError(
                 f"{self._folder}: its steps are of {before} samples, those of the script of"
-                f" {settings.batch_size}: samples would be lost or repeated; give"
+                f" {self._batch_size}: samples would be lost or repeated; give"
                 f" batch_size={before}, or another folder"
             )
         return time.perf_counter() - begin_s
 
     def _end_step(self) -> None:
-        pipeline, settings = self._pipeline, self._settings
+        pipeline = self._pipeline
         assert self._given is not None
         if pipeline.steps != self._given + 1:
             raise ConfigError(
@@ -303,7 +275,7 @@ class Loop:
         values = {
             "loss": pipeline.loss,
             "step_ms": (time.perf_counter() - self._begun_s) * 1e3,
-            "consumed_samples": done * settings.batch_size,
+            "consumed_samples": done * self._batch_size,
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, values, is_logged=False)
@@ -312,9 +284,9 @@ class Loop:
         self._snapshots.take(done)
         if self._saves_behind:
             self._report_completed()
-        interval = settings.save_interval
+        interval = self._save_interval
         if self._folder is not None and interval is not None and done % interval == 0:
-            self._save(is_behind=self._saves_behind and done < settings.total_steps)
+            self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
         """End the steps: save if that is left to do, and report why. Collective."""
@@ -335,13 +307,13 @@ class Loop:
         self._progress.ended(reason)
 
     def _save(self, *, is_behind: bool = False) -> None:
-        settings, begin_s = self._settings, time.perf_counter()
+        begin_s = time.perf_counter()
         assert self._folder is not None
         path = self._pipeline._save(
             self._folder,
             extra=self._extra(),
-            keep=settings.keep,
-            state=settings.state,
+            keep=self._keep,
+            state=self._state,
             progress_dir=self._progress_folder,
             is_behind=is_behind,
         )
@@ -361,3 +333,10 @@ class Loop:
     def _say(self, text: str) -> None:
         if self._is_first:
             print(text, flush=True)
+
+
+def _check(least: int, **values: Any) -> None:
+    """Refuse settings that are no whole numbers from ``least`` on."""
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")

@@ -152,13 +152,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)
     return Mesh(
-        environment=job.environment,
-        accelerator=job.accelerator,
-        control_group=job.control_group,
-        places=gather_places(),
-        timeout=job.timeout,
-        owns_process_group=job.owns_process_group,
-        groups_before=job.groups_before,
+        **{**vars(job), "places": gather_places()},
         pipeline_size=size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_size=world_size // size,

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,25 +19,17 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
-from megatron.adaptive.engine.executor import ActivationMeter, Executor, RankTimes  # noqa: E402
-from megatron.adaptive.engine.orders import Orders  # noqa: E402
+from megatron.adaptive.engine.executor import ActivationMeter, RankTimes  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
-from megatron.adaptive.modules.assembly import Assembly, Cut, assemble  # noqa: E402
+from megatron.adaptive.modules.assembly import PipelineRequest, assemble  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
-from megatron.adaptive.modules.loop import NO_LOOP, Loop, LoopSettings  # noqa: E402
-from megatron.adaptive.modules.program import (  # noqa: E402
-    ProgramStages,
-    RandomKey,
-    StageProgram,
-)
-from megatron.adaptive.modules.recording import PRECISIONS, Forward, Slicing  # noqa: E402
-from megatron.adaptive.modules.sizes import (  # noqa: E402
-    Wanted,
-    choose_orders,
-    place,
-)
+from megatron.adaptive.modules.loop import NO_LOOP, Loop  # noqa: E402
+from megatron.adaptive.modules.program import ProgramStages, RandomKey  # noqa: E402
+from megatron.adaptive.modules.recording import Forward, Slicing  # noqa: E402
+from megatron.adaptive.modules.sizes import choose_orders, place  # noqa: E402
+from megatron.adaptive.modules.update import LossScale  # noqa: E402
 
 __all__ = ["Pipeline"]
 
@@ -123,10 +114,6 @@ class Pipeline:
         trace_dir: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if mixed_precision not in (None, *PRECISIONS):
-            raise ConfigError(
-                f"mixed_precision {mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or None"
-            )
         samples = samples_in(sample_batch, "sample_batch")
         if micro_batch_size is not None:
             BatchShape(sample_batch, micro_batch_size)
@@ -137,37 +124,53 @@ class Pipeline:
         self._loop: Loop | None = None
         self._is_closed = False
         self._step = 0
-        forward = Forward(
-            model=model,
-            loss=loss,
-            arguments=dict(arguments or {}),
-            autocast=None if mixed_precision is None else PRECISIONS[mixed_precision],
-        )
-        cut = Cut(groups=shared_weights, partition=partition, weights=weights, slicing=slicing)
-        wanted = Wanted(
+        request = PipelineRequest(
+            forward=Forward(
+                model=model, loss=loss, arguments=arguments, mixed_precision=mixed_precision
+            ),
+            sample=sample_batch,
+            batch_size=samples if batch_size is None else batch_size,
             pipeline_size=pipeline_size,
             micro_batch_size=micro_batch_size,
-            batch_size=samples if batch_size is None else batch_size,
+            memory_limit_bytes=memory_limit_bytes,
             schedule=schedule,
             chunks=chunks,
-            cap=activation_cap,
-            split=split_backward,
+            activation_cap=activation_cap,
+            split_backward=split_backward,
+            partition=partition,
+            weights=weights,
+            shared_weights=shared_weights,
+            slicing=slicing,
         )
-        placed = place(forward, sample_batch, cut, wanted, memory_limit_bytes, timeout_s)
-        self.plan, self._mesh, self._order_of_job = placed.plan, placed.mesh, placed.order
-        self._cut, self._wanted = placed.cut, placed.wanted
-        assert placed.wanted.micro_batch_size is not None
-        self.micro_batch_size = placed.wanted.micro_batch_size
-        made = self._order(forward, stretched(sample_batch, self.micro_batch_size))
-        order = self._order_of_job
-        if order is not None and trace_dir is not None:
-            trace_dir = f"{trace_dir}/epoch-{order.epoch}"
+        self._mesh, request, self.plan, self._order_of_job = place(request, timeout_s)
+        assert request.micro_batch_size is not None
+        self._batch_size, self.micro_batch_size = request.batch_size, request.micro_batch_size
+        sample = stretched(sample_batch, self.micro_batch_size)
+        self._shape = BatchShape(sample, self.micro_batch_size)
+        try:
+            self._orders = orders = choose_orders(
+                schedule,
+                self._mesh.pipeline_size,
+                self._mesh.pp_rank,
+                chunks=chunks,
+                cap=activation_cap,
+                split=split_backward,
+            )
+            made = assemble(request, self._shape, self._mesh, orders.placement)
+        except AdaptiveError:
+            self._mesh.close()
+            raise
+        self._made, self._update = made, made.update
+        self.cut_points, self.partition, self.weights = (
+            made.cut_points, made.partition, made.weights
+        )  # fmt: skip
+        if self._order_of_job is not None and trace_dir is not None:
+            trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
-        orders, placement = self._orders, self._orders.placement
         self._tracing = open_trace(
             trace_dir,
             self._mesh,
-            placement,
+            orders.placement,
             schedule=schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
@@ -178,7 +181,7 @@ class Pipeline:
             size = max(_LEAST_SLOT_BYTES, made.largest_message)
             transport = dataclasses.replace(transport, transport_slot_bytes=size)
         self._wiring = build_executor(
-            placement=placement,
+            placement=orders.placement,
             accelerator=self._mesh.accelerator,
             places=self._mesh.places,
             payload_shape=None,
@@ -186,48 +189,17 @@ class Pipeline:
             timeout_s=timeout_s,
             recorder=self._tracing.recorder,
             transport=transport,
-            in_flight=orders.inputs_in_flight(4 * placement.num_ranks),
+            in_flight=orders.inputs_in_flight(4 * orders.placement.num_ranks),
         )
         self._tracing.watch(self._wiring.executor.snapshot)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
-        self._passes = _Passes(
-            programs=made.programs,
-            eval_programs=made.eval_programs,
-            shape=self._shape,
-            orders=orders,
-            executor=self._wiring.executor,
-            random=self._random,
-            held=made.held,
-            device=self.device,
-            stores=[WeightGradientStore() for _ in made.programs] if orders.weight_pieces else None,
-        )
-        self._update.start(is_fp16=mixed_precision == "fp16")
+        self._meter = ActivationMeter()
+        self._stores: list[WeightGradientStore] | None = None
+        if orders.weight_pieces:
+            self._stores = [WeightGradientStore() for _ in made.programs]
+        if mixed_precision == "fp16":
+            self._update.scaler = LossScale()
         self._mesh.settle()
-
-    def _order(self, forward: Forward, sample: Mapping[str, torch.Tensor]) -> Assembly:
-        """Find the order of work, and what this process has of the model."""
-        wanted, mesh = self._wanted, self._mesh
-        self._shape = BatchShape(sample, self.micro_batch_size)
-        try:
-            self._orders = choose_orders(
-                wanted.schedule,
-                mesh.pipeline_size,
-                mesh.pp_rank,
-                chunks=wanted.chunks,
-                cap=wanted.cap,
-                split=wanted.split,
-            )
-            made = assemble(
-                forward, sample, self._cut,
-                shape=self._shape, mesh=mesh, placement=self._orders.placement,
-            )  # fmt: skip
-        except AdaptiveError:
-            mesh.close()
-            raise
-        self.cut_points, self.partition = made.cut_points, made.partition
-        self.weights = made.weights
-        self._held, self._update = made.held, made.update
-        return made
 
     @property
     def device(self) -> torch.device:
@@ -330,7 +302,7 @@ class Pipeline:
         self._tracing.begin_iteration(self._step, count, is_traced=True)
         for parameter in self._update.parameters.values():
             parameter.grad = None
-        losses = self._passes.run(batch, count, step=self._step, scale=self._update.scale)
+        losses = self._run(batch, count, step=self._step, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce()
             self.loss, self.grad_norm = self._update.totals(losses, count)
@@ -355,10 +327,51 @@ class Pipeline:
         """
         count = self._shape.num_microbatches(batch)
         with self._tracing.host_span("evaluate"):
-            losses = self._passes.run(batch, count, step=-1, scale=None)
+            losses = self._run(batch, count, step=-1, scale=None)
             self._wiring.executor.finish_step()
             loss, _ = self._update.totals(losses, count, with_norm=False)
         return loss
+
+    def _run(
+        self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
+    ) -> list[torch.Tensor]:
+        """Run a batch; returns the losses of its microbatches, of the last stage alone.
+
+        Args:
+            batch: of this replica.
+            count: microbatches in it.
+            step: that random numbers follow from.
+            scale: what the loss is multiplied with, ``None`` for forwards in evaluation alone.
+        """
+        forward_only, executor = scale is None, self._wiring.executor
+        programs = self._made.eval_programs if forward_only else self._made.programs
+        names = {name for program in programs for name in program.plan.inputs}
+        self._random.step, self._random.count = step, count
+        stages = ProgramStages(
+            programs=programs,
+            microbatches=[
+                self._shape.microbatch(batch, number, self.device, names) for number in range(count)
+            ],
+            random=self._random,
+            held=self._made.held,
+            device=self.device,
+            meter=self._meter,
+            stores=self._stores,
+            scale=1.0 if scale is None else scale,
+            forward_only=forward_only,
+        )
+        before = self._random.generator.get_state()
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                executor.run(
+                    stages,
+                    self._orders.policy(count, forward_only=forward_only),
+                    self._orders.state(count, forward_only=forward_only),
+                )
+        finally:
+            stages.finish()
+            self._random.generator.set_state(before)
+        return stages.losses
 
     def save(
         self,
@@ -472,7 +485,10 @@ class Pipeline:
         """
         if self._loop is not None:
             raise ConfigError("Pipeline.loop was called already: one loop has all steps")
-        settings = LoopSettings(
+        self._loop = Loop(
+            self,
+            self._mesh,
+            self._order_of_job,
             total_steps=total_steps,
             folder=folder,
             save_interval=save_interval,
@@ -481,9 +497,8 @@ class Pipeline:
             async_save=async_save,
             local_folder=local_folder,
             diagnose_interval=diagnose_interval,
-            batch_size=self._wanted.batch_size,
+            batch_size=self._batch_size,
         )
-        self._loop = Loop(self, settings, self._mesh, self._order_of_job)
         return self._loop
 
     @functools.cached_property
@@ -491,7 +506,7 @@ class Pipeline:
         # It imports much that most runs do without.
         from megatron.adaptive.modules.checkpoint import Checkpointer
 
-        return Checkpointer(self._mesh, self.model, self._held, self._update)
+        return Checkpointer(self._mesh, self.model, self._made.held, self._update)
 
     def close(self) -> None:
         """End the pipeline: channels, traces and the process groups that it made. Collective.
@@ -513,76 +528,6 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
-
-
-@dataclass(kw_only=True)
-class _Passes:
-    """Runs batches. Collective over the processes of a pipeline.
-
-    Attributes:
-        programs, eval_programs: of this process's stages, in training and in evaluation.
-        shape: of batches.
-        orders: of the work.
-        executor: that runs it.
-        random: key of all that is random within the model.
-        held: parameters and buffers of this process.
-        device: where this process computes.
-        stores: of weight gradients by stage, ``None`` where backwards are whole.
-    """
-
-    programs: Sequence[StageProgram]
-    eval_programs: Sequence[StageProgram]
-    shape: BatchShape
-    orders: Orders
-    executor: Executor
-    random: RandomKey
-    held: Mapping[str, torch.Tensor]
-    device: torch.device
-    stores: Sequence[WeightGradientStore] | None
-
-    def __post_init__(self) -> None:
-        self._meter = ActivationMeter()
-
-    def run(
-        self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
-    ) -> list[torch.Tensor]:
-        """Run a batch; returns the losses of its microbatches, of the last stage alone.
-
-        Args:
-            batch: of this replica.
-            count: microbatches in it.
-            step: that random numbers follow from.
-            scale: what the loss is multiplied with, ``None`` for forwards in evaluation alone.
-        """
-        forward_only = scale is None
-        programs = self.eval_programs if forward_only else self.programs
-        names = {name for program in programs for name in program.plan.inputs}
-        self.random.step, self.random.count = step, count
-        stages = ProgramStages(
-            programs=programs,
-            microbatches=[
-                self.shape.microbatch(batch, number, self.device, names) for number in range(count)
-            ],
-            random=self.random,
-            held=self.held,
-            device=self.device,
-            meter=self._meter,
-            stores=self.stores,
-            scale=1.0 if scale is None else scale,
-            forward_only=forward_only,
-        )
-        before = self.random.generator.get_state()
-        try:
-            with torch.set_grad_enabled(not forward_only):
-                self.executor.run(
-                    stages,
-                    self.orders.policy(count, forward_only=forward_only),
-                    self.orders.state(count, forward_only=forward_only),
-                )
-        finally:
-            stages.finish()
-            self.random.generator.set_state(before)
-        return stages.losses
 
 
 def _stage_sums(partition: Sequence[int], weights: Sequence[float]) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,6 @@ from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
-    PRECISIONS,
     Forward,
     Forwards,
     Slicing,
@@ -57,7 +57,7 @@ from megatron.adaptive.profiling.memory import (  # noqa: E402
 from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
 from megatron.adaptive.profiling.timing import spread  # noqa: E402
 
-__all__ = ["DeviceSamples", "ModuleProfile", "ProfileRequest", "Profiler", "measure_profile"]
+__all__ = ["DeviceSamples", "ModuleProfile", "Profiler"]
 
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
@@ -86,6 +86,9 @@ class Profiler:
         name: of the model, in the profile.
         timeout_s: limit of every wait for another process.
 
+    Attributes:
+        most_samples: of the largest microbatch, where sizes are doubled.
+
     Raises:
         ConfigError: a setting, the batch or the model breaks a rule; named.
     """
@@ -110,11 +113,7 @@ class Profiler:
         name: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if mixed_precision not in (None, *PRECISIONS):
-            raise ConfigError(
-                f"mixed_precision {mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or None"
-            )
-        BatchShape(sample_batch, 1)
+        self.most_samples = BatchShape(sample_batch, 1).samples
         check_groups(model, shared_weights)
         gone = next((name for name, one in model.named_parameters() if one.is_meta), None)
         if gone is not None:
@@ -122,25 +121,33 @@ class Profiler:
                 f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
                 "stages: profile the model before, or build another"
             )
-        autocast = None if mixed_precision is None else PRECISIONS[mixed_precision]
-        self._timeout_s = timeout_s
-        self._request = ProfileRequest(
-            forward=Forward(
-                model=model, loss=loss, arguments=dict(arguments or {}), autocast=autocast
-            ),
-            sample=sample_batch,
-            groups=shared_weights,
-            slicing=slicing,
-            sizes=tuple(sorted(set(micro_batch_sizes or ()))),
-            most=len(next(iter(sample_batch.values()))),
-            split=split_backward,
-            optimizer=optimizer,
-            repeats=repeats,
-            time_limit_s=time_limit_s,
-            memory_limit_bytes=memory_limit_bytes,
-            links=links,
-            name=type(model).__name__ if name is None else name,
+        for size in micro_batch_sizes or ():
+            if type(size) is not int or size < 1:
+                raise ConfigError(
+                    f"micro_batch_sizes {list(micro_batch_sizes or ())}: give whole numbers of "
+                    "samples from 1 on"
+                )
+        if type(repeats) is not int or repeats < 1:
+            raise ConfigError(f"repeats {repeats!r}: give a whole number from 1 on")
+        limits = {"time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes}
+        for limit, value in limits.items():
+            if value is not None and not value > 0:
+                raise ConfigError(f"{limit} {value!r}: give a number above 0")
+        self._forward = Forward(
+            model=model, loss=loss, arguments=arguments, mixed_precision=mixed_precision
         )
+        self._sample = sample_batch
+        self._shared_weights = shared_weights
+        self._slicing = slicing
+        self._sizes = sorted(set(micro_batch_sizes or ()))
+        self._split = split_backward
+        self._optimizer = optimizer
+        self._repeats = repeats
+        self._links = links
+        self._memory_limit_bytes = memory_limit_bytes
+        self._time_limit_s = time_limit_s
+        self._name = type(model).__name__ if name is None else name
+        self._timeout_s = timeout_s
 
     def run(self) -> ModuleProfile:
         """Measures. Collective over all processes of the job; returns the same on all of them.
@@ -153,57 +160,131 @@ class Profiler:
         """
         job = join_job(self._timeout_s)
         try:
-            return measure_profile(job, self._request)
+            return self.measure(job)
         finally:
             job.close()
 
+    def measure(self, job: Job) -> ModuleProfile:
+        """Measures in a job that is there already; see :meth:`run`."""
+        begin_s = time.monotonic()
+        nodes = job.gather(self._about(job))
+        kinds = [one["facts"]["gpu"] for one in nodes]
+        mine: Any = None
+        if kinds.index(kinds[job.rank]) == job.rank:
+            mine = self._part(job, nodes[job.rank]["limit"])
+        gathered = job.gather(mine)
+        for one in (mine, *gathered):
+            if isinstance(one, AdaptiveError):
+                raise one  # its own with where it came from, before what others sent
+        parts = [one for one in gathered if one is not None]
+        names = _node_names(nodes)
+        links: list[dict[str, Any]] = []
+        reductions: list[dict[str, Any]] = []
+        if self._links and dist.get_world_size() > 1:
+            rows = [row for part in parts for row in part.samples]
+            links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
+            numbers = sum(row.parameters for row in rows if row.micro_batch == rows[0].micro_batch)
+            reductions = measure_reductions(job, names, _widths(nodes), most_bytes=4 * numbers)
+        profile = ModuleProfile(
+            name=self._name,
+            parts=tuple(parts),
+            nodes=tuple(nodes),
+            names=tuple(names),
+            links=tuple(links),
+            reductions=tuple(reductions),
+            seconds=time.monotonic() - begin_s,
+        )
+        if job.rank == 0:
+            print(f"profile: {profile.summary}", flush=True)
+        return profile
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
-    """Names what is measured; the same on all processes.
+    def _about(self, job: Job) -> dict[str, Any]:
+        """Returns what this process knows of itself and its node."""
+        machine = job.places[job.rank]["machine"]
+        processes = sum(place["machine"] == machine for place in job.places)
+        limit = self._memory_limit_bytes
+        if limit is None:
+            limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
+            if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
+                limit += torch.cuda.memory_allocated(job.accelerator.device)
+        return {
+            "machine": machine,
+            "processes": processes,
+            "facts": node_facts(job.accelerator, processes),
+            "limit": limit,
+        }
 
-    Attributes:
-        forward: the model, wholly there.
-        sample: a batch; microbatches larger than it repeat its samples.
-        groups: names of shared weights.
-        slicing: see :class:`~megatron.adaptive.modules.recording.Forwards`.
-        sizes: samples of microbatches; empty to double them from 1 on.
-        most: samples of the largest, where they double.
-        split: measure backwards in halves as well.
-        optimizer: makes the optimizer of which a step is timed; AdamW where ``None``.
-        repeats: runs that count.
-        time_limit_s: no larger microbatch is begun later.
-        memory_limit_bytes: of a process; what is free where ``None``.
-        links: measure links and all-reduces.
-        name: of the model.
-    """
-
-    forward: Forward
-    sample: Mapping[str, torch.Tensor]
-    groups: Sequence[Sequence[str]] = ()
-    slicing: str = "auto"
-    sizes: tuple[int, ...] = ()
-    most: int = 1
-    split: bool = True
-    optimizer: MakeOptimizer | None = None
-    repeats: int = 3
-    time_limit_s: float = 60.0
-    memory_limit_bytes: float | None = None
-    links: bool = True
-    name: str = "model"
-
-    def __post_init__(self) -> None:
-        for size in self.sizes:
-            if type(size) is not int or size < 1:
-                raise ConfigError(
-                    f"micro_batch_sizes {list(self.sizes)}: give whole numbers of samples from 1 on"
+    def _part(self, job: Job, limit_bytes: float) -> DeviceSamples | AdaptiveError:
+        """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
+        device, model = job.accelerator.device, self._forward.model
+        samples: list[SegmentSample] = []
+        tape: Tape | None = None
+        try:
+            for found, rows in self._by_size(device, limit_bytes):
+                tape = found
+                samples += rows
+            if tape is None:
+                return DeviceMemoryError(
+                    f"profile: no microbatch of {self._sizes[0] if self._sizes else 1} samples "
+                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces "
+                    "get smaller"
                 )
-        if type(self.repeats) is not int or self.repeats < 1:
-            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
-        for name in ("time_limit_s", "memory_limit_bytes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} {value!r}: give a number above 0")
+            tied = tied_parameters(tape, tensors_of(model))
+            sizes = Counter[int]()
+            for one in model.parameters():
+                sizes[one.element_size()] += one.numel()
+            return DeviceSamples(
+                gpu=gpu_name(job.accelerator),
+                cut_points=tuple(tape.cuts),
+                samples=tuple(samples),
+                tied_parameters=tied[0],
+                tied_segments=tied[1],
+                element_bytes=max(sizes, key=sizes.__getitem__, default=4),
+                optimizer_s=optimizer_seconds(model, device, self._optimizer),
+                is_random=tape.is_random,
+            )
+        except AdaptiveError as error:
+            return error
+        except Exception as error:
+            # Others wait for an answer; here it keeps its traceback.
+            failed = ConfigError(
+                f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
+                f"{(str(error).splitlines() or [''])[0]}"
+            )
+            failed.__cause__ = error
+            return failed
+
+    def _by_size(
+        self, device: torch.device, limit_bytes: float
+    ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
+        """Yields the tape and the pieces of one size of microbatch after the other."""
+        forward, begin_s = self._forward, time.monotonic()
+        host = forward.device.type == "cpu"
+        needed = recorded = 0.0  # bytes for each sample
+        doubled = [2**power for power in range(self.most_samples.bit_length())]
+        for size in self._sizes or doubled:
+            if not self._sizes and time.monotonic() - begin_s > self._time_limit_s:
+                return
+            room = available_host_bytes() if host else limit_bytes
+            if needed * size > limit_bytes or recorded * size > room:
+                return
+            batch = {
+                name: one[:size].to(forward.device, copy=True)  # what is kept of it has its size
+                for name, one in stretched(self._sample, size).items()
+            }
+            try:
+                tape = Forwards.of(forward, batch, self._slicing).training
+                check_shared(tape, self._shared_weights)
+                rows = measure_segments(
+                    forward, tape, batch, device, split=self._split, repeats=self._repeats
+                )
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                return
+            yield tape, rows
+            needed = max(one.kept_bytes + one.workspace_bytes + one.output_bytes for one in rows)
+            needed /= size
+            recorded = sum(math.prod(v.shape) * v.dtype.itemsize for v in tape.values) / size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,58 +474,6 @@ def _layer_row(gpu: str, one: SegmentSample, split: bool) -> dict[str, Any]:
     }
 
 
-def measure_profile(job: Job, request: ProfileRequest) -> ModuleProfile:
-    """Measures. Collective over all ranks; see :meth:`Profiler.run`."""
-    begin_s = time.monotonic()
-    nodes = job.gather(_about(job, request))
-    kinds = [one["facts"]["gpu"] for one in nodes]
-    mine: Any = None
-    if kinds.index(kinds[job.rank]) == job.rank:
-        mine = _part(job, request, nodes[job.rank]["limit"])
-    gathered = job.gather(mine)
-    for one in (mine, *gathered):
-        if isinstance(one, AdaptiveError):
-            raise one  # its own with where it came from, before what others sent
-    parts = [one for one in gathered if one is not None]
-    names = _node_names(nodes)
-    links: list[dict[str, Any]] = []
-    reductions: list[dict[str, Any]] = []
-    if request.links and dist.get_world_size() > 1:
-        rows = [row for part in parts for row in part.samples]
-        links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
-        numbers = sum(row.parameters for row in rows if row.micro_batch == rows[0].micro_batch)
-        reductions = measure_reductions(job, names, _widths(nodes), most_bytes=4 * numbers)
-    profile = ModuleProfile(
-        name=request.name,
-        parts=tuple(parts),
-        nodes=tuple(nodes),
-        names=tuple(names),
-        links=tuple(links),
-        reductions=tuple(reductions),
-        seconds=time.monotonic() - begin_s,
-    )
-    if job.rank == 0:
-        print(f"profile: {profile.summary}", flush=True)
-    return profile
-
-
-def _about(job: Job, request: ProfileRequest) -> dict[str, Any]:
-    """Returns what this process knows of itself and its node."""
-    machine = job.places[job.rank]["machine"]
-    processes = sum(place["machine"] == machine for place in job.places)
-    limit = request.memory_limit_bytes
-    if limit is None:
-        limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-        if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
-            limit += torch.cuda.memory_allocated(job.accelerator.device)
-    return {
-        "machine": machine,
-        "processes": processes,
-        "facts": node_facts(job.accelerator, processes),
-        "limit": limit,
-    }
-
-
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names the type of each rank's node: nodes of one GPU with unequal numbers of it differ."""
     kinds = dict.fromkeys((one["facts"]["gpu"], one["processes"]) for one in nodes)
@@ -461,88 +490,3 @@ def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
     counts = {one["processes"] for one in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]
-
-
-def _part(job: Job, request: ProfileRequest, limit_bytes: float) -> DeviceSamples | AdaptiveError:
-    """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
-    device = job.accelerator.device
-    samples: list[SegmentSample] = []
-    tapes: list[Tape] = []
-    tensors = tensors_of(request.forward.model)
-    try:
-        for tape, rows in _by_size(request, device, limit_bytes):
-            tapes = [tape]
-            samples += rows
-        if not tapes:
-            return DeviceMemoryError(
-                f"profile: no microbatch of {request.sizes[0] if request.sizes else 1} samples fits"
-                f" into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces get"
-                " smaller"
-            )
-        tied = tied_parameters(tapes[0], tensors)
-        return DeviceSamples(
-            gpu=gpu_name(job.accelerator),
-            cut_points=tuple(tapes[0].cuts),
-            samples=tuple(samples),
-            tied_parameters=tied[0],
-            tied_segments=tied[1],
-            element_bytes=_element_bytes(request.forward.model),
-            optimizer_s=optimizer_seconds(request.forward.model, device, request.optimizer),
-            is_random=tapes[0].is_random,
-        )
-    except AdaptiveError as error:
-        return error
-    except Exception as error:
-        # Others wait for an answer; here it keeps its traceback.
-        failed = ConfigError(
-            f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}"
-        )
-        failed.__cause__ = error
-        return failed
-
-
-def _by_size(
-    request: ProfileRequest, device: torch.device, limit_bytes: float
-) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-    """Yields the tape and the pieces of one size of microbatch after the other."""
-    forward, begin_s = request.forward, time.monotonic()
-    host = forward.device.type == "cpu"
-    needed = recorded = 0.0  # bytes for each sample
-    for size in request.sizes or _doubling(request.most):
-        if not request.sizes and time.monotonic() - begin_s > request.time_limit_s:
-            return
-        room = available_host_bytes() if host else limit_bytes
-        if needed * size > limit_bytes or recorded * size > room:
-            return
-        batch = {
-            name: one[:size].to(forward.device, copy=True)  # what is kept of it has its size
-            for name, one in stretched(request.sample, size).items()
-        }
-        try:
-            tape = Forwards.of(forward, batch, request.slicing).training
-            check_shared(tape, request.groups)
-            rows = measure_segments(
-                forward, tape, batch, device, split=request.split, repeats=request.repeats
-            )
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return
-        yield tape, rows
-        needed = max(one.kept_bytes + one.workspace_bytes + one.output_bytes for one in rows) / size
-        recorded = sum(math.prod(v.shape) * v.dtype.itemsize for v in tape.values) / size
-
-
-def _doubling(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
-
-
-def _element_bytes(model: torch.nn.Module) -> int:
-    """Returns bytes of most of the model's numbers."""
-    sizes: dict[int, int] = {}
-    for one in model.parameters():
-        sizes[one.element_size()] = sizes.get(one.element_size(), 0) + one.numel()
-    return max(sizes, key=lambda size: sizes[size], default=4)

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
     LayerCall,
+    LinearCall,
     WeightGradientStore,
     defer,
     is_deferring,
@@ -158,8 +159,6 @@ class StageProgram:
         plan: this stage's part of it.
         held: parameters and buffers by name; those of the stage must be there.
         device: where it runs.
-        is_last: it computes the loss.
-        autocast: element type of matrix products under mixed precision.
 
     Attributes:
         plan: as given.
@@ -174,16 +173,11 @@ class StageProgram:
         plan: StagePlan,
         held: Mapping[str, torch.Tensor],
         device: torch.device,
-        *,
-        is_last: bool,
-        autocast: torch.dtype | None = None,
     ) -> None:
         self.plan = plan
         self._tape = tape
         self._held = held
         self._device = device
-        self._autocast = autocast
-        self._result = tape.loss if is_last else None
         values = tape.values
         self._gradients_in = [n for n in plan.received if values[n].requires_grad]
         self._gradients_out = [n for n in plan.sent if values[n].requires_grad]
@@ -197,7 +191,7 @@ class StageProgram:
 
     def _prepare(self) -> list[_Step]:
         tape, plan = self._tape, self.plan
-        keep = {*plan.sent, *([] if self._result is None else [self._result])}
+        keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
         last: dict[int, int] = {}
         seen: set[int] = set()
         for place, number in enumerate(plan.calls):
@@ -212,7 +206,7 @@ class StageProgram:
                 last.setdefault(one, place)
             for _, new in call.changes:
                 last.setdefault(new, place)
-        for one in (*plan.sent, *keep):
+        for one in keep:
             if tape.values[one].source and one not in seen:
                 seen.add(one)
                 self._take(one)
@@ -262,7 +256,7 @@ class StageProgram:
             env[number] = inputs[name] if source == "input" else self._held[name]
         for number in self.plan.copied:
             env[number] = env[number].clone()
-        calls, ambient = self._tape.calls, self._autocast
+        calls, ambient = self._tape.calls, self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
             for step in self._steps:
                 if calls[step.number].is_random:
@@ -271,7 +265,7 @@ class StageProgram:
                 for one in step.drops:
                     del env[one]
         sent = [env[number] for number in self.plan.sent]
-        return sent, None if self._result is None else env[self._result]
+        return sent, None if self.plan.result is None else env[self.plan.result]
 
     def require_gradients(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of a message as leaves, those requiring a gradient that have one."""
@@ -510,55 +504,6 @@ _ADDMM = (torch.addmm, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """``given @ weight + bias`` in ``dtype``, or in the tensors' own where that is ``None``.
-
-    Attributes:
-        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
-        bias: ``[out]``.
-    """
-
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
-    turned: bool
-    dtype: torch.dtype | None
-
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        weight = self.weight.t() if self.turned else self.weight
-        with torch.autocast(given.device.type, enabled=False):
-            return F.linear(self._cast(given), self._cast(weight), self._cast_bias())
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        weight = self._cast(self.weight)
-        rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
-        return rows.view(*gradient.shape[:-1], -1)
-
-    def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
-    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        given = self._cast(given).reshape(-1, given.shape[-1])
-        product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
-        yield self.weight, product.to(self.weight.dtype)
-        if self.bias is not None and self.bias.requires_grad:
-            yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
-
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        width = gradient.shape[-1]
-        return 2.0 * gradient.numel() / width * self.weight.numel()
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.dtype is None else tensor.to(self.dtype)
-
-    def _cast_bias(self) -> torch.Tensor | None:
-        return None if self.bias is None else self._cast(self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class Deferred:
     """A recorded call whose weight gradient can be put off.
 
@@ -588,7 +533,7 @@ class Deferred:
             call = EmbeddingCall(weight, self.padding, self.by_frequency)
         else:
             bias: Any = None if self.bias is None else env[self.bias]
-            call = _Product(weight, bias, self.kind == "addmm", dtype)
+            call = LinearCall(weight, bias, self.kind == "addmm", dtype)
         return defer(call, env[self.given], store)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,20 +42,39 @@ __all__ = [
     "Value",
     "fill",
     "mark",
+    "mode_of",
     "record",
     "refs_in",
     "undisturbed",
 ]
 
 
-def mark(given: Any, cut_point: torch.nn.Module) -> Any:
-    """Return ``given``; a recorder that is active sees the call."""
-    if has_torch_function((_WITNESS,)):
-        return handle_torch_function(mark, (), given, cut_point)
+def mark(given: Any, cut_point: int, passing: int) -> Any:
+    """Return ``given``; a recorder that is active sees the call.
+
+    Args:
+        given: tensors, alone or in tuples and lists.
+        cut_point: identity of the cut point.
+        passing: number of this pass through a cut point.
+    """
+    if torch.compiler.is_exporting():  # torch.export drops what is no operation of torch
+        if isinstance(given, torch.Tensor):
+            return _exported_mark(given, cut_point, passing)
+        if isinstance(given, (tuple, list)):
+            return type(given)(mark(one, cut_point, passing) for one in given)
+    elif has_torch_function((_WITNESS,)):
+        return handle_torch_function(mark, (), given, cut_point, passing)
     return given
 
 
+@torch.library.custom_op("megatron_adaptive::mark", mutates_args=())
+def _exported_mark(given: torch.Tensor, cut_point: int, passing: int) -> torch.Tensor:
+    return given.clone()
+
+
+_exported_mark.register_fake(lambda given, cut_point, passing: torch.empty_like(given))
 _WITNESS = torch.empty(0)  # an active recorder claims every tensor
+_PASSINGS = itertools.count()
 
 
 class CutPoint(torch.nn.Module):
@@ -85,21 +105,11 @@ class CutPoint(torch.nn.Module):
     def forward(self, *given: Any) -> Any:
         """Return the argument, or the tuple of them where there are several."""
         value = given[0] if len(given) == 1 else given
-        if torch.compiler.is_exporting():
-            return _copied(value)  # torch.export drops a module without operations
-        return mark(value, self)
+        return mark(value, id(self), next(_PASSINGS))
 
 
 def _pass(module: torch.nn.Module, given: Any, output: Any) -> Any:
     return module.cut_point(output)  # type: ignore[operator]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_copied(one) for one in value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,7 @@ class Tape:
         loss_value: its number for the sample.
         device: where it was recorded.
         aliases: other names of a parameter or buffer, by its first name.
+        autocast: element type of matrix products under mixed precision.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -184,6 +195,7 @@ class Tape:
     loss_value: float = 0.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
 
     @property
     def num_segments(self) -> int:
@@ -243,7 +255,6 @@ def record(
     inputs: Mapping[str, torch.Tensor],
     run: Callable[[], Any],
     *,
-    marks: Callable[[torch.nn.Module], bool] = lambda module: isinstance(module, CutPoint),
     freeze: bool = False,
 ) -> Tape:
     """Run a forward and return what it did.
@@ -254,14 +265,13 @@ def record(
         model: whose parameters and buffers are used.
         inputs: the tensors that vary from microbatch to microbatch.
         run: runs the forward on ``inputs`` and returns the loss.
-        marks: says which modules are cut points.
         freeze: take what the forward reads from tensors as fixed.
 
     Raises:
         ReadsValueError: the forward reads values that vary.
         ConfigError: a cut point is passed twice or not at all, or the loss is no scalar.
     """
-    recorder = _Recorder(model, inputs, marks, freeze)
+    recorder = _Recorder(model, inputs, freeze)
     with undisturbed(model, recorder.tape.device), _custom_functions(recorder), recorder:
         loss = run()
     recorder.finish(loss)
@@ -317,16 +327,18 @@ class _Recorder(TorchFunctionMode):
         self,
         model: torch.nn.Module,
         inputs: Mapping[str, torch.Tensor],
-        marks: Callable[[torch.nn.Module], bool],
         freeze: bool,
     ) -> None:
         super().__init__()
         self.is_inside = False
         self.tape = Tape()
         self._freeze = freeze
+        self._passing = -1
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # so that no id is used twice
-        self._cut_names = {id(one): name for name, one in model.named_modules() if marks(one)}
+        self._cut_names = {
+            id(one): name for name, one in model.named_modules() if isinstance(one, CutPoint)
+        }
         self._names: dict[int, tuple[str, str]] = {}
         aliases: dict[int, list[str]] = {}
         for source, named in (
@@ -347,8 +359,8 @@ class _Recorder(TorchFunctionMode):
         self._generators = _generators(self.tape.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is mark:
-            self._pass_cut(args[1])
+        if func in (mark, torch.ops.megatron_adaptive.mark.default):
+            self._pass_cut(*args[1:])
             return args[0]
         return self.note(func, args, kwargs or {}, func)
 
@@ -460,8 +472,10 @@ class _Recorder(TorchFunctionMode):
         self._kept.append(tensor)
         return number
 
-    def _pass_cut(self, cut_point: torch.nn.Module) -> None:
-        name = self._cut_names.get(id(cut_point))
+    def _pass_cut(self, cut_point: int, passing: int) -> None:
+        if passing == self._passing:  # another tensor of the same pass
+            return
+        self._passing, name = passing, self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
                 f"{_where()} calls a CutPoint that is no module of the model: make it in __init__ "
@@ -581,18 +595,33 @@ class Forward:
         model: the model.
         loss: makes the loss of its output and the batch; ``None`` where the model gives it.
         arguments: further keyword arguments of its forward.
-        autocast: element type of matrix products under mixed precision.
+        mixed_precision: its name, ``None`` for none.
+
+    Raises:
+        ConfigError: there is no such precision.
     """
 
     model: torch.nn.Module
-    loss: Loss | None
-    arguments: Mapping[str, Any]
-    autocast: torch.dtype | None
+    loss: Loss | None = None
+    arguments: Mapping[str, Any] | None = None
+    mixed_precision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixed_precision not in (None, *PRECISIONS):
+            raise ConfigError(
+                f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
+                "None"
+            )
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Element type of matrix products under mixed precision."""
+        return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
         """Return the loss of a microbatch."""
         given = {name: one for name, one in batch.items() if self._takes(name)}
-        output = self.model(**given, **self.arguments)
+        output = self.model(**given, **(self.arguments or {}))
         return self.loss(output, batch) if self.loss is not None else _loss_in(output)
 
     def _takes(self, name: str) -> bool:
@@ -662,10 +691,11 @@ class Forwards:
         take: Callable[[Forward, Mapping[str, torch.Tensor]], Tape],
         way: str,
     ) -> Forwards:
-        with _mode(forward.model, training=True), torch.enable_grad():
+        with mode_of(forward.model, training=True), torch.enable_grad():
             training = take(forward, sample)
-        with _mode(forward.model, training=False), torch.no_grad():
+        with mode_of(forward.model, training=False), torch.no_grad():
             evaluation = take(forward, sample)
+        training.autocast = evaluation.autocast = forward.autocast
         if training.cuts != evaluation.cuts:
             raise ConfigError(
                 f"in training the forward passes the cut points {', '.join(training.cuts)}, in "
@@ -676,7 +706,7 @@ class Forwards:
 
 
 @contextlib.contextmanager
-def _mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Put a model into a mode; a model in training mode keeps parts of it that are not."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -711,47 +741,14 @@ class _Lossy(torch.nn.Module):
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
     """Export a model, then record a run of what came out: that is its tape."""
-    cuts = {f"model.{n}": m for n, m in forward.model.named_modules() if isinstance(m, CutPoint)}
     with undisturbed(forward.model, forward.device):
         try:
             exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:  # of very many kinds
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
-    _mark_cuts(module, cuts)
     with forward.under_autocast():
         return record(forward.model, sample, lambda: module(**sample))
-
-
-def _mark_cuts(module: Any, cuts: Mapping[str, torch.nn.Module]) -> None:
-    """Have the graph call ``mark`` where the model called its cut points."""
-    seen: set[str] = set()
-    calls: dict[str, int] = {}
-    for node in list(module.graph.nodes):
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = stack[-1][0].split("@")[0] if stack else ""
-        if path not in cuts or node.target is not torch.ops.aten.clone.default:
-            continue
-        times = len(stack[-1][0].split("@"))
-        if path in seen and calls[path] == times:
-            continue
-        seen.add(path)
-        calls[path] = times
-        node.target, node.args, node.kwargs = _Marker(cuts[path]), (node.args[0],), {}
-    module.recompile()
-
-
-class _Marker:
-    """A function for a graph that marks one cut point."""
-
-    __name__ = __qualname__ = "cut_point"
-    __module__ = __name__
-
-    def __init__(self, cut_point: torch.nn.Module) -> None:
-        self._cut_point = cut_point
-
-    def __call__(self, given: torch.Tensor) -> Any:
-        return mark(given, self._cut_point)
 
 
 def _loss_in(output: Any) -> Any:

@@ -22,9 +22,9 @@ import torch
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.cutting import StagePlan, slice_tape
+from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, ProgramStages, RandomKey, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Tape, undisturbed
+from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
 from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
 __all__ = [
@@ -110,9 +110,7 @@ def measure_segments(
     with torch.enable_grad(), undisturbed(forward.model, device):
         for segment, plan in enumerate(plans):
             held = _held(tape, plan, tensors, device)
-            program = StageProgram(
-                tape, plan, held, device, is_last=plan is plans[-1], autocast=forward.autocast
-            )
+            program = StageProgram(tape, plan, held, device)
             before = _memory(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
@@ -222,11 +220,7 @@ def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[in
         tape: the forward.
         tensors: the model's, by name.
     """
-    uses: dict[str, set[int]] = {}
-    for segment, plan in enumerate(slice_tape(tape, (1,) * tape.num_segments)):
-        for name in plan.parameters:
-            uses.setdefault(name, set()).add(segment)
-    shared = {name: segments for name, segments in uses.items() if len(segments) > 1}
+    shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
     return count, (min(ends), max(ends)) if ends else ()
@@ -284,17 +278,11 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     held = tensors_of(forward.model)
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
-    program = StageProgram(tape, plan, held, device, is_last=True, autocast=forward.autocast)
-    modes = [(module, module.training) for module in forward.model.modules()]
+    program = StageProgram(tape, plan, held, device)
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
-        forward.model.eval()
-        try:
-            with forward.under_autocast():
-                expected = float(forward(other))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with mode_of(forward.model, training=False), forward.under_autocast():
+            expected = float(forward(other))
     assert replayed is not None
     halves = forward.autocast is not None or any(
         one.dtype.itemsize < 4 for one in held.values() if one.is_floating_point()

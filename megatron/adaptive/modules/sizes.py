@@ -13,12 +13,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
@@ -26,56 +25,27 @@ from megatron.adaptive.config.schedule import SEVERAL_CHUNKS, parse_partition
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
-from megatron.adaptive.modules.assembly import Cut, check_weights
-from megatron.adaptive.modules.cutting import balanced, given_partition
+from megatron.adaptive.modules.assembly import PipelineRequest
+from megatron.adaptive.modules.cutting import balanced, check_weights, given_partition
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
-from megatron.adaptive.modules.profiler import ModuleProfile, ProfileRequest, measure_profile
-from megatron.adaptive.modules.recording import Forward
+from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
+from megatron.adaptive.modules.recording import CutPoint
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
 from megatron.adaptive.planner.running import Option, Running, choose_option
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import is_rule, placement_for, splits_backward
 
-__all__ = [
-    "Chosen",
-    "JobEnded",
-    "Placed",
-    "Wanted",
-    "check_wanted",
-    "choose_shape",
-    "measure",
-    "place",
-]
-
+__all__ = ["Chosen", "JobEnded", "choose_orders", "choose_placement", "place"]
 
 _PIECES = 4  # of a weight gradient, under a rule
 _SPLITTING_RULES = ("adaptive", "hinted")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """Holds what a user gave of the shape.
-
-    Attributes:
-        pipeline_size: processes of a pipeline; ``auto``, or ``None`` without a microbatch, leaves
-            them to the planner.
-        micro_batch_size: samples of a microbatch; ``None`` leaves them to the planner.
-        batch_size: samples of a step over all replicas.
-        schedule, chunks, cap, split: see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
-    """
-
-    pipeline_size: int | Literal["auto"] | None
-    micro_batch_size: int | None
-    batch_size: int
-    schedule: str
-    chunks: int | None
-    cap: float | None
-    split: bool | None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is left to the planner."""
-        return self.micro_batch_size is None or self.pipeline_size == "auto"
+# What a measured model depends on, besides the model and the sample.
+_SIGNED = (
+    *("shared_weights", "partition", "weights", "slicing", "pipeline_size", "micro_batch_size"),
+    *("batch_size", "schedule", "chunks", "activation_cap", "split_backward"),
+    "memory_limit_bytes",
+)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +75,78 @@ class Chosen:
         other = self.others[0]
         more = 100 * (other.seconds / best.seconds - 1) if best.seconds else 0.0
         return f"{text}; next best is {other}: {_time(other.seconds)}, {more:.0f}% more"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+class JobEnded(SystemExit):
+    """Ends a rank's program in good order: the job goes on without it, or in another shape."""
+
+
+def place(
+    request: PipelineRequest, timeout_s: float
+) -> tuple[Mesh, PipelineRequest, Chosen | None, JobOrder | None]:
+    """Meet the other processes, and take or choose the shape of the job. Collective.
+
+    Args:
+        request: what the user asked for.
+        timeout_s: limit of waits for other processes.
+
+    Returns:
+        This process in its job; the request with all sizes settled; the choice, where one was made
+        here; and the job's order, ``None`` where nothing changes its shape.
+
+    Raises:
+        ConfigError: nothing is possible, or a setting breaks a rule.
+        JobEnded: the model was measured, and the job is to start it in a shape.
+    """
+    job = join_job(timeout_s)
+    plan: Chosen | None = None
+    try:
+        text = job.environment.job
+        order = None if text is None else JobOrder.from_text(text)
+        if order is not None:
+            request = _ordered(job, order, request)
+        elif request.micro_batch_size is None or request.pipeline_size == "auto":
+            plan = _choose(job, request)
+            best = plan.best
+            request = dataclasses.replace(
+                request,
+                pipeline_size=best.pipeline_size,
+                micro_batch_size=best.micro_batch_size,
+                partition=best.partition,
+                weights=plan.weights,
+            )
+        mesh = make_mesh(job, request.pipeline_size)  # type: ignore[arg-type]
+    except AdaptiveError:
+        job.close()
+        raise
+    return mesh, request, plan, order
+
+
+def _ordered(job: Job, order: JobOrder, request: PipelineRequest) -> PipelineRequest:
+    """Take the shape of an order; where it is of another model, measure this one and end."""
+    world_size = dist.get_world_size()
+    if order.signature and order.pipeline_size * order.replicas != world_size:
+        raise ConfigError(
+            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, and"
+            f" there are {world_size}: start the script with python -m megatron.adaptive run alone"
+        )
+    if _signature(request) != order.signature:
+        _measure_for_job(job, order, request)
+    found = dataclasses.replace(
+        request,
+        pipeline_size=order.pipeline_size,
+        micro_batch_size=order.micro_batch_size,
+        partition=order.partition,
+    )
+    known = MeasuredModule.read(Path(order.model)) if request.weights is None else None
+    if known is None:
+        return found
+    # A diagnosis needs to know what each stage should take.
+    return dataclasses.replace(found, weights=known.costs(order.micro_batch_size))
 
 
 def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Placement:
@@ -176,70 +218,44 @@ def choose_orders(
     )
 
 
-def choose_shape(
-    job: Job,
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-) -> Chosen:
+def _choose(job: Job, request: PipelineRequest) -> Chosen:
     """Profile and plan. Collective over all ranks; the same on all of them.
-
-    Args:
-        job: this process among all.
-        forward: the model, wholly there.
-        sample: a batch.
-        cut: how the model is to be cut.
-        wanted: what the user gave.
-        memory_limit_bytes: of a process; what is free where ``None``.
 
     Raises:
         ConfigError: nothing is possible; says what would help.
     """
-    wanted = check_wanted(wanted)
-    profile, chunks, splits = measure(job, forward, sample, cut, wanted, memory_limit_bytes)
-    answer: Chosen | AdaptiveError | None = None
-    if job.rank == 0:
-        try:
-            answer = _plan(profile, wanted, cut, chunks, splits=splits)
-        except AdaptiveError as error:
-            answer = error
-    answer = job.from_first(answer)
-    if isinstance(answer, AdaptiveError):
-        raise answer
-    assert answer is not None
+    if type(request.batch_size) is not int or request.batch_size < 1:
+        raise ConfigError(
+            f"batch_size {request.batch_size!r}: give a whole number of samples from 1 on"
+        )
+    if request.pipeline_size == "auto":
+        request = dataclasses.replace(request, pipeline_size=None)
+    elif request.pipeline_size is not None:
+        check_pipeline_size(request.pipeline_size)
+    profile, chunks, splits = _measure(job, request)
+    answer = _on_first(job, lambda: _plan(profile, request, chunks, splits=splits))
     if job.rank == 0:
         print(f"plan: {answer}", flush=True)
     return answer
 
 
-def check_wanted(wanted: Wanted) -> Wanted:
-    """Return what the user gave with a pipeline size that is a number or ``None``.
-
-    Raises:
-        ConfigError: a size is wrong.
-    """
-    if type(wanted.batch_size) is not int or wanted.batch_size < 1:
-        raise ConfigError(
-            f"batch_size {wanted.batch_size!r}: give a whole number of samples from 1 on"
-        )
-    if wanted.pipeline_size == "auto":
-        return dataclasses.replace(wanted, pipeline_size=None)
-    if wanted.pipeline_size is not None:
-        check_pipeline_size(wanted.pipeline_size)
-    return wanted
+def _on_first(job: Job, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0; return its result, or raise its error, on all ranks."""
+    answer: Any = None
+    if job.rank == 0:
+        try:
+            answer = action()
+        except AdaptiveError as error:
+            answer = error
+    answer = job.from_first(answer)
+    if isinstance(answer, AdaptiveError):
+        raise answer
+    found: T = answer
+    return found
 
 
-def measure(
-    job: Job,
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-) -> tuple[ModuleProfile, int, bool]:
-    """Profile a model as a plan needs it. Collective; arguments as of :func:`choose_shape`.
+def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bool]:
+    """Profile a model as a plan needs it. Collective.
 
     Returns:
         The profile, stages of each process, and whether the schedule splits backwards.
@@ -247,235 +263,103 @@ def measure(
     Raises:
         ConfigError: the model or a setting breaks a rule.
     """
-    size = wanted.micro_batch_size
+    size, forward = request.micro_batch_size, request.forward
     # As several ranks would run it; what is wrong with it is said before anything is measured.
-    orders = choose_orders(wanted.schedule, 2, 0, chunks=wanted.chunks, split=wanted.split)
-    splits = orders.weight_pieces > 0
-    request = ProfileRequest(
-        forward=forward,
-        sample=sample,
-        groups=cut.groups,
-        slicing=cut.slicing,
-        sizes=() if size is None else (size,),
-        # With larger ones there would be fewer microbatches than processes.
-        most=max(1, wanted.batch_size // dist.get_world_size()),
-        split=splits,
-        memory_limit_bytes=memory_limit_bytes,
-        name=type(forward.model).__name__,
+    orders = choose_orders(
+        request.schedule, 2, 0, chunks=request.chunks, split=request.split_backward
     )
-    return measure_profile(job, request), orders.placement.num_chunks, splits
+    splits = orders.weight_pieces > 0
+    profiler = Profiler(
+        forward.model,
+        request.sample,
+        loss=forward.loss,
+        arguments=forward.arguments,
+        mixed_precision=forward.mixed_precision,  # type: ignore[arg-type]
+        shared_weights=request.shared_weights,
+        slicing=request.slicing,
+        micro_batch_sizes=None if size is None else (size,),
+        split_backward=splits,
+        memory_limit_bytes=request.memory_limit_bytes,
+    )
+    # With larger ones there would be fewer microbatches than processes.
+    profiler.most_samples = max(1, request.batch_size // dist.get_world_size())
+    return profiler.measure(job), orders.placement.num_chunks, splits
 
 
-def _plan(profile: ModuleProfile, wanted: Wanted, cut: Cut, chunks: int, *, splits: bool) -> Chosen:
+def _plan(profile: ModuleProfile, request: PipelineRequest, chunks: int, *, splits: bool) -> Chosen:
     count = len(profile.cut_points) + 1
-    check_weights(cut.weights, count)
-    size = wanted.pipeline_size
+    check_weights(request.weights, count)
+    size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()
-    if not sizes and cut.partition is not None:
-        sizes = _sizes_of(wanted, cut, count)
+    if not sizes and request.partition is not None:
+        sizes = _sizes_of(request, count)
 
     def partition(num_stages: int) -> tuple[int, ...] | None:
-        if cut.partition is not None:
-            return given_partition(cut.partition, count, num_stages)
-        return None if cut.weights is None else balanced(cut.weights, num_stages)
+        if request.partition is not None:
+            return given_partition(request.partition, count, num_stages)
+        return None if request.weights is None else balanced(request.weights, num_stages)
 
-    found = choose_option(
+    given = request.micro_batch_size
+    best, *others = choose_option(
         Running(
             model=profile.model,
             cluster=profile.cluster,
             order=profile.order,
-            batch=wanted.batch_size,
-            schedule=wanted.schedule,
+            batch=request.batch_size,
+            schedule=request.schedule,
             chunks=chunks,
             whole=profile.times(split=False),
             split=profile.times(split=True) if splits else None,
-            cap=wanted.cap,
+            cap=request.activation_cap,
         ),
         pipeline_sizes=sizes,
-        micro_batches=() if wanted.micro_batch_size is None else (wanted.micro_batch_size,),
+        micro_batches=() if given is None else (given,),
         partition=partition,
         most=profile.micro_batch_sizes[-1],
     )
-    best, *others = found
     nearest = max(s for s in profile.micro_batch_sizes if s <= best.micro_batch_size)
     return Chosen(
         best=best,
         others=tuple(others),
-        batch_size=wanted.batch_size,
-        weights=tuple(cut.weights or profile.weights(nearest)),
+        batch_size=request.batch_size,
+        weights=tuple(request.weights or profile.weights(nearest)),
         profile=profile,
     )
 
 
-def _sizes_of(wanted: Wanted, cut: Cut, num_segments: int) -> tuple[int, ...]:
-    """Return the pipeline size that a given partition makes."""
-    assert cut.partition is not None
-    stages = len(
-        cut.partition.split("-") if isinstance(cut.partition, str) else tuple(cut.partition)
-    )
-    sizes: Sequence[int] = [
+def _sizes_of(request: PipelineRequest, num_segments: int) -> tuple[int, ...]:
+    """Return the pipeline sizes that a given partition makes."""
+    given = request.partition
+    assert given is not None
+    stages = len(given.split("-") if isinstance(given, str) else tuple(given))
+    sizes = [
         size
         for size in range(1, dist.get_world_size() + 1)
-        if choose_placement(wanted.schedule, size, wanted.chunks).num_stages == stages
+        if choose_placement(request.schedule, size, request.chunks).num_stages == stages
     ]
     if not sizes:
-        given_partition(cut.partition, num_segments, stages)
+        given_partition(given, num_segments, stages)
         raise ConfigError(
             f"partition of {stages} stages: no number of processes has so many under schedule "
-            f"{wanted.schedule}; give another partition, or chunks"
+            f"{request.schedule}; give another partition, or chunks"
         )
     return tuple(sizes)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-class JobEnded(SystemExit):
-    """Ends a rank's program in good order: the job goes on without it, or in another shape."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """Places a process in its job, with what was settled of the shape.
-
-    Attributes:
-        mesh: the job.
-        cut: how the model is cut.
-        wanted: sizes, none of them open.
-        plan: the choice, where one was made here.
-        order: of the job, ``None`` where nothing changes its shape.
-    """
-
-    mesh: Mesh
-    cut: Cut
-    wanted: Wanted
-    plan: Chosen | None
-    order: JobOrder | None
-
-
-def place(
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-    timeout_s: float,
-) -> Placed:
-    """Meet the other processes, and take or choose the shape of the job. Collective.
-
-    Args:
-        forward: the model, wholly there.
-        sample: a batch.
-        cut: how the model is to be cut.
-        wanted: what the user gave.
-        memory_limit_bytes: of a process; what is free where ``None``.
-        timeout_s: limit of waits for other processes.
-
-    Raises:
-        ConfigError: nothing is possible, or a setting breaks a rule.
-        JobEnded: the model was measured, and the job is to start it in a shape.
-    """
-    job = join_job(timeout_s)
-    try:
-        text = job.environment.job
-        order = None if text is None else JobOrder.from_text(text)
-        cut, wanted, plan = _settle(job, order, forward, sample, cut, wanted, memory_limit_bytes)
-        mesh = make_mesh(job, wanted.pipeline_size)  # type: ignore[arg-type]
-    except AdaptiveError:
-        job.close()
-        raise
-    return Placed(mesh=mesh, cut=cut, wanted=wanted, plan=plan, order=order)
-
-
-def _settle(
-    job: Job,
-    order: JobOrder | None,
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-) -> tuple[Cut, Wanted, Chosen | None]:
-    """Return sizes and partition as given, chosen here or ordered by the job."""
-    if order is not None:
-        _require_world(order)
-        sizes = (order.pipeline_size, order.micro_batch_size, order.partition)
-        if _signature(forward, sample, cut, wanted, memory_limit_bytes) != order.signature:
-            _measure(job, order, forward, sample, cut, wanted, memory_limit_bytes)
-        plan, (pipeline_size, micro_batch_size, partition) = None, sizes
-        known = MeasuredModule.read(Path(order.model)) if cut.weights is None else None
-        if known is not None:  # a diagnosis needs to know what each stage should take
-            cut = dataclasses.replace(cut, weights=known.costs(micro_batch_size))
-    elif wanted.is_open:
-        plan = choose_shape(job, forward, sample, cut, wanted, memory_limit_bytes)
-        best = plan.best
-        pipeline_size, micro_batch_size = best.pipeline_size, best.micro_batch_size
-        partition = best.partition
-        cut = dataclasses.replace(cut, weights=plan.weights)
-    else:
-        return cut, wanted, None
-    cut = dataclasses.replace(cut, partition=partition)
-    wanted = dataclasses.replace(
-        wanted, pipeline_size=pipeline_size, micro_batch_size=micro_batch_size
-    )
-    return cut, wanted, plan
-
-
-def _measure(
-    job: Job,
-    order: JobOrder,
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-) -> None:
+def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> None:
     """Measure the model for the job, and end; it starts the ranks again.
 
     Raises:
         JobEnded: always, where nothing is wrong.
     """
-    size = wanted.micro_batch_size
-    if size is not None and wanted.batch_size % size:
+    size, given = request.micro_batch_size, request.pipeline_size
+    if size is not None and request.batch_size % size:
         raise ConfigError(
-            f"batch_size {wanted.batch_size} does not divide into microbatches of {size}: give a"
+            f"batch_size {request.batch_size} does not divide into microbatches of {size}: give a"
             f" multiple of {size}, or leave micro_batch_size to the job"
         )
-    # Of how many processes a pipeline is, the job decides for whatever is there.
-    open_ = dataclasses.replace(wanted, pipeline_size=None)
-    profile, chunks, splits = measure(job, forward, sample, cut, open_, memory_limit_bytes)
-    check_weights(cut.weights, len(profile.cut_points) + 1)
-    signature = _signature(forward, sample, cut, wanted, memory_limit_bytes)
-    made = _module(job, profile, cut, wanted, signature, chunks=chunks, splits=splits)
-    problem: AdaptiveError | None = None
-    if job.rank == 0:
-        if order.signature:
-            print("the model is not the one that the job was planned for: planned anew", flush=True)
-        try:
-            made.write(Path(order.model))
-        except OSError as error:
-            problem = CheckpointError(
-                f"{order.model}: {error.strerror or error}: free space there, or name another"
-                " folder with --checkpoint"
-            )
-    problem = job.from_first(problem)
-    if problem is not None:
-        raise problem
-    job.close()
-    raise JobEnded(EXIT_MEASURED)
-
-
-def _module(
-    job: Job,
-    profile: ModuleProfile,
-    cut: Cut,
-    wanted: Wanted,
-    signature: str,
-    *,
-    chunks: int,
-    splits: bool,
-) -> MeasuredModule:
+    profile, chunks, splits = _measure(job, request)
+    check_weights(request.weights, len(profile.cut_points) + 1)
     hosts: dict[str, MeasuredHost] = {}
     for place, name, node in zip(job.places, profile.names, profile.nodes, strict=True):
         hosts.setdefault(
@@ -489,72 +373,56 @@ def _module(
                 shares_memory=not job.accelerator.is_cuda,
             ),
         )
-    size = wanted.pipeline_size
-    return MeasuredModule(
-        signature=signature,
+    try:
+        partition = request.partition
+        partition = parse_partition(partition) if isinstance(partition, str) else partition
+    except ValueError as error:
+        raise ConfigError(f"partition: {error}") from None
+    made = MeasuredModule(
+        signature=_signature(request),
         name=profile.name,
         whole=profile.document(split=False),
         split=profile.document(split=True) if splits else None,
         element_bytes=profile.parts[0].element_bytes,
         hosts=tuple(hosts.values()),
-        batch_size=wanted.batch_size,
+        batch_size=request.batch_size,
         most=profile.micro_batch_sizes[-1],
-        schedule=wanted.schedule,
+        schedule=request.schedule,
         chunks=chunks,
-        cap=wanted.cap,
-        pipeline_size=size if isinstance(size, int) else None,
-        micro_batch_size=wanted.micro_batch_size,
-        partition=_numbers(cut.partition),
-        weights=None if cut.weights is None else tuple(cut.weights),
+        cap=request.activation_cap,
+        pipeline_size=given if isinstance(given, int) else None,
+        micro_batch_size=size,
+        partition=None if partition is None else tuple(partition),
+        weights=None if request.weights is None else tuple(request.weights),
         is_random=any(part.is_random for part in profile.parts),
     )
 
+    def write() -> None:
+        if order.signature:
+            print("the model is not the one that the job was planned for: planned anew", flush=True)
+        try:
+            made.write(Path(order.model))
+        except OSError as error:
+            raise CheckpointError(
+                f"{order.model}: {error.strerror or error}: free space there, or name another"
+                " folder with --checkpoint"
+            ) from error
 
-def _numbers(partition: str | Sequence[int] | None) -> tuple[int, ...] | None:
-    if partition is None:
-        return None
-    try:
-        return parse_partition(partition) if isinstance(partition, str) else tuple(partition)
-    except ValueError as error:
-        raise ConfigError(f"partition: {error}") from None
+    _on_first(job, write)
+    job.close()
+    raise JobEnded(EXIT_MEASURED)
 
 
-def _signature(
-    forward: Forward,
-    sample: Mapping[str, torch.Tensor],
-    cut: Cut,
-    wanted: Wanted,
-    memory_limit_bytes: float | None,
-) -> str:
+def _signature(request: PipelineRequest) -> str:
     """Returns a digest of this model and of what is wanted of it."""
+    model = request.forward.model
     content: dict[str, Any] = {
-        "model": type(forward.model).__qualname__,
-        "parameters": [
-            [name, list(one.shape), str(one.dtype)]
-            for name, one in forward.model.named_parameters()
-        ],
-        "cuts": [
-            name for name, one in forward.model.named_modules() if type(one).__name__ == "CutPoint"
-        ],
-        "sample": [[name, list(one.shape[1:]), str(one.dtype)] for name, one in sample.items()],
-        "cut": dataclasses.astuple(cut),
-        "wanted": dataclasses.astuple(wanted),
-        "memory": memory_limit_bytes,
-        "autocast": str(forward.autocast),
+        "model": type(model).__qualname__,
+        "parameters": [(n, list(one.shape), str(one.dtype)) for n, one in model.named_parameters()],
+        "cuts": [name for name, one in model.named_modules() if isinstance(one, CutPoint)],
+        "sample": [(n, list(one.shape[1:]), str(one.dtype)) for n, one in request.sample.items()],
+        "autocast": request.forward.mixed_precision,
+        **{name: getattr(request, name) for name in _SIGNED},
     }
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _require_world(order: JobOrder) -> None:
-    """Refuse an order for another number of processes.
-
-    Raises:
-        ConfigError: there are more or fewer.
-    """
-    if order.signature and order.pipeline_size * order.replicas != dist.get_world_size():
-        raise ConfigError(
-            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, and"
-            f" there are {dist.get_world_size()}: start the script with python -m megatron.adaptive"
-            " run alone"
-        )

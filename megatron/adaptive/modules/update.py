@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.cutting import SharedWeight
 
 if TYPE_CHECKING:  # it imports megatron-core
     from megatron.adaptive.modules.mesh import Mesh
@@ -72,31 +72,13 @@ def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: i
         group: the ranks.
         divide_by: divides the sums.
     """
-    for bucket in _buckets(tensors):
-        flat = torch.cat([one.reshape(-1) for one in bucket])
+    for bucket in _take_tensors(tensors, _BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
         if divide_by != 1:
             flat /= divide_by
-        offset = 0
-        for one in bucket:
-            one.copy_(flat[offset : offset + one.numel()].view_as(one))
-            offset += one.numel()
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for one in tensors:
-        kinds.setdefault(one.dtype, []).append(one)
-    for members in kinds.values():
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for one in members:
-            if bucket and size + one.nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(one)
-            size += one.nbytes
-        yield bucket
+        for one, part in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            one.copy_(part)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -122,8 +104,9 @@ class Update:
     Args:
         mesh: the job.
         parameters: of this rank's stages, by name.
-        shared: parameters that several ranks of the pipeline hold.
-        groups: process groups of their positions, those that this rank is in.
+        shared: positions in the pipeline of the ranks that hold a parameter, ascending, by the
+            names of parameters that several hold.
+        groups: process groups of such positions, those that this rank is in.
 
     Attributes:
         parameters: as given.
@@ -136,7 +119,7 @@ class Update:
         *,
         mesh: Mesh,
         parameters: Mapping[str, torch.nn.Parameter],
-        shared: Sequence[SharedWeight],
+        shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
         self.parameters = dict(parameters)
@@ -145,20 +128,15 @@ class Update:
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         # A shared parameter counts on the first rank that has it.
         counted = dict(self.parameters)
-        for one in shared:
-            if one.name in self.parameters:
-                parameter = self.parameters[one.name]
-                self._shared.setdefault(one.positions, []).append(parameter)
-                if one.positions[0] != mesh.pp_rank:
-                    del counted[one.name]
+        for name, positions in shared.items():
+            if name in self.parameters:
+                self._shared.setdefault(positions, []).append(self.parameters[name])
+                if positions[0] != mesh.pp_rank:
+                    del counted[name]
         self._counted = list(counted.values())
         self.optimizer: Any = None
         self._clip_norm: float | None = None
         self.scaler: LossScale | None = None
-
-    def start(self, *, is_fp16: bool) -> None:
-        """Take the precision of the run."""
-        self.scaler = LossScale() if is_fp16 else None
 
     @property
     def scale(self) -> float:

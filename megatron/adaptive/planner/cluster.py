@@ -2,7 +2,7 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``data/cluster.schema.json``; ``docs/planner.md`` describes it.
+``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.files import check_schema, quantity, read_file
+from megatron.adaptive.planner.files import check_form, read_file
 
 __all__ = [
     "Cluster",
@@ -388,7 +388,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     Raises:
         ConfigError: it breaks a rule.
     """
-    check_schema(document, "cluster", where)
+    document = check_form(document, "cluster", where)
     groups, hosts = [], set()
     for index, one in enumerate(document["nodes"]):
         place = f"{where}: nodes[{index}]"
@@ -410,14 +410,14 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         first, second = one["between"]
         if (first, second) in links or (second, first) in links:
             raise ConfigError(f"{place}: {first} and {second} have a link already; keep one")
-        links[first, second] = _speed(one, place, shared=True)
+        links[first, second] = _speed(one, place)
     try:
         return Cluster(
             name=document.get("name", ""),
             groups=tuple(groups),
-            network=_optional(document, "network", where),
+            network=_speed(document.get("network"), f"{where}: network"),
             links=links,
-            between_zones=_optional(document, "between_zones", where),
+            between_zones=_speed(document.get("between_zones"), f"{where}: between_zones"),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -427,7 +427,7 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
     gpu = known_gpu(one["gpu"])
     name = one["gpu"] if gpu is None else gpu.name
     if "memory" in one:
-        memory = quantity(one["memory"], "bytes", f"{place}.memory")
+        memory = one["memory"]
     elif name in memories:
         memory = memories[name]
     elif gpu is not None:
@@ -443,40 +443,30 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
         gpus=one["gpus_per_node"],
         memory_bytes=memory,
         intra=_speed(one["link"], f"{place}.link", shared=False),
-        network=_optional(one, "network", place, joint="."),
+        network=_speed(one.get("network"), f"{place}.network"),
         price_per_hour=float(one.get("price_per_hour", 0.0)),
         zone=one.get("zone", ""),
     )
 
 
-def _optional(
-    document: Mapping[str, Any], key: str, where: str, *, joint: str = ": "
-) -> LinkSpeed | None:
-    if key not in document:
+@overload
+def _speed(one: None, place: str, *, shared: bool = True) -> None: ...
+@overload
+def _speed(one: Mapping[str, Any], place: str, *, shared: bool = True) -> LinkSpeed: ...
+def _speed(one: Any, place: str, *, shared: bool = True) -> LinkSpeed | None:
+    """Makes a link of its checked form; ``shared`` where it does not say it itself."""
+    if one is None:
         return None
-    return _speed(document[key], f"{where}{joint}{key}", shared=True)
-
-
-def _speed(one: Mapping[str, Any], place: str, *, shared: bool) -> LinkSpeed:
-    """Reads a link; ``shared`` where it does not say it itself."""
-    sizes = tuple(
-        (
-            quantity(size, "bytes", f"{place}.sizes[{index}][0]"),
-            quantity(speed, "bytes_per_s", f"{place}.sizes[{index}][1]"),
-        )
-        for index, (size, speed) in enumerate(one.get("sizes", []))
-    )
-    by_pairs = tuple(
-        (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
-        for index, more in enumerate(one.get("by_pairs", []))
-    )
     try:
         return LinkSpeed(
-            bytes_per_s=quantity(one["bandwidth"], "bytes_per_s", f"{place}.bandwidth"),
-            latency_s=quantity(one.get("latency", "0 s"), "s", f"{place}.latency", zero=True),
+            bytes_per_s=one["bandwidth"],
+            latency_s=one.get("latency", 0.0),
             shared=one.get("shared", shared),
-            sizes=sizes,
-            by_pairs=by_pairs,
+            sizes=tuple((size, speed) for size, speed in one.get("sizes", ())),
+            by_pairs=tuple(
+                (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
+                for index, more in enumerate(one.get("by_pairs", ()))
+            ),
         )
     except ConfigError as error:
         text = str(error)

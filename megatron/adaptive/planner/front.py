@@ -15,44 +15,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.plan import Plan, PlanRow, placement_text, plan_document
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, check_request, scheduled, whole_partition
 from megatron.adaptive.planner.search import Found, Searcher
 from megatron.adaptive.planner.search_space import Objective
 
-__all__ = ["Front", "Point", "find_front", "pareto", "write_front", "write_page", "write_picture"]
+__all__ = ["Front", "find_front", "pareto", "write_front"]
+
+_COLOUR = "#1f77b4"
+_SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 
-def find_front(
-    model: Model, cluster: Cluster, profile: Profile, request: Request
-) -> tuple[PlanRow, ...]:
+def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     """Finds the plans that no other beats in both time and price of a step, fastest first.
 
     Args:
-        model: what is trained.
-        cluster: the largest; every part of it counts.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         request: what is asked for; which of time and cost is least does not matter.
 
     Raises:
         ConfigError: the cluster has no prices, or no plan keeps the limits.
     """
-    if not any(node.price_per_hour for node in cluster.types):
+    if not any(node.price_per_hour for node in inputs.cluster.types):
         raise ConfigError(
             "--pareto weighs speed against price, but no node type has one: give price_per_hour in"
             " the cluster file"
         )
-    options = replace(request.options, partition=whole_partition(request.options.partition, model))
-    check_request(request, options, model, cluster)
-    searcher = Searcher(model, cluster, profile, global_batch=request.global_batch, options=options)
+    options = replace(
+        request.options, partition=whole_partition(request.options.partition, inputs.model)
+    )
+    check_request(request, options, inputs)
+    searcher = Searcher(inputs, global_batch=request.global_batch, options=options)
     found = pareto(searcher, request.objective).found
     if not found:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
-    rows = [scheduled(one.plan, model, cluster, profile, request.schedules) for one in found]
+    rows = [scheduled(one.plan, inputs, request.schedules) for one in found]
     return tuple(_front(rows))
 
 
@@ -65,44 +64,38 @@ def _front(rows: Sequence[PlanRow]) -> list[PlanRow]:
     return kept
 
 
-def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder: Path) -> None:
+def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
     """Writes the front as chart, picture and plan files.
 
     Args:
         rows: the plans, fastest first.
-        model: what is planned.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
         folder: gets ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
 
     Raises:
         ConfigError: the folder cannot be written to.
-        SetupError: a package that draws is missing.
     """
-    documents = [plan_document(row.plan, model, cluster, row.prediction) for row in rows]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, document in enumerate(documents, start=1):
-            text = json.dumps(document, indent=2) + "\n"
-            (folder / f"plan-{number}.json").write_text(text, encoding="utf-8")
-        text = json.dumps(documents, indent=2) + "\n"
-        (folder / "front.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
-    points = [
-        Point(
-            tokens_per_s=row.prediction.tokens_per_s,
-            price_per_million=row.prediction.price_per_hour
-            / 3600
-            / row.prediction.tokens_per_s
-            * 1e6,
-            label=f"{placement_text(row.plan, cluster)}; tp {row.plan.tp}, dp {row.plan.dp},"
-            f" pp {row.plan.pp}, microbatch {row.plan.micro_batch}",
-        )
+    documents = [plan_document(row.plan, inputs, row.prediction) for row in rows]
+    files = {f"plan-{number}": document for number, document in enumerate(documents, start=1)}
+    prices = [
+        row.prediction.price_per_hour / 3600 / row.prediction.tokens_per_s * 1e6 for row in rows
+    ]
+    speeds = [row.prediction.tokens_per_s for row in rows]
+    labels = [
+        f"{placement_text(row.plan, inputs.cluster)}; tp {row.plan.tp}, dp {row.plan.dp},"
+        f" pp {row.plan.pp}, microbatch {row.plan.micro_batch}"
         for row in rows
     ]
-    title = f"{model.name}, {rows[0].plan.global_batch} samples for a step"
-    write_page(points, title, folder / "front.html")
-    write_picture(points, title, folder / "front.png")
+    title = f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in {**files, "front": documents}.items():
+            text = json.dumps(content, indent=2) + "\n"
+            (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        _write_page(prices, speeds, labels, title, folder / "front.html")
+        _write_picture(prices, speeds, title, folder / "front.png")
+    except OSError as error:
+        raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,41 +176,17 @@ class _Points:
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
 
-_COLOUR = "#1f77b4"
-_SPEED, _PRICE = "tokens per second", "price of a million tokens"
+def _write_page(
+    prices: list[float], speeds: list[float], labels: list[str], title: str, path: Path
+) -> None:
+    """Writes a self-contained page with one point for each plan, named when pointed at."""
+    import plotly.graph_objects as go
 
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One plan of the front.
-
-    Attributes:
-        tokens_per_s: of the job.
-        price_per_million: tokens.
-        label: nodes and degrees.
-    """
-
-    tokens_per_s: float
-    price_per_million: float
-    label: str
-
-
-def write_page(points: Sequence[Point], title: str, path: Path) -> None:
-    """Writes a self-contained page with one point for each plan, named when pointed at.
-
-    Raises:
-        SetupError: plotly is missing.
-        ConfigError: the file cannot be written.
-    """
-    try:
-        import plotly.graph_objects as go
-    except ImportError as error:
-        raise SetupError(f"{path}: the page needs plotly: pip install plotly") from error
     figure: Any = go.Figure(
         go.Scatter(
-            x=[one.price_per_million for one in points],
-            y=[one.tokens_per_s for one in points],
-            text=[one.label for one in points],
+            x=prices,
+            y=speeds,
+            text=labels,
             mode="lines+markers",
             line={"shape": "hv", "color": _COLOUR},
             hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g} for a million<extra></extra>",
@@ -226,38 +195,20 @@ def write_page(points: Sequence[Point], title: str, path: Path) -> None:
     figure.update_layout(
         title=title, xaxis_title=_PRICE, yaxis_title=_SPEED, template="plotly_white"
     )
-    _write(path, lambda: figure.write_html(str(path), include_plotlyjs=True))
+    figure.write_html(str(path), include_plotlyjs=True)
 
 
-def write_picture(points: Sequence[Point], title: str, path: Path) -> None:
-    """Writes the same as PNG.
+def _write_picture(prices: list[float], speeds: list[float], title: str, path: Path) -> None:
+    """Writes the same as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        SetupError: matplotlib is missing.
-        ConfigError: the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SetupError(f"{path}: the picture needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(8, 5), dpi=120)
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    prices = [one.price_per_million for one in points]
-    speeds = [one.tokens_per_s for one in points]
     axes.step(prices, speeds, where="post", color=_COLOUR, linewidth=1)
     axes.plot(prices, speeds, "o", color=_COLOUR, markersize=4)
-    axes.set_title(title)
-    axes.set_xlabel(_PRICE)
-    axes.set_ylabel(_SPEED)
+    axes.set(title=title, xlabel=_PRICE, ylabel=_SPEED)
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    FigureCanvasAgg(figure)
-    _write(path, lambda: figure.savefig(str(path), format="png"))
-
-
-def _write(path: Path, write: Any) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
+    figure.savefig(str(path), format="png")

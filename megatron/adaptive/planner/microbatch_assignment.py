@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import boundary_s
 from megatron.adaptive.planner.plan import Plan, StagePlace
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.timing import ScheduleTimes
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.workload import PS_PER_S
 
 __all__ = ["as_run", "dealt_times", "dealt_widths", "even_share", "held_of", "hop_s"]
 
@@ -62,8 +62,7 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def hop_s(
     sender: StagePlace,
     receiver: StagePlace,
-    cluster: Cluster,
-    profile: Profile,
+    inputs: PlanInputs,
     bytes_per_sample: float,
 ) -> tuple[float, float]:
     """Times one message between a replica of one stage and one of the next.
@@ -75,8 +74,7 @@ def hop_s(
         boundary_s(
             replace(sender, replicas=(one,)),
             replace(receiver, replicas=(other,)),
-            cluster,
-            profile,
+            inputs,
             bytes_per_sample,
         )
         for one in sender.replicas
@@ -106,7 +104,7 @@ def dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) ->
         message_s=message_s.max(axis=0)[:-1].tolist(),
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
-    ends, busy = np.array(step.ends_s), np.array(step.busy_s)
+    ends, busy = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S, np.array(step.busy_s)
     return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),

@@ -2,7 +2,7 @@
 
 GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
-is ``data/model.schema.json``; ``docs/planner.md`` describes it.
+is ``model`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.files import check_schema, read_file
+from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import (
     LayerKind,
     Model,
@@ -305,7 +305,7 @@ def make_model(
     Raises:
         ConfigError: it breaks a rule.
     """
-    check_schema(document, "model", where)
+    check_form(document, "model", where)
     name = document.get("name", Path(where).stem)
     precision = precision or document.get("precision")
     if "preset" in document:
@@ -374,7 +374,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 
 def _of_profile(document: Mapping[str, Any], where: str, precision: str | None) -> Model:
     """Returns the model that a profile was measured with."""
-    check_schema(document, "profile", where)
+    check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):
         return listed_model(

@@ -6,20 +6,23 @@ stands. Reading and writing of profile files is not done here.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import LinkSpeed
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
+from megatron.adaptive.planner.model import Model
 
-__all__ = ["LayerTimes", "Profile", "Source"]
+__all__ = ["LayerTimes", "Profile", "PlanInputs", "Source"]
 
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
 """Layer kind, GPU, tensor-parallel ranks, samples of a microbatch."""
+_PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,52 +143,58 @@ class Profile:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
         return {key: tuple(sorted(values)) for key, values in sizes.items()}
 
-    def _beyond(
-        self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
-    ) -> LayerTimes:
-        """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
-        high = self.layers[kind, gpu, tp, sizes[-1]]
-        whole = replace(high.scaled(micro_batch / sizes[-1]), source="estimated")
-        if len(sizes) < 2:
-            return whole
-        low = self.layers[kind, gpu, tp, sizes[-2]]
-
-        def line(a: float, b: float) -> float:
-            rate = min(max((b - a) / (sizes[-1] - sizes[-2]), b / sizes[-1] / 2), b / sizes[-1])
-            return b + rate * (micro_batch - sizes[-1])
-
-        return replace(
-            whole,
-            forward_s=line(low.forward_s, high.forward_s),
-            backward_input_s=line(low.backward_input_s, high.backward_input_s),
-            backward_weight_s=line(low.backward_weight_s, high.backward_weight_s),
-        )
-
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        above = [size for size in sizes if size > micro_batch]
-        below = [size for size in sizes if size < micro_batch]
-        if not below:
-            least = self.layers[kind, gpu, tp, above[0]]
-            return replace(least.scaled(micro_batch / above[0]), source="estimated")
-        small = below[-1]
-        low = self.layers[kind, gpu, tp, small]
-        if not above:
-            return self._beyond(kind, gpu, tp, micro_batch, sizes)
-        high = self.layers[kind, gpu, tp, above[0]]
-        part = (micro_batch - small) / (above[0] - small)
-        kept = None
-        if low.kept_bytes is not None and high.kept_bytes is not None:
-            kept = low.kept_bytes + (high.kept_bytes - low.kept_bytes) * part
+        if micro_batch < sizes[0]:
+            found = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
+            return replace(found, source="estimated")
+        at = min(bisect(sizes, micro_batch), len(sizes) - 1)
+        small, large = sizes[max(at - 1, 0)], sizes[at]
+        low, high = self.layers[kind, gpu, tp, small], self.layers[kind, gpu, tp, large]
+        if micro_batch > large:
+            return _beyond(low, high, small, large, micro_batch)
+        part = (micro_batch - small) / (large - small)
+
+        def between(name: str) -> float:
+            one, other = getattr(low, name), getattr(high, name)
+            return float(one + (other - one) * part)
+
+        known = low.kept_bytes is not None and high.kept_bytes is not None
         return LayerTimes(
-            forward_s=low.forward_s + (high.forward_s - low.forward_s) * part,
-            backward_input_s=low.backward_input_s
-            + (high.backward_input_s - low.backward_input_s) * part,
-            backward_weight_s=low.backward_weight_s
-            + (high.backward_weight_s - low.backward_weight_s) * part,
+            **{name: between(name) for name in (*_PARTS, "launch_s")},
             tp_included=low.tp_included,
-            launch_s=low.launch_s + (high.launch_s - low.launch_s) * part,
-            kept_bytes=kept,
+            kept_bytes=between("kept_bytes") if known else None,
             source="estimated",
         )
+
+
+def _beyond(
+    low: LayerTimes, high: LayerTimes, small: int, large: int, micro_batch: int
+) -> LayerTimes:
+    """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
+    whole = replace(high.scaled(micro_batch / large), source="estimated")
+    if small == large:
+        return whole
+
+    def line(a: float, b: float) -> float:
+        rate = min(max((b - a) / (large - small), b / large / 2), b / large)
+        return b + rate * (micro_batch - large)
+
+    seconds = {name: line(getattr(low, name), getattr(high, name)) for name in _PARTS}
+    return replace(whole, **seconds)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What is trained where, and how long it takes.
+
+    Attributes:
+        model: its layers.
+        cluster: the nodes and links.
+        profile: durations.
+    """
+
+    model: Model
+    cluster: Cluster
+    profile: Profile

@@ -1,7 +1,7 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``data/profile.schema.json``; ``docs/planner.md`` describes it. Who trains a model of
-his own through a pipeline knows where it can be cut, and can time the pieces between two cut
+The form is ``profile`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. Who trains a model
+of his own through a pipeline knows where it can be cut, and can time the pieces between two cut
 points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
 keys, a row for each piece, GPU and microbatch size::
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
-from megatron.adaptive.planner.files import check_schema, read_file
+from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
@@ -65,7 +65,7 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
             " again with python -m megatron.adaptive profile"
         )
-    check_schema(content, "profile", str(path))
+    check_form(content, "profile", str(path))
     checked: dict[str, Any] = content
     return checked
 
@@ -76,7 +76,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: the content breaks a rule, or the file cannot be written.
     """
-    check_schema(content, "profile", str(path))
+    check_form(content, "profile", str(path))
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -97,7 +97,7 @@ def document(
         ConfigError: an entry breaks a rule.
     """
     content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
-    check_schema(content, "profile", "profile")
+    check_form(content, "profile", "profile")
     return content
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.adaptive.config.schedule import format_partition
@@ -22,13 +22,10 @@ from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import (
     Plan,
     PlanRow,
-    Prediction,
-    StagePlace,
-    place_ranks,
-    placement_text,
+    StageMemory,
     seconds_text,
 )
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
 from megatron.adaptive.planner.search_space import Objective
 
@@ -118,37 +115,31 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
     return replace(given, optimizer_s_per_parameter=optimizer, layers=layers)
 
 
-def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) -> Proposal:
+def propose(inputs: PlanInputs, request: Request) -> Proposal:
     """Finds the best plans.
 
     Args:
-        model: what is trained.
-        cluster: on which nodes.
-        profile: see :func:`complete_profile`.
+        inputs: what is trained where, and how long it takes.
         request: what is asked for.
 
     Raises:
         ConfigError: nothing fits, limits contradict each other, or an option is wrong; says which,
             and what would help.
     """
-    options = replace(request.options, partition=whole_partition(request.options.partition, model))
-    check_request(request, options, model, cluster)
-    searcher = Searcher(model, cluster, profile, global_batch=request.global_batch, options=options)
+    options = replace(
+        request.options, partition=whole_partition(request.options.partition, inputs.model)
+    )
+    check_request(request, options, inputs)
+    searcher = Searcher(inputs, global_batch=request.global_batch, options=options)
     result = searcher.search(request.objective)
     if not result.found:
         if request.objective == Objective(least=request.objective.least):
-            raise ConfigError(
-                explain_memory(model, cluster, profile, request.global_batch, options)
-            )
+            raise ConfigError(explain_memory(inputs, request.global_batch, options))
         anything = searcher.search(Objective())
         if not anything.found:
-            raise ConfigError(
-                explain_memory(model, cluster, profile, request.global_batch, options)
-            )
+            raise ConfigError(explain_memory(inputs, request.global_batch, options))
         raise ConfigError(explain_limits(searcher, request.objective))
-    rows = [
-        scheduled(found.plan, model, cluster, profile, request.schedules) for found in result.found
-    ]
+    rows = [scheduled(found.plan, inputs, request.schedules) for found in result.found]
     goal = request.objective
 
     def value(row: PlanRow) -> float:
@@ -157,21 +148,17 @@ def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) 
     return Proposal(rows=tuple(sorted(rows, key=value)), result=result)
 
 
-def scheduled(
-    plan: Plan, model: Model, cluster: Cluster, profile: Profile, schedules: Sequence[str]
-) -> PlanRow:
+def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow:
     """Gives a pipeline the order of work that is fastest for it and fits.
 
     Args:
         plan: as the search found it.
-        model: what is trained.
-        cluster: on which nodes.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         schedules: orders to choose from; that of the search stays where none of them is possible.
     """
-    row = PlanRow(plan=plan, prediction=predict(plan, model, cluster, profile))
+    row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if (run := as_run(plan)) != plan:
-        row = PlanRow(plan=run, prediction=predict(run, model, cluster, profile))
+        row = PlanRow(plan=run, prediction=predict(run, inputs))
         plan = run
     if plan.pp == 1 or plan.chunks > 1:
         return row
@@ -179,7 +166,7 @@ def scheduled(
     for name in schedules:
         candidate = replace(plan, schedule=name)
         try:
-            seen = predict(candidate, model, cluster, profile)
+            seen = predict(candidate, inputs)
         except ScheduleError:
             continue  # not with these stages or so few microbatches
         if seen.fits:
@@ -225,18 +212,18 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
     return whole
 
 
-def check_request(request: Request, options: SearchOptions, model: Model, cluster: Cluster) -> None:
+def check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
     """Refuses contradictory requests before anything is searched.
 
     Args:
         request: what is asked for.
         options: its options, the partition over all layers.
-        model: what is trained.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
 
     Raises:
         ConfigError: two options contradict each other, the model or the nodes.
     """
+    model, cluster = inputs.model, inputs.cluster
     if request.global_batch < 1:
         raise ConfigError(f"--global-batch-size {request.global_batch}: give at least 1")
     stages = len(options.partition)
@@ -293,73 +280,91 @@ def _words(values: Sequence[int]) -> str:
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-_MOST_TRIED = 300
 _CLOSE = 1e-3
+_NO_LIMIT = 1e15
+_NEAR = 0.01
+_FEW_LEVELS = 500
+_MOST_CPU_S = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def stage(self) -> int:
-        """The stage that lacks most."""
-        stages = self.prediction.stages
-        return max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
-
-    @property
-    def missing_bytes(self) -> float:
-        return self.prediction.stages[self.stage].memory.missing_bytes
-
-
-def explain_memory(
-    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
-) -> str:
+def explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
     """Names the stage of the nearest plan that lacks memory, and what would make it fit.
 
     Args:
-        model: what is planned.
-        cluster: the nodes that do not suffice.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         global_batch: samples of a step.
         options: the restrictions under which nothing fits.
     """
-    nearest = _nearest(model, cluster, profile, global_batch, options)
+
+    model, cluster = inputs.model, inputs.cluster
+
+    def found(cluster: Cluster, options: SearchOptions) -> Plan | None:
+        """Searches with all that saves memory."""
+        lean = replace(
+            options,
+            recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
+            micro_batch=options.micro_batch or (1,),
+            top=1,
+            most_leaves=1,
+            most_levels=_FEW_LEVELS,
+            most_cpu_s=_MOST_CPU_S,
+        )
+        searcher = Searcher(
+            replace(inputs, cluster=cluster), global_batch=global_batch, options=lean
+        )
+        rows = searcher.search().found
+        return rows[0].plan if rows else None
+
+    def lacking(plan: Plan) -> tuple[int, StageMemory]:
+        """Returns the stage that lacks most."""
+        stages = predict(plan, inputs).stages
+        stage = max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
+        return stage, stages[stage].memory
+
+    nearest = found(_with_more(cluster, _NO_LIMIT), options)
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
             f" {global_batch}: no widths that are allowed use nodes whole and divide the batch;"
-            " allow others with --tp, --dp, --pp and --micro-batch-sizes, or change"
+            " allow others with --tp, --dp, --pp, --micro-batch-sizes and --partition, or change"
             " --global-batch-size"
         )
-    plan, memory = nearest.plan, nearest.prediction.stages[nearest.stage].memory
-    place = plan.places[nearest.stage]
-    node = cluster.nodes[place.replicas[0].node]
-    shape = f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch}"
-    if nearest.missing_bytes <= 0:
-        return (
-            f"no plan for {model.name} keeps the restrictions on this cluster, though {shape} with"
-            f" recompute {plan.recompute} fits on {placement_text(plan, cluster)}: allow more with"
-            " --tp, --dp, --pp, --micro-batch-sizes or --partition"
-        )
-    text = (
-        f"{model.name} fits nowhere on this cluster: at best ({shape}, recompute"
-        f" {plan.recompute}) stage {nearest.stage} on {node.name} needs"
-        f" {memory.total_bytes / _GB:.1f} GB of {memory.limit_bytes / _GB:.1f} GB, it lacks"
-        f" {nearest.missing_bytes / _GB:.1f} GB"
+    stage, memory = lacking(nearest)
+    least = 0.0
+    while memory.missing_bytes - least > _NEAR * memory.missing_bytes:
+        middle = (least + memory.missing_bytes) / 2
+        if (plan := found(_with_more(cluster, middle), options)) is None:
+            least = middle
+        else:
+            nearest, (stage, memory) = plan, lacking(plan)
+    remedies = list(_remedies(found, cluster, options))
+    remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
+    node = cluster.nodes[nearest.places[stage].replicas[0].node]
+    return (
+        f"{model.name} fits nowhere on this cluster: at best (tp {nearest.tp}, dp {nearest.dp},"
+        f" pp {nearest.pp}, microbatch {nearest.micro_batch}, recompute {nearest.recompute})"
+        f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
+        f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
+        f" what would fit: {', or '.join(remedies)}"
     )
-    remedies = list(_remedies(model, cluster, profile, global_batch, options, memory.total_bytes))
-    return f"{text}; what would fit: {', or '.join(remedies)}"
+
+
+def _with_more(cluster: Cluster, more_bytes: float) -> Cluster:
+    """Returns the cluster with so much more memory for each GPU."""
+    groups = tuple(
+        replace(
+            group,
+            type=replace(group.type, memory_bytes=group.type.memory_bytes + more_bytes),
+        )
+        for group in cluster.groups
+    )
+    return replace(cluster, groups=groups)
 
 
 def _remedies(
-    model: Model,
+    found: Callable[[Cluster, SearchOptions], Plan | None],
     cluster: Cluster,
-    profile: Profile,
-    global_batch: int,
     options: SearchOptions,
-    needed_bytes: float,
 ) -> Iterator[str]:
     """Yields changes that make a plan fit, the smallest of each kind."""
     free = SearchOptions()
@@ -373,10 +378,8 @@ def _remedies(
         "pp": "any --pp",
     }
     for name, words in names.items():
-        if getattr(options, name) == getattr(free, name):
-            continue
         wider = replace(options, **{name: getattr(free, name)})
-        if _fits(model, cluster, profile, global_batch, wider):
+        if wider != options and found(cluster, wider):
             yield words
             break
     for index, group in enumerate(cluster.groups):
@@ -387,124 +390,9 @@ def _remedies(
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
                 break  # no link is known between nodes of a type that there is one of
-            if _fits(model, larger, profile, global_batch, options):
+            if found(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} in place of {group.count}"
                 break
-    yield f"GPUs of {math.ceil(needed_bytes / _GB)} GB"
-
-
-def _fits(
-    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
-) -> bool:
-    nearest = _nearest(model, cluster, profile, global_batch, options)
-    return nearest is not None and nearest.missing_bytes <= 0
-
-
-def _nearest(
-    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
-) -> _Attempt | None:
-    """Returns the plan that lacks least memory among the leanest of each shape."""
-    best: _Attempt | None = None
-    for plan in _leanest(model, cluster, global_batch, options):
-        try:
-            attempt = _Attempt(plan=plan, prediction=predict(plan, model, cluster, profile))
-        except (ConfigError, ScheduleError):
-            continue  # a width that nobody measured, or a schedule that wants more microbatches
-        if best is None or attempt.missing_bytes < best.missing_bytes:
-            best = attempt
-        if best.missing_bytes <= 0:
-            break
-    return best
-
-
-def _leanest(
-    model: Model, cluster: Cluster, global_batch: int, options: SearchOptions
-) -> Iterator[Plan]:
-    """Yields a plan for each shape, with all that saves memory."""
-    order = sorted(range(len(cluster.nodes)), key=lambda node: -cluster.nodes[node].memory_bytes)
-    widest = max(node.gpus for node in cluster.types)
-    widths = [
-        tp
-        for tp in options.tp or range(widest, 0, -1)
-        if model.max_tp % tp == 0 and any(node.gpus % tp == 0 for node in cluster.types)
-    ]
-    recompute = "full" if "full" in options.recompute else options.recompute[-1]
-    tried = 0
-    for tp in widths:
-        most = min(cluster.num_gpus // tp, model.num_layers)
-        for pp in options.pp or _steps(most):
-            for dp in options.dp or _copies(cluster.num_gpus // (tp * pp), global_batch):
-                sizes = [
-                    size for size in options.micro_batch or (1,) if global_batch % (dp * size) == 0
-                ]
-                if not sizes or tp * pp * dp > cluster.num_gpus or tried >= _MOST_TRIED:
-                    continue
-                partition = options.partition or _even_bytes(model, pp, tp)
-                if len(partition) != pp:
-                    continue
-                try:
-                    places = place_ranks(
-                        cluster, order, tp=tp, dp=dp, pp=pp, micro_batch=min(sizes)
-                    )
-                except ConfigError:
-                    continue  # a group would cross nodes
-                if not _whole_nodes(places, cluster):
-                    continue
-                tried += 1
-                yield Plan(
-                    tp=tp,
-                    dp=dp,
-                    pp=pp,
-                    micro_batch=min(sizes),
-                    global_batch=global_batch,
-                    partition=partition,
-                    places=places,
-                    recompute=recompute,
-                    distributed_optimizer=dp > 1 and True in options.distributed_optimizer,
-                    sequence_parallel=options.sequence_parallel,
-                )
-
-
-def _whole_nodes(places: Sequence[StagePlace], cluster: Cluster) -> bool:
-    """Returns whether every node that is used is used whole, as the search wants it."""
-    used: dict[int, int] = {}
-    for place in places:
-        for replica in place.replicas:
-            used[replica.node] = used.get(replica.node, 0) + replica.tp
-    return all(count == cluster.nodes[node].gpus for node, count in used.items())
-
-
-def _steps(most: int) -> list[int]:
-    """Returns the numbers of stages to try, the largest first."""
-    return sorted({most, *(2**power for power in range(20) if 2**power <= most)}, reverse=True)
-
-
-def _copies(most: int, global_batch: int) -> list[int]:
-    return [dp for dp in range(most, 0, -1) if global_batch % dp == 0]
-
-
-def _even_bytes(model: Model, stages: int, tp: int) -> tuple[int, ...]:
-    """Cuts the layers so that every stage holds about the same bytes of weights and state."""
-    sizes = model.precision
-    each = sizes.parameter_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
-    weights = [
-        model.layer(i).held_parameters(tp) * each + model.layer(i).kept_bytes(tp, "full")
-        for i in range(model.num_layers)
-    ]
-    total, cuts, reached = sum(weights), [0], 0.0
-    for index, weight in enumerate(weights):
-        left = model.num_layers - index
-        if (
-            len(cuts) < stages
-            and index > cuts[-1]
-            and (reached + weight / 2 >= total * len(cuts) / stages or left <= stages - len(cuts))
-        ):
-            cuts.append(index)
-        reached += weight
-    while len(cuts) < stages:
-        cuts.append(model.num_layers)
-    bounds = [*cuts, model.num_layers]
-    return tuple(bounds[i + 1] - bounds[i] for i in range(stages))
 
 
 def explain_limits(searcher: Searcher, objective: Objective) -> str:

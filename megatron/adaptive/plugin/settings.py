@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.flags import FieldSpec, fields_of, flag
 from megatron.adaptive.config.parallel import AUTO, TRANSPORTS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
@@ -29,15 +31,16 @@ _REFUSED = {
 CHOICES = ("megatron", *(name for name in policy_names() if name not in _REFUSED))
 """Values of ``schedule``."""
 
-_FIELD_OF = {
-    "pipeline_schedule": "schedule",
-    "activation_cap": "activation_cap",
-    "split_backward": "split_backward",
-    "weight_pieces": "weight_pieces",
-    "trace_dir": "trace_dir",
-    "transport": "transport",
-    "pipeline_timeout_s": "timeout_s",
-}
+
+def _why_no_schedule(name: str) -> str:
+    reason = _REFUSED.get(name, "is unknown")
+    return f"pipeline schedule {name} {reason}: choose one of {', '.join(CHOICES)}"
+
+
+def _schedule(word: str) -> str:
+    if word not in CHOICES:
+        raise ValueError(_why_no_schedule(word))
+    return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +51,39 @@ class Settings:
         ConfigError: one of them is not possible, by itself or with another.
     """
 
-    schedule: str = "adaptive"
-    activation_cap: float | None = None
-    split_backward: bool = False
-    weight_pieces: int = 4
-    trace_dir: str | None = None
-    transport: str = AUTO
-    timeout_s: float = 600.0
+    schedule: str = flag(
+        f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is megatron-core's "
+        "own code.",
+        default="adaptive",
+        names=("--pipeline-schedule",),
+        unit="NAME",
+        convert=_schedule,
+    )
+    activation_cap: float | None = flag(
+        "Most activations that a rank keeps, in microbatches over all its chunks.",
+        default=None,
+        unit="MICROBATCHES",
+    )
+    split_backward: bool = flag(
+        "Compute weight gradients as work of their own; needs layers that defer them.",
+        default=False,
+        unit="True|False",
+    )
+    weight_pieces: int = flag(
+        "Parts into which a run-time choice may cut each weight gradient.", default=4, unit="PIECES"
+    )
+    trace_dir: str | None = flag("Folder for traces of all ranks.", default=None, unit="DIR")
+    transport: str = flag(
+        "What connects neighbouring ranks of the pipeline; auto chooses for each pair.",
+        default=AUTO,
+        choices=(AUTO, *TRANSPORTS),
+    )
+    timeout_s: float = flag(
+        "Time limit of every wait for a message of the pipeline.",
+        default=600.0,
+        names=("--pipeline-timeout-s",),
+        unit="SECONDS",
+    )
 
     def __post_init__(self) -> None:
         given = f"pipeline schedule {self.schedule}"
@@ -110,7 +139,10 @@ class Settings:
         Raises:
             ConfigError: the result is not possible.
         """
-        values = {field: getattr(arguments, name, None) for name, field in _FIELD_OF.items()}
+        values = {
+            spec.dest: getattr(arguments, spec.name[2:].replace("-", "_"), None)
+            for spec in fields_of(Settings)
+        }
         given = {field: value for field, value in values.items() if value is not None}
         return dataclasses.replace(self, **given)
 
@@ -124,44 +156,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         ``parser``.
     """
     group = parser.add_argument_group(title="megatron.adaptive")
-    group.add_argument(
-        "--pipeline-schedule",
-        type=_schedule,
-        metavar="NAME",
-        help=f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is "
-        "megatron-core's own code.",
-    )
-    group.add_argument(
-        "--activation-cap",
-        type=float,
-        metavar="MICROBATCHES",
-        help="Most activations that a rank keeps, in microbatches over all its chunks.",
-    )
-    group.add_argument(
-        "--split-backward",
-        type=_truth,
-        metavar="True|False",
-        help="Compute weight gradients as work of their own; needs layers that defer them.",
-    )
-    group.add_argument(
-        "--weight-pieces",
-        type=int,
-        metavar="PIECES",
-        help="Parts into which a run-time choice may cut each weight gradient.",
-    )
-    group.add_argument("--trace-dir", metavar="DIR", help="Folder for traces of all ranks.")
-    group.add_argument(
-        "--transport",
-        choices=(AUTO, *TRANSPORTS),
-        help="What connects neighbouring ranks of the pipeline; auto chooses for each pair.",
-    )
-    group.add_argument(
-        "--pipeline-timeout-s",
-        type=float,
-        metavar="SECONDS",
-        help="Time limit of every wait for a message of the pipeline.",
-    )
+    for spec in fields_of(Settings):
+        assert spec.flag is not None
+        group.add_argument(
+            spec.name,
+            type=functools.partial(_convert, spec),
+            choices=spec.flag.choices or None,
+            metavar=spec.flag.unit or None,
+            help=spec.flag.help,
+        )
     return parser
+
+
+def _convert(spec: FieldSpec, word: str) -> Any:
+    try:
+        return spec.convert(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def megatron_arguments() -> Any:
@@ -174,21 +185,3 @@ def megatron_arguments() -> Any:
         return get_args()
     except AssertionError:  # how Megatron-LM says that it has parsed none yet
         return None
-
-
-def _why_no_schedule(name: str) -> str:
-    reason = _REFUSED.get(name, "is unknown")
-    return f"pipeline schedule {name} {reason}: choose one of {', '.join(CHOICES)}"
-
-
-def _schedule(word: str) -> str:
-    if word not in CHOICES:
-        raise argparse.ArgumentTypeError(_why_no_schedule(word))
-    return word
-
-
-def _truth(word: str) -> bool:
-    known = {"true": True, "false": False}
-    if word.lower() not in known:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither True nor False")
-    return known[word.lower()]

@@ -35,7 +35,7 @@ from megatron.adaptive.transport.connect import (
     network_address,
     own_endpoint,
 )
-from megatron.adaptive.transport.groups import ProcessGroups
+from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.interface import Arrival, Endpoint, Label, Transport
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,9 @@ class Tuner:
         self._sample.add(times.actions)
         if self._steps < LAST:
             return None
-        self._note_memory()
-        self._sample.links = self._links()
+        sample = self._sample
+        sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(self._run)
+        sample.links = self._links()
         decision = decide_on_first(
             self._run.job, self._sample, lambda samples: self._choose(samples, num_microbatches)
         )
@@ -126,10 +127,6 @@ class Tuner:
             if limit >= 1:
                 found[kind] = limit
         return found
-
-    def _note_memory(self) -> None:
-        memory = memory_of(self._run)
-        self._sample.free_bytes, self._sample.kept_bytes, self._sample.held_bytes = memory
 
     def _links(self) -> dict[int, Link]:
         """Measures the links to the neighbours, one pair of the pipeline after the other."""
@@ -174,9 +171,7 @@ def decide_on_first(
         The decision, on all ranks.
     """
     gathered = job.gather(measured)
-    box: list[Any] = [decide(gathered) if job.is_first else None]
-    dist.broadcast_object_list(box, src=0, group=job.control_group)
-    decision: T = box[0]
+    decision: T = job.from_first(decide(gathered) if job.is_first else None)
     return decision
 
 

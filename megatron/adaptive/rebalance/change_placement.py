@@ -86,23 +86,23 @@ def take_down(run: Run) -> None:
 def _write(run: Run, progress: Progress) -> Path:
     """Writes the training state into a temporary folder; leaves none where it cannot."""
     job = run.job
-    box: list[Any] = [None]
+    found: Any = None
     if job.is_first:
         try:
-            box = [_make_folder(job.config.checkpoint.save)]
+            found = _make_folder(job.config.checkpoint.save)
         except OSError as error:
-            box = [CheckpointError(f"no folder for the stages on their way: {error}")]
-    dist.broadcast_object_list(box, src=0, group=job.control_group)
-    if isinstance(box[0], CheckpointError):
-        raise box[0]
-    folder: Path = box[0]
+            found = CheckpointError(f"no folder for the stages on their way: {error}")
+    folder = job.from_first(found)
+    if isinstance(folder, CheckpointError):
+        raise folder
     try:
         gather_parameters(run)
         _checkpoints(run, folder).save(progress)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return folder
+    written: Path = folder
+    return written
 
 
 def _build(job: TrainingJob, kind: PlacementKind, folder: Path) -> Run:

@@ -29,7 +29,6 @@ __all__ = ["Passage", "Share", "Table", "exchange", "passages", "shares_of", "st
 
 MAIN = "main weight"
 _LAYERS = "decoder.layers."
-_ALIGNMENT = 16
 _TAG = 71
 _MESSAGE_BYTES = 1 << 28
 
@@ -222,7 +221,7 @@ def exchange(
     old: Mapping[str, Share],
     new: Mapping[str, Share],
     group: dist.ProcessGroup | None,
-) -> int:
+) -> None:
     """Sends and receives the state of every passage; sources and targets call it.
 
     Blocks until everything that comes here has come and everything that leaves has left.
@@ -234,9 +233,6 @@ def exchange(
         new: what it shall have, with room for it.
         group: gloo group for messages of the host; ``None`` to send from device to device over the
             job's own group.
-
-    Returns:
-        Bytes that came from other ranks.
 
     Raises:
         TransportError: a message did not come or go within the group's time limit.
@@ -251,8 +247,17 @@ def exchange(
             outgoing[way.target] += _parts(old, way)
         elif way.target == rank:
             incoming[way.source] += _parts(new, way)
-    arrived = {peer: _empty(tensors, group) for peer, tensors in incoming.items()}
-    leaving = {peer: _packed(tensors, group) for peer, tensors in outgoing.items()}
+    # A message is the bytes of its tensors, one after the other.
+    sizes = {peer: [one.nbytes for one in tensors] for peer, tensors in incoming.items()}
+    place = "cpu" if group is not None else None
+    arrived = {
+        peer: torch.empty(sum(sizes[peer]), dtype=torch.uint8, device=place or tensors[0].device)
+        for peer, tensors in incoming.items()
+    }
+    leaving = {
+        peer: torch.cat([one.view(torch.uint8).to(device=place) for one in tensors])
+        for peer, tensors in outgoing.items()
+    }
     try:
         _pass(arrived, leaving, group)
     except RuntimeError as error:
@@ -263,10 +268,8 @@ def exchange(
             "is lost: resume it from its last checkpoint"
         ) from error
     for peer, tensors in incoming.items():
-        for tensor, place in zip(tensors, _places(tensors), strict=True):
-            size = tensor.numel() * tensor.element_size()
-            tensor.copy_(arrived[peer][place : place + size].view(tensor.dtype))
-    return sum(buffer.numel() for buffer in arrived.values())
+        for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype))  # where its type may begin
 
 
 def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
@@ -278,51 +281,23 @@ def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
     return [share.state[part][low:high] for part in sorted(share.state)]
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns the byte at which each tensor begins in the message."""
-    places = [0]
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return places[:-1]
-
-
-def _empty(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
-    device = tensors[0].device if group is None else torch.device("cpu")
-    last = tensors[-1].numel() * tensors[-1].element_size()
-    size = _places(tensors)[-1] + -(-last // _ALIGNMENT) * _ALIGNMENT
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _packed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
-    buffer = _empty(tensors, group)
-    for tensor, place in zip(tensors, _places(tensors), strict=True):
-        size = tensor.numel() * tensor.element_size()
-        buffer[place : place + size].view(tensor.dtype).copy_(tensor)
-    return buffer
-
-
 def _pass(
     arrived: Mapping[int, torch.Tensor],
     leaving: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Receives into ``arrived`` and sends ``leaving``, both by peer."""
-    receives = [
-        (dist.irecv, peer, part) for peer in sorted(arrived) for part in _cut(arrived[peer])
+    calls = [
+        (call, peer, part)
+        for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
+        for peer in sorted(messages)
+        for part in messages[peer].split(_MESSAGE_BYTES)
     ]
-    sends = [(dist.isend, peer, part) for peer in sorted(leaving) for part in _cut(leaving[peer])]
-    if not receives and not sends:
-        return
     works: list[Any]
-    if group is None:
-        operations = [dist.P2POp(call, part, peer) for call, peer, part in (*receives, *sends)]
-        works = dist.batch_isend_irecv(operations)
+    if group is not None:
+        works = [call(part, peer, group, _TAG) for call, peer, part in calls]
     else:
-        works = [call(part, peer, group, _TAG) for call, peer, part in (*receives, *sends)]
+        operations = [dist.P2POp(call, part, peer) for call, peer, part in calls]
+        works = dist.batch_isend_irecv(operations) if operations else []
     for work in works:
         work.wait()
-
-
-def _cut(message: torch.Tensor) -> Sequence[torch.Tensor]:
-    return message.split(_MESSAGE_BYTES)

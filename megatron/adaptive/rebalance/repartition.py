@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
@@ -105,14 +104,6 @@ class Move:
     layers: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """Holds the first rank's decision, and the step that it is based on."""
-
-    move: Move | None
-    step_s: float
-
-
 def resume_partition(job: TrainingJob) -> TrainingJob:
     """Takes the partition that the job had when the checkpoint to load was written. Collective.
 
@@ -122,11 +113,8 @@ def resume_partition(job: TrainingJob) -> TrainingJob:
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
         return job
-    box: list[Any] = [None]
-    if job.is_first:
-        box = [_saved_partition(config)]
-    dist.broadcast_object_list(box, src=0, group=job.control_group)
-    return job if box[0] is None else with_partition(job, box[0])
+    saved = job.from_first(_saved_partition(config) if job.is_first else None)
+    return job if saved is None else with_partition(job, saved)
 
 
 def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
@@ -200,16 +188,14 @@ class Repartitioner:
         self._steps.append((_medians(times), times.span_s))
         if self._since < self._interval:
             return None
-        answer = decide_on_first(
+        move, step_s = decide_on_first(
             self._run.job,
             self._measurements(),
             lambda measured: self._decide(measured, num_microbatches),
         )
-        self._compare(answer.step_s)
+        self._compare(step_s)
         self._forget()
-        if answer.move is None or answer.move.gain < self._gain:
-            return None
-        return answer.move
+        return None if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Reports a move and goes on after it.
@@ -257,7 +243,10 @@ class Repartitioner:
             held_bytes=held,
         )
 
-    def _decide(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> _Answer:
+    def _decide(
+        self, measured: Sequence[StepMeasurements], num_microbatches: int
+    ) -> tuple[Move | None, float]:
+        """Returns what pays, and the step that this is based on."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.candidate(num_microbatches)
@@ -266,7 +255,7 @@ class Repartitioner:
             max(one.spans_s[step] for one in measured) for step in range(count)
         )
         if count < _LEAST_STEPS:
-            return _Answer(move=None, step_s=span_s)
+            return None, span_s
 
         def loads(steps: slice) -> Loads:
             return loads_of(
@@ -284,7 +273,7 @@ class Repartitioner:
         except ScheduleError:
             found = None  # the order cannot be simulated for this many microbatches
         if found is None:
-            return _Answer(move=None, step_s=span_s)
+            return None, span_s
         move = Move(
             partition=found.partition,
             why=_reason(whole),
@@ -292,7 +281,7 @@ class Repartitioner:
             before_s=span_s,
             layers=travelling(whole.partition, found.partition, run.placement),
         )
-        return _Answer(move=move, step_s=span_s)
+        return move, span_s
 
 
 def _propose(

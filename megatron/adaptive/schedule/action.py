@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-__all__ = ["Action", "ActionKind", "ActionTable", "action_table"]
+__all__ = ["KINDS", "NUMBER", "Action", "ActionKind", "ActionTable", "action_table"]
 
 
 class ActionKind(str, Enum):
@@ -24,6 +24,11 @@ class ActionKind(str, Enum):
 
     def __str__(self) -> str:
         return str.__str__(self)
+
+
+KINDS = tuple(ActionKind)
+NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+"""The kinds as the numbers of ``machine``."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

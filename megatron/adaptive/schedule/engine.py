@@ -15,8 +15,6 @@ from megatron.adaptive.schedule.machine import (
     CHUNKS,
     DONE,
     FINISHED,
-    FORWARD_ONLY,
-    MICROBATCHES,
     PIECES,
     STARTED,
     TOTAL,
@@ -44,8 +42,10 @@ class World(NamedTuple):
         states: per rank, its numbers (see ``machine``).
         hints: per rank, its order as codes, or empty.
         stages: ``[rank * chunks + chunk]``, the stage.
-        where: per stage, its rank.
-        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
+        where: per stage, its first rank.
+        widths: per stage, its ranks, which take microbatches in turn (see ``widths``).
+        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W; microbatches of the whole
+            step, also below.
         delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
         occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
         free: ``[from * ranks + to]``, when the link is free again.
@@ -60,6 +60,7 @@ class World(NamedTuple):
     hints: list[Sequence[int]]
     stages: list[int]
     where: list[int]
+    widths: list[int]
     durations: list[int]
     delays: list[int]
     occupancy: list[int]
@@ -135,19 +136,31 @@ def end_of(world: World, rank: int, now: int, work: int) -> int:
     return end + work - int((end - now) / (factor / 1e6))
 
 
-def work_of(world: World, s: State, kind: int, chunk: int, stage: int) -> int:
+def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
+    """A rank's microbatch as the whole step counts it."""
+    return microbatch * world.widths[stage] + rank - world.where[stage]
+
+
+def total_of(world: World) -> int:
+    """Microbatches of the whole step."""
+    return len(world.durations) // (3 * len(world.where))
+
+
+def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     """Picoseconds of the chunk's next action of that kind."""
-    stages, microbatches = len(world.where), s[MICROBATCHES]
+    s = world.states[rank]
+    stages, total, pieces = len(world.where), total_of(world), s[PIECES]
     index = lane_count(s, kind, chunk)
+    piece = 0
     if kind == W:
-        pieces = s[PIECES]
-        microbatch = index // pieces
-        piece = index - microbatch * pieces
-        whole = world.durations[(W * stages + stage) * microbatches + microbatch]
-        return whole * (piece + 1) // pieces - whole * piece // pieces
-    work = world.durations[(kind * stages + stage) * microbatches + index]
-    if kind == B and s[PIECES] == 0:
-        work += world.durations[(W * stages + stage) * microbatches + index]
+        piece = index % pieces
+        index //= pieces
+    at = stage * total + whole_of(world, rank, stage, index)
+    work = world.durations[kind * stages * total + at]
+    if kind == W:
+        return work * (piece + 1) // pieces - work * piece // pieces
+    if kind == B and pieces == 0:
+        work += world.durations[W * stages * total + at]
     return work
 
 
@@ -162,7 +175,7 @@ def decide(world: World, rank: int, now: int) -> bool:
     chunk = code - kind * chunks
     if not is_ready(s, kind, chunk):
         return False
-    work = work_of(world, s, kind, chunk, world.stages[rank * chunks + chunk])
+    work = work_of(world, rank, kind, chunk, world.stages[rank * chunks + chunk])
     end = end_of(world, rank, now, work)
     at = s[STARTED]
     world.codes[rank][at] = code
@@ -174,35 +187,36 @@ def decide(world: World, rank: int, now: int) -> bool:
     return True
 
 
-def send(world: World, s: State, kind: int, stage: int, microbatch: int, now: int) -> None:
+def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
     """Hand the result of a forward or backward on to the stage that needs it."""
-    stages, ranks = len(world.where), len(world.running)
+    stages, ranks, total = len(world.where), len(world.running), total_of(world)
     to = stage + 1 if kind == F else stage - 1
-    if to < 0 or to >= stages or (kind == B and s[FORWARD_ONLY]):
+    if to < 0 or to >= stages:
         return
-    event = (kind * stages + to) * s[MICROBATCHES] + microbatch
-    source, target = world.where[stage], world.where[to]
-    if source == target:
+    whole = whole_of(world, rank, stage, microbatch)
+    event = (kind * stages + to) * total + whole
+    target = world.where[to] + whole % world.widths[to]
+    if rank == target:
         heap_push(world, now, event)
         return
-    link = source * ranks + target
+    link = rank * ranks + target
     sent = max(now, world.free[link]) + world.occupancy[link]
     world.free[link] = sent
-    delay = world.delays[(kind * stages + stage) * s[MICROBATCHES] + microbatch]
-    heap_push(world, sent + delay, event)
+    heap_push(world, sent + world.delays[(kind * stages + stage) * total + whole], event)
 
 
 def happen(world: World, event: int, now: int) -> int:
     """Take note of an event; returns the rank that it concerns."""
-    ranks = len(world.running)
     if event >= 0:
-        lane = event // world.states[0][MICROBATCHES]
-        microbatch = event - lane * world.states[0][MICROBATCHES]
-        stages = len(world.where)
+        stages, total = len(world.where), total_of(world)
+        lane = event // total
+        whole = event - lane * total
         kind = lane // stages
         stage = lane - kind * stages
-        rank = world.where[stage]
-        arrive(world.states[rank], kind, stage // ranks, microbatch)
+        width = world.widths[stage]
+        rank = world.where[stage] + whole % width
+        chunk = stage // len(world.running)
+        arrive(world.states[rank], kind, chunk, whole // width)
         return rank
     rank = -1 - event
     s = world.states[rank]
@@ -214,7 +228,7 @@ def happen(world: World, event: int, now: int) -> int:
     microbatch = lane_count(s, kind + DONE, chunk)
     finish(s, kind, chunk)
     if kind != W:
-        send(world, s, kind, world.stages[rank * chunks + chunk], microbatch, now)
+        send(world, rank, kind, world.stages[rank * chunks + chunk], microbatch, now)
     return rank
 
 

@@ -25,11 +25,9 @@ __all__ = [
     "arrive",
     "finish",
     "fits",
-    "initialize",
     "is_ready",
     "lane_count",
     "start",
-    "state_size",
 ]
 
 F, B, W = 0, 1, 2
@@ -40,20 +38,19 @@ NO_CAP = 1 << 62
 
 # Single values.
 LAST = 0  # kind of the last F or B started, -1 before the first; W does not count
-LAST_STARTED = 1  # kind of the last action started, -1 before the first
-IN_FLIGHT = 2
-PEAK = 3
-CAP = 4
-CHUNKS = 5
-MICROBATCHES = 6
-PIECES = 7  # parts of each weight gradient, 0 if backwards are whole
-GROUP = 8  # microbatches that a chunk should take in a row, see ``rules``
-RANK = 9
-STARTED = 10
-FINISHED = 11
-TOTAL = 12
-FORWARD_ONLY = 13
-HEAD = 14
+IN_FLIGHT = 1
+PEAK = 2
+CAP = 3
+CHUNKS = 4
+MICROBATCHES = 5
+PIECES = 6  # parts of each weight gradient, 0 if backwards are whole
+GROUP = 7  # microbatches that a chunk should take in a row, see ``rules``
+RANK = 8
+STARTED = 9
+FINISHED = 10
+TOTAL = 11
+FORWARD_ONLY = 12
+HEAD = 13
 
 # Blocks of one value per chunk. The first six count actions; a count is also the next index.
 DONE = 3  # from a kind's block of started actions to that of finished ones
@@ -65,42 +62,6 @@ FLAGS = 10
 
 State = list[int]
 """A rank's numbers; compiled code has an ``int64`` array in its place."""
-
-
-def state_size(num_chunks: int, num_microbatches: int) -> int:
-    """Length of a rank's state."""
-    return HEAD + num_chunks * (FLAGS + 2 * num_microbatches)
-
-
-def initialize(s: State, rank: int, group: int, first: State, last: State) -> None:
-    """Fill in what follows from the values that the caller has set.
-
-    Set before: ``CAP``, ``CHUNKS``, ``MICROBATCHES``, ``PIECES``, ``FORWARD_ONLY`` and the blocks
-    ``UNITS`` and ``KEPT``; everything else is 0.
-
-    Args:
-        s: the state.
-        rank: this rank's position in the pipeline.
-        group: how many microbatches a chunk should take in a row.
-        first: per chunk, 1 if it is the pipeline's first stage, whose forwards need no input.
-        last: per chunk, 1 if it is the last stage.
-    """
-    chunks, microbatches = s[CHUNKS], s[MICROBATCHES]
-    s[LAST] = -1
-    s[LAST_STARTED] = -1
-    s[RANK] = rank
-    s[GROUP] = group
-    kinds = 1 if s[FORWARD_ONLY] else 2 + s[PIECES]
-    s[TOTAL] = chunks * microbatches * kinds
-    room = 0
-    for chunk in range(chunks - 1, -1, -1):
-        room += s[HEAD + UNITS * chunks + chunk]
-        s[HEAD + ROOM * chunks + chunk] = room
-        s[HEAD + IS_LAST * chunks + chunk] = last[chunk]
-        if first[chunk]:
-            flags = HEAD + FLAGS * chunks + chunk * microbatches
-            for microbatch in range(microbatches):
-                s[flags + microbatch] = 1
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
@@ -140,7 +101,6 @@ def start(s: State, kind: int, chunk: int) -> None:
     chunks = s[CHUNKS]
     s[HEAD + kind * chunks + chunk] += 1
     s[STARTED] += 1
-    s[LAST_STARTED] = kind
     if kind != W:
         s[LAST] = kind
     if kind == F and not s[FORWARD_ONLY]:

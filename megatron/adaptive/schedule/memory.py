@@ -26,33 +26,19 @@ This module owns these numbers. Who holds how much at a moment is the business o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.machine import MEMORY_SCALE
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Schedule
 
-__all__ = [
-    "check_activation_units",
-    "check_cap",
-    "check_kept_fraction",
-    "default_activation_units",
-    "default_cap",
-    "held_units",
-    "least_cap",
-    "peak_units",
-    "scaled",
-    "scaled_cap",
-    "with_rounding",
-]
+__all__ = ["check_cap", "default_activation_units", "default_cap", "scaled_cap", "with_rounding"]
 
 # Relative: sums of fractions such as thirds miss their limit by less.
 _ROUNDING = 1e-9
 # In millionths: half of one for each of a thousand chunks' microbatches.
 _ROUNDING_PER_SUM = 500
-# Measured, see ``adaptive``: at 1.25 latency already costs up to 7% against the static schedules,
+# Measured, see ``rules``: at 1.25 latency already costs up to 7% against the static schedules,
 # at 1.5 nothing up to one stage forward of latency.
 _SLACK = 1.5
 
@@ -62,152 +48,32 @@ def default_activation_units(num_chunks: int) -> tuple[float, ...]:
     return (1.0 / num_chunks,) * num_chunks
 
 
-def check_activation_units(activation_units: Sequence[float], num_chunks: int) -> None:
-    """Refuse sizes that do not describe a rank's chunks.
-
-    Raises:
-        ScheduleError: wrong number of entries, or one that is negative or not finite.
-    """
-    if len(activation_units) != num_chunks:
-        raise ScheduleError(
-            f"{len(activation_units)} activation sizes for {num_chunks} chunks:"
-            " give one per local chunk"
-        )
-    for chunk, units in enumerate(activation_units):
-        if not (math.isfinite(units) and units >= 0):
-            raise ScheduleError(
-                f"activation size {units} of chunk {chunk}: must be finite and not negative"
-            )
-
-
-def least_cap(activation_units: Sequence[float]) -> float:
-    """The smallest cap under which a step can finish: one microbatch in every local chunk."""
-    return float(sum(activation_units))
-
-
 def with_rounding(cap: float) -> float:
-    """``cap`` with the slack that sums of fractions such as thirds need when compared with it."""
-    return cap * (1 + _ROUNDING)
-
-
-def check_kept_fraction(kept_fraction: float) -> None:
-    """Refuse a part that is not between nothing and all.
-
-    Raises:
-        ScheduleError: it is not in 0 to 1.
-    """
-    if not 0 <= kept_fraction <= 1:
-        raise ScheduleError(
-            f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
-            " microbatch's activations for the weight gradient"
-        )
-
-
-def scaled(units: float) -> int:
-    """An amount of activations as ``machine`` counts it."""
-    return round(units * MEMORY_SCALE)
+    """``cap`` with the slack that sums of rounded amounts need when compared with it."""
+    return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
 def scaled_cap(cap: float) -> int:
-    """A cap as ``machine`` counts it, with the slack that sums of rounded amounts need."""
-    return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE) + _ROUNDING_PER_SUM
+    """A cap as ``machine`` counts it, with its slack."""
+    return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
 
-def check_cap(
-    cap: float, *, num_chunks: int, activation_units: Sequence[float] | None = None
-) -> None:
+def check_cap(cap: float, activation_units: Sequence[float]) -> None:
     """Refuse a cap that no order of actions can keep.
 
     Args:
         cap: most activations a rank may hold, in the unit of ``activation_units``.
-        num_chunks: chunks per rank.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+        activation_units: size of one microbatch per local chunk.
 
     Raises:
-        ScheduleError: the cap is not a number or below the least cap, which the message names.
+        ScheduleError: the cap is not a number or below one microbatch in every local chunk.
     """
-    if activation_units is None:
-        activation_units = default_activation_units(num_chunks)
-    least = least_cap(activation_units)
+    least = sum(activation_units)
     if math.isnan(cap) or with_rounding(cap) < least:
         raise ScheduleError(
-            f"activation cap {cap:g} is below what any order needs:"
-            f" the least cap is {least:g} (one microbatch in each of {num_chunks} chunks)"
+            f"activation cap {cap:g} is below what any order needs: the least cap is {least:g} (one"
+            f" microbatch in each of {len(activation_units)} chunks)"
         )
-
-
-def held_units(
-    order: Sequence[Action],
-    activation_units: Sequence[float],
-    *,
-    weight_pieces: int,
-    kept_fraction: float = 1.0,
-) -> Iterator[float]:
-    """Yield what a rank holds after each action of a valid order.
-
-    A microbatch is held from the start of its forward; a whole backward frees it, a split one all
-    but ``kept_fraction``, the last piece of its weight gradient the rest.
-
-    Args:
-        order: the rank's actions.
-        activation_units: size of one microbatch per local chunk.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        kept_fraction: part of the activations that a split backward leaves.
-    """
-    whole = [0] * len(activation_units)
-    kept = [0] * len(activation_units)
-    for action in order:
-        if action.kind is ActionKind.F:
-            whole[action.chunk] += 1
-        elif action.kind is ActionKind.B:
-            whole[action.chunk] -= 1
-            kept[action.chunk] += 1 if weight_pieces else 0
-        elif action.piece == weight_pieces - 1:
-            kept[action.chunk] -= 1
-        # Counted anew each time, so that no rounding adds up.
-        yield sum(
-            (n + k * kept_fraction) * size
-            for n, k, size in zip(whole, kept, activation_units, strict=True)
-        )
-
-
-def peak_units(
-    schedule: Schedule,
-    activation_units: Sequence[float] | None = None,
-    kept_fraction: float = 1.0,
-) -> tuple[float, ...]:
-    """The most activations each rank holds if it follows the schedule.
-
-    See ``held_units`` for how long a microbatch is held; a forward-only schedule holds none.
-
-    Args:
-        schedule: a valid schedule.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
-        kept_fraction: part of a microbatch's activations that a split backward leaves for the
-            weight gradient, 0 to 1.
-
-    Returns:
-        One peak per rank, in the unit of ``activation_units``.
-
-    Raises:
-        ScheduleError: sizes or fraction are out of range.
-    """
-    check_kept_fraction(kept_fraction)
-    num_chunks = schedule.placement.num_chunks
-    if schedule.forward_only:
-        return (0.0,) * len(schedule.orders)
-    units = activation_units
-    if units is None:
-        units = default_activation_units(num_chunks)
-    check_activation_units(units, num_chunks)
-    pieces = schedule.weight_pieces
-    return tuple(
-        max(
-            held_units(order, units, weight_pieces=pieces, kept_fraction=kept_fraction),
-            default=0.0,
-        )
-        for order in schedule.orders
-    )
 
 
 def default_cap(placement: Placement, num_microbatches: int) -> float:

@@ -1,6 +1,7 @@
-"""1F1B: as many warm-up forwards as stages follow, then one forward, one backward.
+"""1F1B, interleaved 1F1B and ZB-H1: warm-up forwards, then one forward, one backward.
 
-Four ranks, six microbatches; ``F0-3`` is the forward of chunk 0, microbatch 3::
+**1f1b**: as many warm-up forwards as stages follow. Four ranks, six microbatches; ``F0-3`` is the
+forward of chunk 0, microbatch 3::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
@@ -10,49 +11,135 @@ Four ranks, six microbatches; ``F0-3`` is the forward of chunk 0, microbatch 3::
 Rank r holds at most ``num_ranks - r`` microbatches. Without latency a step of m microbatches on p
 equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
-Source: PipeDream-Flush, arXiv 2006.09503, section 2.2.
+**interleaved**: groups of microbatches go through all chunks of a rank in turn. Two ranks, two
+chunks, four microbatches::
+
+    rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
+    rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
+
+Forwards run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so on;
+backwards likewise from the deepest chunk. Rank r warms up with
+``2 * (num_ranks - 1 - r) + (num_chunks - 1) * group_size`` forwards, then alternates. This is the
+order of megatron-core, so both can be compared action by action. Without latency the idle time of
+a rank is ``(num_ranks - 1) * (t_F + t_B)`` with t_F and t_B the times of one stage, that is 1F1B's
+divided by num_chunks.
+
+**zb-h1**: 1F1B with split backwards, whose weight gradients fill the end of the step. Four ranks,
+six microbatches::
+
+  rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 W0-0 F0-4 B0-1 W0-1 F0-5 B0-2 W0-2 B0-3 W0-3 B0-4 W0-4 B0-5 W0-5
+  rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 W0-0 F0-4 B0-2 W0-1 F0-5 B0-3 W0-2 B0-4 W0-3 B0-5 W0-4 W0-5
+  rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 W0-0 F0-4 B0-3 W0-1 F0-5 B0-4 W0-2 B0-5 W0-3 W0-4 W0-5
+  rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 W0-0 F0-4 B0-4 W0-1 F0-5 B0-5 W0-2 W0-3 W0-4 W0-5
+
+Rank r's weight gradients lag its backwards by r microbatches. A gradient thus goes back through all
+ranks without a W in its way, and every rank holds, from the start of a forward to the end of its W,
+at most ``num_ranks`` microbatches: what 1F1B's first rank does. Without latency a step of m
+microbatches, at least as many as ranks, on p equal stages takes
+``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, the same
+where W is the shortest of the three.
+
+Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
+2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. ZB-H1: Zero
+Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; the order is that of
+``torch.distributed.pipelining`` with one stage per rank.
 """
 
 from __future__ import annotations
 
-from megatron.adaptive.schedule.action import ActionKind, action_table
+from collections.abc import Sequence
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind, action_table
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import (
-    Order,
-    Schedule,
-    check_num_microbatches,
-    check_one_chunk,
-)
+from megatron.adaptive.schedule.schedule import Order
 
-__all__ = ["make", "order_after"]
+__all__ = ["interleaved", "one_f_one_b", "order_after", "zb_h1"]
 
 
-def make(placement: Placement, num_microbatches: int) -> Schedule:
-    """Make the 1F1B schedule of a pipeline with one chunk per rank.
-
-    Raises:
-        ScheduleError: several chunks per rank, or no microbatch.
-    """
-    check_num_microbatches(num_microbatches)
-    check_one_chunk("1f1b", placement, instead="interleaved or adaptive for several")
-    return Schedule(
-        name="1f1b",
-        placement=placement,
-        num_microbatches=num_microbatches,
-        orders=tuple(
-            order_after(placement.num_ranks - 1 - rank, num_microbatches)
-            for rank in range(placement.num_ranks)
-        ),
-    )
+def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of 1F1B with one chunk per rank."""
+    return tuple(order_after(warmup, num_microbatches) for warmup in _stages_after(placement))
 
 
 def order_after(warmup: int, num_microbatches: int) -> Order:
     """The order of a rank that does so many forwards, or all, before the first pair."""
-    forwards = action_table(ActionKind.F, 1, num_microbatches)[0]
-    backwards = action_table(ActionKind.B, 1, num_microbatches)[0]
-    warmup = min(warmup, num_microbatches)
+    forwards, backwards = (
+        action_table(kind, 1, num_microbatches)[0] for kind in (ActionKind.F, ActionKind.B)
+    )
+    return _in_turn(forwards, backwards, warmup)
+
+
+def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of ZB-H1 with one chunk per rank."""
+    weights = action_table(ActionKind.W, 1, num_microbatches)[0]
+    orders = []
+    for lag, plain in enumerate(one_f_one_b(placement, num_microbatches)):
+        order: list[Action] = []
+        for action in plain:
+            order.append(action)
+            if action.kind is ActionKind.B and action.microbatch >= lag:
+                order.append(weights[action.microbatch - lag])
+        orders.append((*order, *weights[max(0, num_microbatches - lag) :]))
+    return tuple(orders)
+
+
+def interleaved(
+    placement: Placement, num_microbatches: int, *, group_size: int | None = None
+) -> tuple[Order, ...]:
+    """Returns the orders of interleaved 1F1B.
+
+    Args:
+        placement: loop, at least two chunks per rank.
+        num_microbatches: a multiple of ``group_size``, or with a remainder of at least the number
+            of ranks, which then forms the last, smaller group.
+        group_size: microbatches that pass through a chunk before the next chunk's turn, from the
+            number of ranks (the default) to ``num_microbatches``.
+
+    Raises:
+        ScheduleError: one of these conditions is broken.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    size = ranks if group_size is None else group_size
+    if not ranks <= size <= num_microbatches:
+        raise ScheduleError(
+            f"schedule interleaved got groups of {size} microbatches: a group must hold at"
+            f" least {ranks} (the ranks) and at most {num_microbatches} (the microbatches),"
+            " raise the global batch size"
+        )
+    remainder = num_microbatches % size
+    if 0 < remainder < ranks:
+        raise ScheduleError(
+            f"schedule interleaved got {num_microbatches} microbatches in groups of {size}:"
+            f" the remainder {remainder} is below {ranks} (the ranks), use a multiple of"
+            f" {size} or schedule adaptive"
+        )
+    forwards, backwards = (
+        [
+            action
+            for first in range(0, num_microbatches, size)
+            for of_chunk in table
+            for action in of_chunk[first : first + size]
+        ]
+        for table in (
+            action_table(ActionKind.F, chunks, num_microbatches),
+            action_table(ActionKind.B, chunks, num_microbatches)[::-1],
+        )
+    )
+    return tuple(
+        _in_turn(forwards, backwards, 2 * after + (chunks - 1) * size)
+        for after in _stages_after(placement)
+    )
+
+
+def _stages_after(placement: Placement) -> range:
+    """For each rank, how many follow it."""
+    return range(placement.num_ranks - 1, -1, -1)
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Order:
+    warmup = min(warmup, len(forwards))
     order = list(forwards[:warmup])
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        order += [forward, backward]
-    order += backwards[num_microbatches - warmup :]
-    return tuple(order)
+    for pair in zip(forwards[warmup:], backwards, strict=False):
+        order += pair
+    return (*order, *backwards[len(forwards) - warmup :])

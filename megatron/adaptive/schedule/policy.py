@@ -7,19 +7,16 @@ made of one of the ``rules``, and the policy that follows a list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine, rules
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
 from megatron.adaptive.schedule.compiled import Rule, is_known
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["Follow", "Policy", "RulePolicy", "codes_of", "reasons_of", "rule_of"]
-
-
-_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+__all__ = ["Follow", "Policy", "RulePolicy", "actions_of", "codes_of", "reasons_of", "rule_of"]
 
 
 class Policy(Protocol):
@@ -55,14 +52,9 @@ class RulePolicy:
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
-        self._name = name
+        self.name = name
         self.rule = rule
         self.hint = tuple(hint)
-
-    @property
-    def name(self) -> str:
-        """The policy's name."""
-        return self._name
 
     def pick(self, state: RankState) -> Action | None:
         """Choose by the rule; None if nothing is ready that it wants."""
@@ -86,12 +78,7 @@ class Follow:
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
         self.order = tuple(order)
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The schedule's name."""
-        return self._name
+        self.name = name
 
     def pick(self, state: RankState) -> Action | None:
         """Return the next action of the list if it is ready.
@@ -103,7 +90,7 @@ class Follow:
         if position >= len(self.order):
             if position < state.num_actions:
                 raise ScheduleError(
-                    f"rank {state.rank}: the order of {self._name} ends after {position} of"
+                    f"rank {state.rank}: the order of {self.name} ends after {position} of"
                     f" {state.num_actions} actions: list each action of the rank once"
                 )
             return None
@@ -112,7 +99,7 @@ class Follow:
             return action
         if not state.is_possible(action):
             raise ScheduleError(
-                f"rank {state.rank}: position {position} of {self._name} lists {action}:"
+                f"rank {state.rank}: position {position} of {self.name} lists {action}:"
                 f" {state.why_not(action)}"
             )
         return None
@@ -128,13 +115,25 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None
     codes = []
     latest: dict[int, tuple[int, int]] = {}
     for action in order:
-        code = _NUMBER[action.kind] * num_chunks + action.chunk
+        code = NUMBER[action.kind] * num_chunks + action.chunk
         place = (action.microbatch, action.piece)
         if place <= latest.get(code, (-1, 0)):
             return None
         latest[code] = place
         codes.append(code)
     return tuple(codes)
+
+
+def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
+    """The order that ``codes_of`` says, with weight gradients in so many pieces."""
+    counts = [0] * (3 * num_chunks)
+    actions = []
+    for code in codes:
+        kind, chunk = divmod(code, num_chunks)
+        pieces = max(1, weight_pieces) if kind == machine.W else 1
+        actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces)))
+        counts[code] += 1
+    return tuple(actions)
 
 
 def rule_of(

@@ -1,34 +1,34 @@
 """Names of the schedules and policies that a user can ask for, and what each of them runs on.
 
-Owns the lookup only. The list of names is fixed: adding a schedule means a file and a line here.
+Owns the lookup, the checks that every schedule shares, and the choice of a hint for ``hinted``. The
+list of names is fixed: adding a schedule means a function and a line here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import (
-    breadth_first,
-    forward_only,
-    gpipe,
-    hinted,
-    interleaved,
-    one_f_one_b,
-    rules,
-    v_half,
-    varuna,
-    zb_h1,
-    zb_v,
-)
-from megatron.adaptive.schedule.adaptive import Adaptive
+from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.gpipe import forward_only, gpipe
+from megatron.adaptive.schedule.memory import with_rounding
+from megatron.adaptive.schedule.one_f_one_b import interleaved, one_f_one_b, zb_h1
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
-from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
+from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.v_half import v_half
+from megatron.adaptive.schedule.validate import peak_units
+from megatron.adaptive.schedule.varuna import varuna
+from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.zb_v import zb_v
 
 __all__ = [
-    "Maker",
+    "hint_codes",
+    "hint_for",
     "is_rule",
     "make_policies",
     "make_schedule",
@@ -38,68 +38,63 @@ __all__ = [
     "splits_backward",
 ]
 
-Maker = Callable[[Placement, int], Schedule]
-"""``make(placement, num_microbatches)`` of a static schedule."""
-
 
 @dataclass(frozen=True)
 class _Static:
     """A static schedule and what it runs on.
 
     Attributes:
-        make: its generator.
-        kind: how stages lie.
-        num_chunks: chunks per rank, None where the user chooses.
+        orders: makes the orders of all ranks from placement and microbatches.
+        kind: how stages lie; of no matter to a schedule that runs with one chunk.
+        least_chunks: per rank.
+        most_chunks: per rank, ``None`` where the user chooses.
         splits_backward: whether it has W actions.
+        instead: what runs on other placements.
     """
 
-    make: Maker
+    orders: Callable[..., tuple[Order, ...]]
     kind: PlacementKind = "loop"
-    num_chunks: int | None = None
+    least_chunks: int = 1
+    most_chunks: int | None = None
     splits_backward: bool = False
+    instead: str = "adaptive"
+
+    def check_placement(self, name: str, placement: Placement) -> None:
+        """Refuse a placement that the schedule does not run on."""
+        chunks, least, most = placement.num_chunks, self.least_chunks, self.most_chunks
+        if (
+            chunks < least
+            or chunks > (most or chunks)
+            or (least > 1 and placement.kind != self.kind)
+        ):
+            count = f"{'' if most else 'at least '}{least}"
+            raise ScheduleError(
+                f"schedule {name} got a {placement.kind} placement with {chunks} chunk(s) per rank:"
+                f" it needs a {self.kind} of {count}, choose {self.instead}"
+            )
 
 
+_SEVERAL = "interleaved or adaptive for several"
 _STATIC: dict[str, _Static] = {
-    "1f1b": _Static(one_f_one_b.make, num_chunks=1),
-    "breadth-first": _Static(breadth_first.make),
-    "forward-only": _Static(forward_only.make),
-    "gpipe": _Static(gpipe.make),
-    "interleaved": _Static(interleaved.make),
-    "v-half": _Static(v_half.make, kind="v", num_chunks=2, splits_backward=True),
-    "varuna": _Static(varuna.make, num_chunks=1),
-    "zb-h1": _Static(zb_h1.make, num_chunks=1, splits_backward=True),
-    "zb-v": _Static(zb_v.make, kind="v", num_chunks=2, splits_backward=True),
+    "1f1b": _Static(one_f_one_b, most_chunks=1, instead=_SEVERAL),
+    "breadth-first": _Static(gpipe, least_chunks=2, instead="gpipe for others"),
+    "forward-only": _Static(forward_only),
+    "gpipe": _Static(gpipe),
+    "interleaved": _Static(interleaved, least_chunks=2, instead="1f1b for one chunk"),
+    "v-half": _Static(v_half, "v", 2, 2, splits_backward=True),
+    "varuna": _Static(varuna, most_chunks=1, instead=_SEVERAL),
+    "zb-h1": _Static(zb_h1, most_chunks=1, splits_backward=True, instead="zb-v or v-half for two"),
+    "zb-v": _Static(zb_v, "v", 2, 2, splits_backward=True),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Describes the run that a rule is made for."""
-
-    placement: Placement
-    num_microbatches: int
-    cap: float | None
-    weight_pieces: int
-
-
-def _alike(policy: Policy) -> Callable[[_Run], tuple[Policy, ...]]:
-    return lambda run: (policy,) * run.placement.num_ranks
-
-
-def _hinted(run: _Run) -> tuple[Policy, ...]:
-    hint = hinted.hint_for(run.placement, run.num_microbatches, run.cap)
-    return hinted.make(hint, run.weight_pieces)
-
-
-_RULES: dict[str, Callable[[_Run], tuple[Policy, ...]]] = {
-    "adaptive": _alike(Adaptive()),
-    "bfc": _alike(RulePolicy("bfc", rules.breadth_first)),
-    "dfc": _alike(RulePolicy("dfc", rules.depth_first)),
-    "hinted": _hinted,
+_RULES = {
+    "adaptive": rules.ready_first,
+    "bfc": rules.breadth_first,
+    "dfc": rules.depth_first,
+    "hinted": rules.hinted,
 }
-
-
 _BEST_IN_A_V = ("adaptive", "hinted")
+_HINTS = ("zb-v", "v-half", "zb-h1", "interleaved")
+"""Schedules that may be hints, best first."""
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -118,8 +113,7 @@ def is_rule(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    _check_policy(name)
-    return name in _RULES
+    return _static(name) is None
 
 
 def splits_backward(name: str) -> bool:
@@ -128,8 +122,8 @@ def splits_backward(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    _check_policy(name)
-    return name in _STATIC and _STATIC[name].splits_backward
+    static = _static(name)
+    return static is not None and static.splits_backward
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
@@ -144,17 +138,24 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Raises:
         ScheduleError: unknown name, or a number below 1.
     """
-    _check_policy(name)
-    static = _STATIC.get(name)
+    static = _static(name)
     if static is None:
         kind: PlacementKind = "v" if name in _BEST_IN_A_V and num_chunks == 2 else "loop"
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
-    chunks = num_chunks if static.num_chunks is None else static.num_chunks
+    chunks = static.most_chunks or num_chunks
     return Placement(num_ranks=num_ranks, num_chunks=chunks, kind=static.kind)
 
 
-def make_schedule(name: str, placement: Placement, num_microbatches: int) -> Schedule:
+def make_schedule(
+    name: str, placement: Placement, num_microbatches: int, *, group_size: int | None = None
+) -> Schedule:
     """Make the static schedule of that name.
+
+    Args:
+        name: of the schedule.
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step, at least 1.
+        group_size: of ``interleaved``, see there.
 
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
@@ -164,7 +165,15 @@ def make_schedule(name: str, placement: Placement, num_microbatches: int) -> Sch
         raise ScheduleError(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
-    return static.make(placement, num_microbatches)
+    check_num_microbatches(num_microbatches)
+    static.check_placement(name, placement)
+    options = {} if group_size is None else {"group_size": group_size}
+    return Schedule(
+        name=name,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=static.orders(placement, num_microbatches, **options),
+    )
 
 
 def make_policies(
@@ -187,19 +196,72 @@ def make_policies(
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
     """
-    _check_policy(name)
-    if name in _RULES:
-        run = _Run(
-            placement=placement,
-            num_microbatches=num_microbatches,
-            cap=cap,
-            weight_pieces=weight_pieces,
-        )
-        return _RULES[name](run)
-    schedule = make_schedule(name, placement, num_microbatches)
-    return tuple(Follow(order, name) for order in schedule.orders)
+    if _static(name) is not None:
+        schedule = make_schedule(name, placement, num_microbatches)
+        return tuple(Follow(order, name) for order in schedule.orders)
+    if name != "hinted":
+        return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
+    hint = hint_for(placement, num_microbatches, cap)
+    return tuple(
+        RulePolicy(name, rules.hinted, hint_codes(order, placement.num_chunks, weight_pieces))
+        for order in hint.orders
+    )
 
 
-def _check_policy(name: str) -> None:
+def hint_for(placement: Placement, num_microbatches: int, cap: float | None) -> Schedule:
+    """The best static schedule for a pipeline whose memory the cap allows.
+
+    Where none fits, it is what ``adaptive`` does under that cap on equal stages.
+
+    Raises:
+        ScheduleError: no microbatch, or the cap is below the least cap.
+    """
+    for name in _HINTS:
+        try:
+            schedule = make_schedule(name, placement, num_microbatches)
+        except ScheduleError:
+            continue  # another placement, or too few microbatches for it
+        if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
+            return schedule
+    result = simulate(
+        placement,
+        num_microbatches,
+        make_policies("adaptive", placement, num_microbatches),
+        StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0),
+        cap=cap,
+        weight_pieces=1,
+    )
+    return result.to_schedule("adaptive")
+
+
+def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
+    """One rank's order as ``rules.hinted`` reads it.
+
+    Each W of the hint stands for as many pieces as the run has, and for 0 they are left out. An
+    order without W, for a run with split backwards, gets each W right after its B.
+    """
+    splits = any(action.kind is ActionKind.W for action in order)
+    actions: list[Action] = []
+    for action in order:
+        if action.kind is not ActionKind.W:
+            actions.append(action)
+        if action.piece == 0 and action.kind is (ActionKind.W if splits else ActionKind.B):
+            actions += [
+                Action(ActionKind.W, action.chunk, action.microbatch, piece)
+                for piece in range(weight_pieces)
+            ]
+    codes = codes_of(actions, num_chunks)
+    assert codes is not None, "a valid schedule has ascending microbatches"
+    counts: Counter[int] = Counter()
+    packed = []
+    for code in codes:
+        packed.append(code + 3 * num_chunks * counts[code])
+        counts[code] += 1
+    return tuple(packed)
+
+
+def _static(name: str) -> _Static | None:
+    """The schedule of that name, ``None`` for a rule."""
     if name not in _STATIC and name not in _RULES:
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
+    return _STATIC.get(name)

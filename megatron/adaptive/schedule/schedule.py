@@ -12,7 +12,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Order", "Schedule", "check_num_microbatches", "check_one_chunk", "check_weight_pieces"]
+__all__ = ["Order", "Schedule", "check_num_microbatches", "check_weight_pieces"]
 
 Order = tuple[Action, ...]
 """The actions of one rank, first to last."""
@@ -63,24 +63,6 @@ def check_num_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise ScheduleError(
             f"{num_microbatches} microbatches: a step needs at least 1, raise the global batch size"
-        )
-
-
-def check_one_chunk(name: str, placement: Placement, *, instead: str) -> None:
-    """Refuse several chunks for a schedule that runs one per rank.
-
-    Args:
-        name: the schedule.
-        placement: what it was given.
-        instead: what runs several, for the message.
-
-    Raises:
-        ScheduleError: several chunks per rank.
-    """
-    if placement.num_chunks != 1:
-        raise ScheduleError(
-            f"schedule {name} got {placement.num_chunks} chunks per rank: it runs one,"
-            f" choose {instead}"
         )
 
 

@@ -9,7 +9,7 @@ Owns the set-up and the result. The loop is in ``engine``, the times in ``worklo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,17 +18,15 @@ import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import engine, machine
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import NUMBER, Action
 from megatron.adaptive.schedule.compiled import Rule, compiled_loop, plain_loop
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Policy, rule_of
-from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
+from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
 
 __all__ = ["Jitter", "Link", "SimResult", "SimSpan", "StageTimes", "Workload", "draw", "simulate"]
-
-_KINDS = tuple(ActionKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,20 @@ class SimResult:
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
         """Per rank, idle time divided by the makespan."""
-        whole = self.makespan_s * PS_PER_S
-        return tuple(
-            1 - int((ends - starts).sum()) / whole if whole else 0.0
-            for starts, ends in zip(self.starts_ps, self.ends_ps, strict=True)
-        )
+        whole = self.makespan_s
+        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_s)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Per rank, seconds within actions."""
+        pairs = zip(self.starts_ps, self.ends_ps, strict=True)
+        return tuple(int((ends - starts).sum()) / PS_PER_S for starts, ends in pairs)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """Per rank, its actions in the order they ran, in its own microbatches."""
+        chunks = self.placement.num_chunks
+        return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
 
     @cached_property
     def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
@@ -89,14 +96,9 @@ class SimResult:
         return tuple(
             tuple(
                 SimSpan(action, start / PS_PER_S, end / PS_PER_S)
-                for action, start, end in zip(
-                    self._actions(rank),
-                    self.starts_ps[rank].tolist(),
-                    self.ends_ps[rank].tolist(),
-                    strict=True,
-                )
+                for action, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
             )
-            for rank in range(self.placement.num_ranks)
+            for order, starts, ends in zip(self.orders, self.starts_ps, self.ends_ps, strict=True)
         )
 
     def to_schedule(self, name: str) -> Schedule:
@@ -105,22 +107,8 @@ class SimResult:
             name=name,
             placement=self.placement,
             num_microbatches=self.num_microbatches,
-            orders=tuple(tuple(self._actions(rank)) for rank in range(self.placement.num_ranks)),
+            orders=self.orders,
         )
-
-    def _actions(self, rank: int) -> list[Action]:
-        chunks, pieces = self.placement.num_chunks, max(1, self.weight_pieces)
-        counts = [0] * (3 * chunks)
-        actions = []
-        for code in self.codes[rank].tolist():
-            kind, chunk = divmod(code, chunks)
-            index = counts[code]
-            counts[code] = index + 1
-            if kind == machine.W:
-                actions.append(Action(ActionKind.W, chunk, index // pieces, index % pieces))
-            else:
-                actions.append(Action(_KINDS[kind], chunk, index))
-        return actions
 
 
 def simulate(
@@ -184,16 +172,38 @@ def simulate(
         )
         for rank in range(placement.num_ranks)
     ]
-    rules = rule_of(policies, placement.num_chunks) if compiled else None
-    world = None
-    if rules is not None:
-        world = _compiled_run(states, workload, *rules)
-    if world is None:
-        world = _plain_run(states, workload, policies)
+    return run_states(states, policies, workload, compiled=compiled)
+
+
+def run_states(
+    states: Sequence[RankState],
+    policies: Sequence[Policy],
+    workload: Workload,
+    *,
+    widths: Sequence[int] | None = None,
+    compiled: bool = False,
+) -> SimResult:
+    """Simulate one step of ranks in their fresh states, which are used up.
+
+    Args:
+        states: one per rank of the job's pipeline.
+        policies: likewise.
+        workload: times of the whole step.
+        widths: ranks of each stage, stage by stage; where given, ``states`` are those of pipelines
+            of one rank each.
+        compiled: see ``simulate``.
+    """
+    placement = states[0].placement
+    compiled_rule = rule_of(policies, placement.num_chunks) if compiled else None
+    world = _world(states, workload, widths)
+    if compiled_rule is None:
+        world = _run_plain(world, states, policies)
+    elif not _run_compiled(world, *compiled_rule):
+        world = _run_plain(_world(states, workload, widths), states, policies)  # says why
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
-        num_microbatches=num_microbatches,
+        num_microbatches=workload.durations_ps.shape[2],
         weight_pieces=states[0].weight_pieces,
         workload=workload,
         codes=_cut(world.codes, totals),
@@ -211,32 +221,20 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
     )
 
 
-def _compiled_run(
-    states: Sequence[RankState],
-    workload: Workload,
-    rule: Rule,
-    hints: Sequence[Sequence[int]],
-) -> engine.World | None:
-    """Run the compiled loop; None where it could not end, so that plain Python says why."""
-    width = max(1, *(len(hint) for hint in hints))
-    padded = np.full((len(hints), width), -1, dtype=np.int64)
-    for rank, hint in enumerate(hints):
-        padded[rank, : len(hint)] = hint
-    world = _world(
-        states[0].placement,
-        np.array([state.numbers for state in states], dtype=np.int64),
-        padded,
-        workload,
-        lambda values: np.asarray(values, dtype=np.int64).reshape(-1),
-        lambda count: np.zeros((len(states), count), dtype=np.int64),
-        max(state.num_actions for state in states),
-    )
-    return world if compiled_loop(rule)(world) == engine.DONE_ALL else None
+def _run_compiled(world: Any, rule: Rule, hints: Sequence[Sequence[int]]) -> bool:
+    """Run the compiled loop; False where it could not end."""
+    return compiled_loop(rule)(world._replace(hints=_padded(hints))) == engine.DONE_ALL
 
 
-def _plain_run(
-    states: Sequence[RankState], workload: Workload, policies: Sequence[Policy]
-) -> engine.World:
+def _padded(rows: Sequence[Sequence[int]]) -> Any:
+    """Rows as one array, with -1 behind the shorter ones."""
+    padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
+
+
+def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Policy]) -> Any:
     def rule(s: machine.State, hint: Sequence[int]) -> int:
         rank = s[machine.RANK]
         state, policy = states[rank], policies[rank]
@@ -248,52 +246,49 @@ def _plain_run(
                 f"policy {policy.name} broke the rules: rank {rank}: {action} cannot start:"
                 f" {state.why_not(action)}; {state.describe()}"
             )
-        return _KINDS.index(action.kind) * state.placement.num_chunks + action.chunk
+        return NUMBER[action.kind] * state.placement.num_chunks + action.chunk
 
-    world = _world(
-        states[0].placement,
-        [state.numbers for state in states],
-        [()] * len(states),
-        workload,
-        lambda values: np.asarray(values, dtype=np.int64).reshape(-1).tolist(),
-        lambda count: [[0] * count for _ in states],
-        max(state.num_actions for state in states),
-    )
-    if plain_loop(rule)(world) != engine.DONE_ALL:
+    lists = engine.World(*(field.tolist() for field in world))
+    lists = lists._replace(states=[state.numbers for state in states])
+    if plain_loop(rule)(lists) != engine.DONE_ALL:
         waits = "; ".join(
             f"rank {state.rank} waits for {state.missing()}" for state in states if not state.done
         )
         raise ScheduleError(f"deadlock: no rank can go on: {waits}")
-    return world
+    return lists
 
 
-def _world(
-    placement: Placement,
-    states: Any,
-    hints: Any,
-    workload: Workload,
-    flat: Callable[[Any], Any],
-    rows: Callable[[int], Any],
-    longest: int,
-) -> engine.World:
-    """Lay everything out; ``flat`` and ``rows`` make the sequences of the loop that will run."""
-    ranks, chunks = placement.num_ranks, placement.num_chunks
-    events = ranks + 2 * int(workload.delays_ps.size) + 1
+def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
+    """Lay everything out as arrays, without hints."""
+    placement, longest = states[0].placement, max(state.num_actions for state in states)
+    ranks, chunks = len(states), placement.num_chunks
+    first = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+    if widths is not None:
+        first = [sum(widths[:stage]) for stage in range(len(widths))]
+    events = ranks + 2 * workload.delays_ps.size + 1
+
+    def zeros(*shape: int) -> Any:
+        return np.zeros(shape, dtype=np.int64)
+
+    def array(values: Sequence[Any]) -> Any:
+        return np.array(values, dtype=np.int64)
+
     return engine.World(
-        states=states,
-        hints=hints,
-        stages=flat([placement.stage_of(r, c) for r in range(ranks) for c in range(chunks)]),
-        where=flat([placement.locate(stage)[0] for stage in range(placement.num_stages)]),
-        durations=flat(workload.durations_ps),
-        delays=flat(workload.delays_ps),
-        occupancy=flat(workload.occupancy_ps),
-        free=flat([0] * ranks * ranks),
-        window=flat(workload.window_ps),
-        heap_times=flat([0] * events),
-        heap_codes=flat([0] * events),
-        heap_size=flat([0]),
-        running=flat([-1] * ranks),
-        codes=rows(longest),
-        starts=rows(longest),
-        ends=rows(longest),
+        states=_padded([state.numbers for state in states]),
+        hints=zeros(ranks, 1),
+        stages=array([placement.stage_of(s.rank, c) for s in states for c in range(chunks)]),
+        where=array(first),
+        widths=array([1] * len(first) if widths is None else widths),
+        durations=workload.durations_ps.reshape(-1),
+        delays=workload.delays_ps.reshape(-1),
+        occupancy=workload.occupancy_ps.reshape(-1),
+        free=zeros(ranks * ranks),
+        window=workload.window_ps.reshape(-1),
+        heap_times=zeros(events),
+        heap_codes=zeros(events),
+        heap_size=zeros(1),
+        running=zeros(ranks) - 1,
+        codes=zeros(ranks, longest),
+        starts=zeros(ranks, longest),
+        ends=zeros(ranks, longest),
     )

@@ -6,74 +6,18 @@ nothing (a policy does), sends nothing and measures nothing: executor and simula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
-from megatron.adaptive.schedule.action import Action, ActionKind, action_table
-from megatron.adaptive.schedule.machine import MEMORY_SCALE, lane_count
-from megatron.adaptive.schedule.memory import (
-    check_activation_units,
-    check_cap,
-    check_kept_fraction,
-    default_activation_units,
-    scaled,
-    scaled_cap,
-)
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
+from megatron.adaptive.schedule.machine import HEAD, MEMORY_SCALE, lane_count
+from megatron.adaptive.schedule.memory import check_cap, default_activation_units, scaled_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import check_num_microbatches, check_weight_pieces
 
-__all__ = ["RankState", "new_numbers"]
-
-_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
-_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
-
-
-def new_numbers(
-    *,
-    placement: Placement,
-    rank: int,
-    num_microbatches: int,
-    activation_units: Sequence[float] | None = None,
-    cap: float | None = None,
-    forward_only: bool = False,
-    weight_pieces: int = 0,
-    kept_fraction: float = 1.0,
-) -> list[int]:
-    """Check the arguments of a ``RankState`` and return its numbers, see ``machine``.
-
-    Raises:
-        ScheduleError: an argument is out of range, or the cap is below the least cap.
-    """
-    check_num_microbatches(num_microbatches)
-    check_weight_pieces(weight_pieces)
-    check_kept_fraction(kept_fraction)
-    chunks = placement.num_chunks
-    stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
-    if activation_units is None:
-        activation_units = default_activation_units(chunks)
-    check_activation_units(activation_units, chunks)
-    if cap is not None:
-        check_cap(cap, num_chunks=chunks, activation_units=activation_units)
-    s = [0] * machine.state_size(chunks, num_microbatches)
-    s[machine.CAP] = machine.NO_CAP if cap is None or forward_only else scaled_cap(cap)
-    s[machine.CHUNKS] = chunks
-    s[machine.MICROBATCHES] = num_microbatches
-    s[machine.PIECES] = 0 if forward_only else weight_pieces
-    s[machine.FORWARD_ONLY] = int(forward_only)
-    for chunk, units in enumerate(activation_units):
-        s[machine.HEAD + machine.UNITS * chunks + chunk] = scaled(units)
-        s[machine.HEAD + machine.KEPT * chunks + chunk] = scaled(units * kept_fraction)
-    machine.initialize(
-        s,
-        rank,
-        # A loop keeps its rhythm with a microbatch per rank; where the stages turn around, a
-        # microbatch is best taken to the end before the next one starts.
-        placement.num_ranks if placement.kind == "loop" else 1,
-        [int(stage == 0) for stage in stages],
-        [int(stage == placement.num_stages - 1) for stage in stages],
-    )
-    return s
+__all__ = ["RankState"]
 
 
 class RankState:
@@ -102,7 +46,7 @@ class RankState:
 
     __slots__ = (
         "_actions",
-        "_cap",
+        "cap",
         "forward_only",
         "num_microbatches",
         "numbers",
@@ -123,23 +67,64 @@ class RankState:
         weight_pieces: int = 0,
         kept_fraction: float = 1.0,
     ) -> None:
-        self.numbers = new_numbers(
-            placement=placement,
-            rank=rank,
-            num_microbatches=num_microbatches,
-            activation_units=activation_units,
-            cap=cap,
-            forward_only=forward_only,
-            weight_pieces=weight_pieces,
-            kept_fraction=kept_fraction,
-        )
+        check_num_microbatches(num_microbatches)
+        check_weight_pieces(weight_pieces)
+        if not 0 <= kept_fraction <= 1:
+            raise ScheduleError(
+                f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
+                " microbatch's activations for the weight gradient"
+            )
+        chunks = placement.num_chunks
+        stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
+        if activation_units is None:
+            activation_units = default_activation_units(chunks)
+        if len(activation_units) != chunks:
+            raise ScheduleError(
+                f"{len(activation_units)} activation sizes for {chunks} chunks:"
+                " give one per local chunk"
+            )
+        for chunk, units in enumerate(activation_units):
+            if not (math.isfinite(units) and units >= 0):
+                raise ScheduleError(
+                    f"activation size {units} of chunk {chunk}: must be finite and not negative"
+                )
+        if cap is not None:
+            check_cap(cap, activation_units)
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
         self.forward_only = forward_only
         self.weight_pieces = 0 if forward_only else weight_pieces
-        self._cap = cap
-        chunks = placement.num_chunks
+        self.cap = cap
+        s = self.numbers = [0] * (HEAD + chunks * (machine.FLAGS + 2 * num_microbatches))
+        s[machine.LAST] = -1
+        s[machine.CAP] = machine.NO_CAP if cap is None or forward_only else scaled_cap(cap)
+        s[machine.CHUNKS] = chunks
+        s[machine.MICROBATCHES] = num_microbatches
+        s[machine.PIECES] = self.weight_pieces
+        # A loop keeps its rhythm with a microbatch per rank; where the stages turn around, a
+        # microbatch is best taken to the end before the next one starts.
+        s[machine.GROUP] = placement.num_ranks if placement.kind == "loop" else 1
+        s[machine.RANK] = rank
+        s[machine.TOTAL] = (
+            chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
+        )
+        s[machine.FORWARD_ONLY] = int(forward_only)
+        room = 0
+        for chunk in reversed(range(chunks)):
+            units = activation_units[chunk] * MEMORY_SCALE
+            room += round(units)
+            blocks = {
+                machine.UNITS: round(units),
+                machine.KEPT: round(units * kept_fraction),
+                machine.ROOM: room,
+                machine.IS_LAST: int(stages[chunk] == placement.num_stages - 1),
+            }
+            for block, value in blocks.items():
+                s[HEAD + block * chunks + chunk] = value
+        if stages[0] == 0:  # its forwards need no input
+            flags = HEAD + machine.FLAGS * chunks
+            s[flags : flags + num_microbatches] = [1] * num_microbatches
         self._actions = (
             *action_table(ActionKind.F, chunks, num_microbatches),
             *action_table(ActionKind.B, chunks, num_microbatches),
@@ -169,11 +154,6 @@ class RankState:
         return self.numbers[machine.FINISHED] == self.numbers[machine.TOTAL]
 
     @property
-    def cap(self) -> float | None:
-        """The cap given, None for no limit."""
-        return self._cap
-
-    @property
     def in_flight(self) -> float:
         """Activations held: forwards started whose backward has not finished."""
         return self.numbers[machine.IN_FLIGHT] / MEMORY_SCALE
@@ -189,7 +169,7 @@ class RankState:
         Memory is not considered; see ``fits``. An action that does not exist is never ready.
         """
         return self.is_possible(action) and machine.is_ready(
-            self.numbers, _NUMBER[action.kind], action.chunk
+            self.numbers, NUMBER[action.kind], action.chunk
         )
 
     def is_possible(self, action: Action) -> bool:
@@ -197,18 +177,13 @@ class RankState:
 
         False for one that was started, that another must precede, or that does not exist.
         """
-        kind, chunk = action.kind, action.chunk
-        if not (0 <= chunk < self.placement.num_chunks and self._has(kind)):
+        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        if not (self._has(kind, chunk) and 0 <= microbatch < self.num_microbatches):
             return False
-        if not 0 <= action.microbatch < self.num_microbatches:
-            return False
-        number = _NUMBER[kind]
+        number = NUMBER[kind]
         if lane_count(self.numbers, number, chunk) != self._index(action):
             return False
-        if kind is ActionKind.F:
-            return True
-        before = lane_count(self.numbers, number - 1, chunk)
-        return action.microbatch < before
+        return number == machine.F or microbatch < lane_count(self.numbers, number - 1, chunk)
 
     def ready(self) -> tuple[Action, ...]:
         """Every action that may start now: at most one of each kind per chunk.
@@ -248,26 +223,18 @@ class RankState:
         Raises:
             ScheduleError: no such action takes an input, or this one arrived before.
         """
-        if (
-            kind is ActionKind.W
-            or not self._has(kind)
-            or not 0 <= chunk < self.placement.num_chunks
-            or self._source(kind, chunk) is None
-        ):
-            raise ScheduleError(
-                f"rank {self.rank}: {kind}{chunk}-{microbatch} takes no input from another stage,"
-                " yet one was reported"
-            )
+        name = f"rank {self.rank}: input of {kind}{chunk}-{microbatch}"
+        if kind is ActionKind.W or not self._has(kind, chunk) or not self._source(kind, chunk):
+            raise ScheduleError(f"{name} was reported, which takes no input from another stage")
         if not 0 <= microbatch < self.num_microbatches:
             raise ScheduleError(
-                f"rank {self.rank}: input of {kind}{chunk}-{microbatch} arrived, but the step has"
-                f" {self.num_microbatches} microbatches"
+                f"{name} arrived, but the step has {self.num_microbatches} microbatches"
             )
-        if self._has_arrived(kind, chunk, microbatch):
-            raise ScheduleError(
-                f"rank {self.rank}: input of {kind}{chunk}-{microbatch} arrived twice"
-            )
-        machine.arrive(self.numbers, _NUMBER[kind], chunk, microbatch)
+        chunks = self.placement.num_chunks
+        lane = NUMBER[kind] * chunks + chunk
+        if self.numbers[HEAD + machine.FLAGS * chunks + lane * self.num_microbatches + microbatch]:
+            raise ScheduleError(f"{name} arrived twice")
+        machine.arrive(self.numbers, NUMBER[kind], chunk, microbatch)
 
     def start(self, action: Action) -> None:
         """Note that the action starts; a forward takes its memory now.
@@ -282,7 +249,7 @@ class RankState:
                 f"rank {self.rank}: {action} cannot start: {self.why_not(action)};"
                 f" {self.describe()}"
             )
-        machine.start(self.numbers, _NUMBER[action.kind], action.chunk)
+        machine.start(self.numbers, NUMBER[action.kind], action.chunk)
 
     def finish(self, action: Action) -> None:
         """Note that a started action ended; a backward frees its memory now.
@@ -290,49 +257,48 @@ class RankState:
         Raises:
             ScheduleError: the action is not the oldest running one of its kind and chunk.
         """
-        self._check_lane(action.kind, action.chunk)
-        number = _NUMBER[action.kind]
-        finished = lane_count(self.numbers, number + machine.DONE, action.chunk)
-        started = lane_count(self.numbers, number, action.chunk)
-        if self._index(action) != finished or finished >= started:
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        if (
+            not self._has(action.kind, chunk)
+            or self._index(action) != lane_count(s, number + machine.DONE, chunk)
+            or self._index(action) >= lane_count(s, number, chunk)
+        ):
             raise ScheduleError(
                 f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
                 f" its kind and chunk; {self.describe()}"
             )
-        machine.finish(self.numbers, number, action.chunk)
+        machine.finish(s, number, chunk)
 
     # Messages for people
 
     def why_not(self, action: Action) -> str:
         """The reason why an action is not ready, for error messages; ``it is ready`` if it is."""
-        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
-        if not self._has(kind):
-            return f"this step has no {kind}"
-        pieces = max(1, self.weight_pieces) if kind is ActionKind.W else 1
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        if not self._has(action.kind):
+            return f"this step has no {action.kind}"
+        pieces = max(1, self.weight_pieces) if number == machine.W else 1
         if not (
-            0 <= chunk < self.placement.num_chunks
-            and 0 <= microbatch < self.num_microbatches
+            self._has(action.kind, chunk)
+            and 0 <= action.microbatch < self.num_microbatches
             and 0 <= action.piece < pieces
         ):
             return (
                 f"there is no such action with {self.placement.num_chunks} chunks"
                 f" and {self.num_microbatches} microbatches"
             )
-        number = _NUMBER[kind]
-        started = lane_count(self.numbers, number, chunk)
+        started = lane_count(s, number, chunk)
         if self._index(action) < started:
             return "it was started before"
         if self._index(action) > started:
             return f"{self.next_action(number, chunk)} comes before it"
-        if number > 0:
-            before = lane_count(self.numbers, number - 1 + machine.DONE, chunk)
-            if microbatch >= before:
-                of = Action(_KINDS[number - 1], chunk, microbatch)
-                word = "forward" if kind is ActionKind.B else "backward"
-                return f"its own {word} {of} has not finished"
-        if machine.is_ready(self.numbers, number, chunk):
+        if number and action.microbatch >= lane_count(s, number - 1 + machine.DONE, chunk):
+            of = Action(KINDS[number - 1], chunk, action.microbatch)
+            return (
+                f"its own {'forward' if number == machine.B else 'backward'} {of} has not finished"
+            )
+        if machine.is_ready(s, number, chunk):
             return "it is ready"
-        return f"its input from {self._sender(kind, chunk)} is not here"
+        return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
         """Describes what keeps this rank from going on, for messages about a time limit.
@@ -344,12 +310,20 @@ class RankState:
             return "nothing, every action is finished"
         parts = []
         for chunk in range(self.placement.num_chunks):
-            for number, kind in enumerate(_KINDS[: 1 if self.forward_only else 2]):
-                index = lane_count(self.numbers, number, chunk)
-                finished = lane_count(self.numbers, machine.F + machine.DONE, chunk)
-                if index >= (self.num_microbatches if number == 0 else finished):
+            forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
+            limits = (self.num_microbatches, 0 if self.forward_only else forwards)
+            for number, limit in enumerate(limits):
+                if lane_count(self.numbers, number, chunk) >= limit:
                     continue
-                parts.append(self._what_keeps(self.next_action(number, chunk), kind))
+                action = self.next_action(number, chunk)
+                if not machine.is_ready(self.numbers, number, chunk):
+                    parts.append(f"input of {action} from {self._sender(action)}")
+                elif not self.fits(action):
+                    parts.append(
+                        f"memory for {action} (holds {self.in_flight:g}, cap {self.cap:g})"
+                    )
+                else:
+                    parts.append(f"nothing for {action}, which is ready")
         if self.num_started > self.num_finished:
             parts.append("the end of a running action")
         return ", ".join(parts) or "weight gradients, which are ready"
@@ -357,20 +331,15 @@ class RankState:
     def describe(self) -> str:
         """One line of state: what is ready, counts, memory."""
         ready = " ".join(str(action) for action in self.ready()) or "nothing"
-        cap = "no cap" if self._cap is None else f"cap {self._cap:g}"
+        cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
             f"ready: {ready}; {self.num_finished} of {self.num_actions} actions finished,"
             f" {self.in_flight:g} in flight, {cap}"
         )
 
-    def _what_keeps(self, action: Action, kind: ActionKind) -> str:
-        if not machine.is_ready(self.numbers, _NUMBER[kind], action.chunk):
-            return f"input of {action} from {self._sender(kind, action.chunk)}"
-        if not self.fits(action):
-            return f"memory for {action} (holds {self.in_flight:g}, cap {self._cap:g})"
-        return f"nothing for {action}, which is ready"
-
-    def _has(self, kind: ActionKind) -> bool:
+    def _has(self, kind: ActionKind, chunk: int = 0) -> bool:
+        if not 0 <= chunk < self.placement.num_chunks:
+            return False
         if kind is ActionKind.W:
             return self.weight_pieces > 0
         return kind is ActionKind.F or not self.forward_only
@@ -380,27 +349,12 @@ class RankState:
             return action.microbatch * self.weight_pieces + action.piece
         return action.microbatch
 
-    def _has_arrived(self, kind: ActionKind, chunk: int, microbatch: int) -> bool:
-        chunks = self.placement.num_chunks
-        lane = _NUMBER[kind] * chunks + chunk
-        flags = machine.HEAD + machine.FLAGS * chunks + lane * self.num_microbatches
-        return self.numbers[flags + microbatch] == 1
-
-    def _check_lane(self, kind: ActionKind, chunk: int) -> None:
-        if not (self._has(kind) and 0 <= chunk < self.placement.num_chunks):
-            does = "F" if self.forward_only else "F, B and W" if self.weight_pieces else "F, B"
-            raise ScheduleError(
-                f"rank {self.rank}: {kind} of chunk {chunk} does not exist: the rank has"
-                f" {self.placement.num_chunks} chunks and does {does}"
-            )
-
     def _source(self, kind: ActionKind, chunk: int) -> tuple[int, int] | None:
-        if kind is ActionKind.F:
-            return self.placement.previous_of(self.rank, chunk)
-        return self.placement.next_of(self.rank, chunk)
+        edge = self.placement.previous_of if kind is ActionKind.F else self.placement.next_of
+        return edge(self.rank, chunk)
 
-    def _sender(self, kind: ActionKind, chunk: int) -> str:
-        source = self._source(kind, chunk)
+    def _sender(self, action: Action) -> str:
+        source = self._source(action.kind, action.chunk)
         if source is None:
             return "its own stage"
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"

@@ -19,23 +19,25 @@ wherever it has to go, and every rank that has not had it holds nothing.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import memory
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.one_f_one_b import order_after
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.simulate import SimResult, run_states
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
-__all__ = ["SCHEDULES", "StepOfRanks", "default_cap", "make_policy", "simulate"]
+__all__ = ["SCHEDULES", "default_cap", "make_policy", "simulate"]
 
 SCHEDULES = UNEQUAL_SCHEDULES
 """Schedules that stages of unequal widths can follow."""
@@ -83,30 +85,6 @@ def default_cap(widths: Widths, stage: int, num_microbatches: int) -> float:
     return max(1.0, float(min(math.ceil(needed * _SLACK), num_microbatches)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepOfRanks:
-    """A simulated step.
-
-    Attributes:
-        seconds: from its begin to its last action's end.
-        orders: what each rank did, in its own microbatches.
-        peaks: microbatches that each rank held at most.
-        busy_s: seconds that each rank worked.
-        ends_s: end of each rank's last action.
-    """
-
-    seconds: float
-    orders: tuple[tuple[Action, ...], ...]
-    peaks: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Idle part of all ranks' time."""
-        return 1.0 - sum(self.busy_s) / (self.seconds * len(self.busy_s))
-
-
 def simulate(
     name: str,
     widths: Widths,
@@ -116,7 +94,7 @@ def simulate(
     backward_s: Sequence[float],
     message_s: Sequence[float] = (),
     cap: float | None = None,
-) -> StepOfRanks:
+) -> SimResult:
     """Run a step with the policies and states that a run has, and check that it ends.
 
     Backwards are whole. Messages take their time on the way and hold up nobody.
@@ -130,90 +108,32 @@ def simulate(
         message_s: from each stage to the next and back; none where empty.
         cap: microbatches that a rank keeps, for a rule; the default where ``None``.
 
+    Returns:
+        One entry per rank where ``SimResult`` has one per rank.
+
     Raises:
         ScheduleError: the microbatches do not divide, or no rank can go on.
     """
-    ranks = [_Rank(name, widths, rank, num_microbatches, cap) for rank in range(widths.num_ranks)]
-    work = {ActionKind.F: forward_s, ActionKind.B: backward_s}
-    events: list[tuple[float, int, Callable[[], None], int]] = []
-    counter = iter(range(1 << 62))
-
-    def later(at: float, then: Callable[[], None], rank: int) -> None:
-        heapq.heappush(events, (at, next(counter), then, rank))
-
-    def begin(rank: int, now: float) -> None:
-        own = ranks[rank]
-        action = own.start()
-        if action is None:
-            return
-        seconds = work[action.kind][own.stage]
-        own.busy_s += seconds
-        later(now + seconds, lambda: end(rank, action, now + seconds), rank)
-
-    def end(rank: int, action: Action, now: float) -> None:
-        own = ranks[rank]
-        own.finish(action)
-        own.end_s = now
-        to_stage = own.stage + (1 if action.kind is ActionKind.F else -1)
-        if not 0 <= to_stage < widths.num_stages:
-            return
-        peer, microbatch = widths.route(rank, to_stage, action.microbatch)
-        delay = message_s[min(own.stage, to_stage)] if message_s else 0.0
-        state, kind = ranks[peer].state, action.kind
-        later(now + delay, lambda: state.arrive(kind, 0, microbatch), peer)
-
+    states, policies = [], []
     for rank in range(widths.num_ranks):
-        begin(rank, 0.0)
-    now = 0.0
-    while events:
-        now, _, happens, rank = heapq.heappop(events)
-        happens()
-        begin(rank, now)
-    stuck = next((own for own in ranks if not own.state.done), None)
-    if stuck is not None:
-        raise ScheduleError(
-            f"{name} with widths {widths}: no rank can go on; {stuck.state.describe()}"
-        )
-    return StepOfRanks(
-        seconds=now,
-        orders=tuple(tuple(own.order) for own in ranks),
-        peaks=tuple(own.state.peak_in_flight for own in ranks),
-        busy_s=tuple(own.busy_s for own in ranks),
-        ends_s=tuple(own.end_s for own in ranks),
-    )
-
-
-class _Rank:
-    """One rank of a simulated step."""
-
-    def __init__(
-        self, name: str, widths: Widths, rank: int, num_microbatches: int, cap: float | None
-    ) -> None:
-        self.stage, _ = widths.place_of(rank)
-        own = widths.own_microbatches(self.stage, num_microbatches)
-        self.policy = make_policy(name, widths, self.stage, own)
-        if cap is not None:
-            memory.check_cap(cap, num_chunks=1)
-        self.state = RankState(
+        stage, _ = widths.place_of(rank)
+        own = widths.own_microbatches(stage, num_microbatches)
+        policies.append(make_policy(name, widths, stage, own))
+        state = RankState(
             placement=placement_of(widths),
-            rank=self.stage,
+            rank=stage,
             num_microbatches=own,
-            cap=default_cap(widths, self.stage, own) if cap is None else cap,
+            cap=default_cap(widths, stage, own) if cap is None else cap,
         )
-        self.order: list[Action] = []
-        self.busy_s = self.end_s = 0.0
-        self._is_busy = False
-
-    def start(self) -> Action | None:
-        """Start what the policy picks, if the rank is free and something is ready."""
-        action = None if self._is_busy or self.state.done else self.policy.pick(self.state)
-        if action is not None:
-            self.state.start(action)
-            self.order.append(action)
-            self._is_busy = True
-        return action
-
-    def finish(self, action: Action) -> None:
-        """Note that it is done."""
-        self.state.finish(action)
-        self._is_busy = False
+        state.numbers[machine.RANK] = rank
+        states.append(state)
+    links = {}
+    for stage, latency_s in enumerate(message_s):
+        links[stage, stage + 1] = links[stage + 1, stage] = Link(latency_s=latency_s)
+    times = StageTimes(forward_s=tuple(forward_s), backward_s=tuple(backward_s))
+    workload = replace(
+        draw(placement_of(widths), num_microbatches, times, links=links),
+        occupancy_ps=np.zeros((widths.num_ranks, widths.num_ranks), dtype=np.int64),
+        window_ps=np.zeros((widths.num_ranks, 3), dtype=np.int64),
+    )
+    return run_states(states, policies, workload, widths=widths.sizes)

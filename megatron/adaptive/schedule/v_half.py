@@ -32,14 +32,13 @@ V-Half with its offsets; how a schedule is built from a block (repeating, squeez
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
-from megatron.adaptive.schedule import zb_v
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Order, Schedule
+from megatron.adaptive.schedule.schedule import Order
+from megatron.adaptive.schedule.zb_v import zb_v
 
-__all__ = ["make", "squeezed"]
+__all__ = ["squeezed", "v_half"]
 
 _PERIOD = 6
 
@@ -47,26 +46,14 @@ _Row = dict[int, Action]
 """The actions of one rank by slot."""
 
 
-def make(placement: Placement, num_microbatches: int) -> Schedule:
-    """Make the V-Half schedule of a V placement with two chunks per rank; backwards are split.
-
-    Raises:
-        ScheduleError: another placement, or no microbatch.
-    """
-    zb_v.check_two_in_a_v("v-half", placement, num_microbatches)
+def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
-        return replace(zb_v.make(placement, num_microbatches), name="v-half")
+        return zb_v(placement, num_microbatches)
     # The steady part repeats, so that a few of its periods stand for all.
     few = min(num_microbatches, placement.num_ranks + 5)
-    rows = squeezed(placement, few)
-    repeats = num_microbatches - few
     begin = _steady_begin(placement.num_ranks) + _PERIOD
-    return Schedule(
-        name="v-half",
-        placement=placement,
-        num_microbatches=num_microbatches,
-        orders=tuple(_stretch(row, begin, repeats) for row in rows),
-    )
+    return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:

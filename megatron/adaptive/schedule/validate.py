@@ -7,24 +7,22 @@ with the cell in brackets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind, action_table
+from megatron.adaptive.schedule import machine
+from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, action_table
 from megatron.adaptive.schedule.memory import (
-    check_activation_units,
     check_cap,
-    check_kept_fraction,
     default_activation_units,
-    held_units,
     with_rounding,
 )
 from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["validate"]
+__all__ = ["peak_units", "validate"]
 
 
 def validate(
@@ -63,13 +61,48 @@ def validate(
         _check_order(schedule, rank)
     _check_flow(schedule)
     if cap is not None:
-        units = activation_units
-        if units is None:
-            units = default_activation_units(placement.num_chunks)
-        check_activation_units(units, placement.num_chunks)
-        check_kept_fraction(kept_fraction)
-        check_cap(cap, num_chunks=placement.num_chunks, activation_units=units)
-        _check_memory(schedule, cap, units, kept_fraction)
+        _check_memory(schedule, cap, activation_units, kept_fraction)
+
+
+def peak_units(
+    schedule: Schedule,
+    activation_units: Sequence[float] | None = None,
+    kept_fraction: float = 1.0,
+) -> tuple[float, ...]:
+    """The most activations each rank holds if it follows the schedule.
+
+    A microbatch is held from the start of its forward; a whole backward frees it, a split one all
+    but ``kept_fraction``, the last piece of its weight gradient the rest. A forward-only schedule
+    holds none.
+
+    Args:
+        schedule: a valid schedule.
+        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+        kept_fraction: part of a microbatch's activations that a split backward leaves for the
+            weight gradient, 0 to 1.
+
+    Returns:
+        One peak per rank, in the unit of ``activation_units``.
+
+    Raises:
+        ScheduleError: sizes or fraction are out of range.
+    """
+    return tuple(
+        max(_held_units(schedule, rank, activation_units, kept_fraction), default=0.0)
+        for rank in range(schedule.placement.num_ranks)
+    )
+
+
+def _held_units(
+    schedule: Schedule, rank: int, units: Sequence[float] | None, kept_fraction: float
+) -> Iterator[float]:
+    """Yield what a rank holds after each action of a valid order."""
+    state = _new_state(schedule, rank, activation_units=units, kept_fraction=kept_fraction)
+    for action in schedule.orders[rank]:
+        kind = NUMBER[action.kind]
+        machine.start(state.numbers, kind, action.chunk)
+        machine.finish(state.numbers, kind, action.chunk)
+        yield state.in_flight
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoReturn:
@@ -79,13 +112,14 @@ def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoRetur
     )
 
 
-def _new_state(schedule: Schedule, rank: int) -> RankState:
+def _new_state(schedule: Schedule, rank: int, **memory: Any) -> RankState:
     return RankState(
         placement=schedule.placement,
         rank=rank,
         num_microbatches=schedule.num_microbatches,
         forward_only=schedule.forward_only,
         weight_pieces=schedule.weight_pieces,
+        **memory,
     )
 
 
@@ -145,13 +179,13 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _missing(schedule: Schedule, rank: int) -> list[Action]:
-    listed = set(schedule.orders[rank])
+    listed, placement = set(schedule.orders[rank]), schedule.placement
     return [
         action
         for kind in _kinds(schedule)
         for of_chunk in action_table(
             kind,
-            schedule.placement.num_chunks,
+            placement.num_chunks,
             schedule.num_microbatches,
             schedule.weight_pieces if kind is ActionKind.W else 1,
         )
@@ -211,14 +245,12 @@ def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
 
 
 def _check_memory(
-    schedule: Schedule, cap: float, units: Sequence[float], kept_fraction: float
+    schedule: Schedule, cap: float, units: Sequence[float] | None, kept_fraction: float
 ) -> None:
-    if schedule.forward_only:
-        return
-    pieces = schedule.weight_pieces
+    check_cap(cap, units or default_activation_units(schedule.placement.num_chunks))
     for rank, order in enumerate(schedule.orders):
-        totals = held_units(order, units, weight_pieces=pieces, kept_fraction=kept_fraction)
-        for position, total in enumerate(totals):
+        held = _held_units(schedule, rank, units, kept_fraction)
+        for position, total in enumerate(held):
             if total > with_rounding(cap):
                 _fail(
                     schedule,

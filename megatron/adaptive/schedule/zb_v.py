@@ -24,42 +24,17 @@ action.
 
 from __future__ import annotations
 
-from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
+from megatron.adaptive.schedule.schedule import Order
 
-__all__ = ["check_two_in_a_v", "make"]
+__all__ = ["zb_v"]
 
 
-def make(placement: Placement, num_microbatches: int) -> Schedule:
-    """Make the ZB-V schedule of a V placement with two chunks per rank; backwards are split.
-
-    Raises:
-        ScheduleError: another placement, or no microbatch.
-    """
-    check_two_in_a_v("zb-v", placement, num_microbatches)
+def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of ZB-V with two chunks per rank in a V."""
     ranks = placement.num_ranks
-    return Schedule(
-        name="zb-v",
-        placement=placement,
-        num_microbatches=num_microbatches,
-        orders=tuple(_order(rank, ranks, num_microbatches) for rank in range(ranks)),
-    )
-
-
-def check_two_in_a_v(name: str, placement: Placement, num_microbatches: int) -> None:
-    """Refuse what the schedules of a V with two chunks cannot run.
-
-    Raises:
-        ScheduleError: another placement, or no microbatch.
-    """
-    check_num_microbatches(num_microbatches)
-    if placement.num_chunks != 2 or placement.kind != "v":
-        raise ScheduleError(
-            f"schedule {name} got a {placement.kind} placement with {placement.num_chunks}"
-            " chunk(s) per rank: it needs a v of 2"
-        )
+    return tuple(_order(rank, ranks, num_microbatches) for rank in range(ranks))
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> Order:

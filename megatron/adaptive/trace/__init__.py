@@ -12,12 +12,11 @@ Reading side:
 
 - ``index``     where a file has what, found without reading the spans; lines of spans as numbers
 - ``table``     spans of a rank as columns
-- ``clock``     how far two clocks are apart, from exchanges of messages
-- ``align``     all ranks of a run on one clock
+- ``clock``     how far clocks are apart, and all ranks of a run on one
 - ``read``      a folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``messages``  each send with its receive
 - ``figures``   figures of a whole run, read by several processes
-- ``live``      a run in progress, read as it grows (``live_files``), and drawn (``live_view``)
+- ``live``      a run in progress, read as it grows and drawn (``live_view``)
 - ``step``      one iteration of one pipeline as objects: what every chart draws
 - ``summary``   figures of a step: busy, wait, bubble, durations
 - ``order``     the text form ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read

@@ -1,7 +1,7 @@
 """Defines the records of a trace: header, iterations, spans, clock samples, and their words.
 
 A trace file belongs to one rank. This module owns the vocabulary and the records; their text form
-is in ``lines``. It reads no clock except in :meth:`TraceHeader.create` and opens no trace file.
+is in ``lines``. It reads no clock except for a new :class:`TraceHeader` and opens no trace file.
 
 ::
 
@@ -34,7 +34,7 @@ import contextlib
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -114,9 +114,20 @@ class SpanFormat:
     reasons: tuple[str, ...] = REASONS
 
 
+def _clock_id() -> str:
+    """Returns what processes with one monotonic clock share: the boot and the time namespace."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        name = f"{name} {os.readlink('/proc/self/ns/time')}"
+    return name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
     """Names a trace file's writer, the shape of its pipeline, and its clock.
+
+    Host, process, clock and its readings are those of this process where they are not given.
 
     Attributes:
         run: id of the run; equal on all its ranks, and on a resumed run.
@@ -146,75 +157,26 @@ class TraceHeader:
     rank: int
     world_size: int
     pp_rank: int
-    tp_rank: int
-    dp_rank: int
+    tp_rank: int = 0
+    dp_rank: int = 0
     num_ranks: int
     num_chunks: int
     num_microbatches: int
-    placement: str
+    placement: str = "loop"
     schedule: str
-    host: str
-    pid: int
-    monotonic_ns: int
-    unix_ns: int
-    clock: str = ""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    monotonic_ns: int = field(default_factory=time.monotonic_ns)
+    unix_ns: int = field(default_factory=time.time_ns)
+    clock: str = field(default_factory=_clock_id)
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
     span_format: SpanFormat = SpanFormat()
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        run: str,
-        rank: int,
-        world_size: int,
-        pp_rank: int,
-        num_ranks: int,
-        num_chunks: int,
-        num_microbatches: int,
-        schedule: str,
-        tp_rank: int = 0,
-        dp_rank: int = 0,
-        placement: str = "loop",
-        layers: tuple[int, ...] = (),
-        work: tuple[float, ...] = (),
-    ) -> TraceHeader:
-        """A header of this process: host, pid, clock and its readings are taken here."""
-        return cls(
-            run=run,
-            rank=rank,
-            world_size=world_size,
-            pp_rank=pp_rank,
-            tp_rank=tp_rank,
-            dp_rank=dp_rank,
-            num_ranks=num_ranks,
-            num_chunks=num_chunks,
-            num_microbatches=num_microbatches,
-            placement=placement,
-            schedule=schedule,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            monotonic_ns=time.monotonic_ns(),
-            unix_ns=time.time_ns(),
-            clock=_clock_id(),
-            layers=layers,
-            work=work,
-        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(world_size, num_ranks, num_chunks)``: what all files of a folder agree on."""
         return (self.world_size, self.num_ranks, self.num_chunks)
-
-
-def _clock_id() -> str:
-    """Returns what processes with one monotonic clock share: the boot and the time namespace."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        name = f"{name} {os.readlink('/proc/self/ns/time')}"
-    return name
 
 
 @dataclass(frozen=True, slots=True)

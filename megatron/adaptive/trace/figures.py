@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS
+from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, TraceHeader
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable
 
@@ -29,6 +29,7 @@ __all__ = [
     "compute_ns",
     "rank_figures",
     "run_figures",
+    "stack_figures",
 ]
 
 WAIT_CAUSES = ("unknown", *CAUSES)
@@ -96,6 +97,12 @@ class RankFigures:
     received_bytes: Ints
     went_back: Ints
 
+    @property
+    def work_ns(self) -> Floats:
+        """Length of all actions, each counted as the median of its kind and chunk."""
+        work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
+        return work
+
 
 @dataclass(frozen=True, eq=False)
 class RunFigures(RankFigures):
@@ -116,6 +123,16 @@ class RunFigures(RankFigures):
     tp_rank: Ints
 
     @cached_property
+    def pipelines(self) -> list[Ints]:
+        """Columns of the ranks of each pipeline."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for column, place in enumerate(
+            zip(self.dp_rank.tolist(), self.tp_rank.tolist(), strict=True)
+        ):
+            found.setdefault(place, []).append(column)
+        return [np.array(columns) for columns in found.values()]
+
+    @cached_property
     def _step(self) -> tuple[Ints, Ints]:
         """Start and end of the step of each rank's pipeline, ``[iterations, ranks]``."""
         known = self.num_actions > 0
@@ -123,11 +140,9 @@ class RunFigures(RankFigures):
         starts = np.where(known, self.start_ns, far.max)
         ends = np.where(known, self.end_ns, far.min)
         first, last = np.zeros_like(starts), np.zeros_like(ends)
-        _, groups = np.unique(np.stack([self.dp_rank, self.tp_rank]), axis=1, return_inverse=True)
-        for group in range(int(groups.max(initial=-1)) + 1):
-            mine = np.flatnonzero(groups.reshape(-1) == group)
-            first[:, mine] = starts[:, mine].min(axis=1)[:, None]
-            last[:, mine] = ends[:, mine].max(axis=1)[:, None]
+        for mine in self.pipelines:
+            first[:, mine] = starts[:, mine].min(axis=1, keepdims=True)
+            last[:, mine] = ends[:, mine].max(axis=1, keepdims=True)
         empty = last < first
         first[empty] = last[empty] = 0
         return first, last
@@ -206,9 +221,19 @@ def run_figures(
     ]
     only = None if iterations is None else frozenset(iterations)
     parts = list(_parts(chosen, only, run.num_chunks, workers))
-    numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(p.iterations for p in parts)]))
-    if not len(numbers):
+    if not any(len(part.iterations) for part in parts):
         raise TraceError(f"{run.origin} holds no spans of the iterations and ranks asked for")
+    return stack_figures(parts, [trace.header for trace in chosen])
+
+
+def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) -> RunFigures:
+    """Put the figures of ranks with equally many chunks, one at least, beside each other.
+
+    Args:
+        parts: of each rank.
+        headers: of each rank.
+    """
+    numbers = np.unique(np.concatenate([part.iterations for part in parts]))
     columns: dict[str, Any] = {"iterations": numbers}
     for name in (field.name for field in fields(RankFigures) if field.name != "iterations"):
         sample = getattr(parts[0], name)
@@ -218,7 +243,6 @@ def run_figures(
         for place, part in enumerate(parts):
             column[np.searchsorted(numbers, part.iterations), place] = getattr(part, name)
         columns[name] = column
-    headers = [trace.header for trace in chosen]
     for name in ("pp_rank", "dp_rank", "tp_rank"):
         columns[name] = np.array([getattr(header, name) for header in headers])
     return RunFigures(ranks=np.array([header.rank for header in headers]), **columns)

@@ -23,7 +23,7 @@ This module opens no file and imports nothing heavy: the recorder writes with it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -42,10 +42,6 @@ from megatron.adaptive.trace.event import (
 __all__ = ["block_text", "header_line", "parse_line", "samples_line"]
 
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
-_TEXT_FIELDS = ("run", "placement", "schedule", "host", "clock")
-_NUMBER_FIELDS = tuple(
-    field.name for field in fields(TraceHeader) if field.type == "int" and field.init
-)
 
 
 def header_line(header: TraceHeader) -> str:
@@ -141,77 +137,76 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{origin} has format version {version}, this program reads version "
             f"{FORMAT_VERSION}; {remedy}"
         )
-    values: dict[str, Any] = {field: _integer(record, field, origin) for field in _NUMBER_FIELDS}
-    for field in _TEXT_FIELDS:
-        if not isinstance(record.get(field), str):
-            raise TraceError(f"{origin}: header lacks the text field {field!r}")
-        values[field] = record[field]
-    values["layers"] = tuple(map(int, _numbers(record, "layers", origin)))
-    values["work"] = _numbers(record, "work", origin)
-    form = SpanFormat(*(_words(record, name, origin) for name in SpanFormat.__slots__))
-    header = TraceHeader(**values, span_format=form)
-    _check_header(header, origin)
-    return header
-
-
-def _check_header(header: TraceHeader, origin: object) -> None:
-    for field in ("world_size", "num_ranks", "num_chunks"):
-        if getattr(header, field) < 1:
-            raise TraceError(f"{origin}: {field} is {getattr(header, field)}, expected at least 1")
-    for position, size in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
-        if not 0 <= getattr(header, position) < size:
+    values = {
+        one.name: _value(record, one.name, one.type, origin)
+        for one in fields(TraceHeader)
+        if one.type in _EXPECTED
+    }
+    values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
+    values["work"] = tuple(_value(record, "work", "numbers", origin, []))
+    words = (tuple(_value(record, n, "words", origin)) for n in SpanFormat.__slots__)
+    header = TraceHeader(**values, span_format=SpanFormat(*words))
+    for size in ("world_size", "num_ranks", "num_chunks"):
+        if getattr(header, size) < 1:
+            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected at least 1")
+    for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
+        if not 0 <= getattr(header, position) < limit:
             raise TraceError(
-                f"{origin}: {position} is {getattr(header, position)}, expected 0..{size - 1}"
+                f"{origin}: {position} is {getattr(header, position)}, expected 0..{limit - 1}"
             )
-
-
-def _words(record: Mapping[str, Any], field: str, origin: object) -> tuple[str, ...]:
-    value = record.get(field)
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise TraceError(f"{origin}: header lacks the list of words {field!r}")
-    return tuple(value)
-
-
-def _numbers(record: Mapping[str, Any], field: str, origin: object) -> tuple[float, ...]:
-    """Returns a list of numbers from 0 on; an empty one where the header lacks it."""
-    value = record.get(field, [])
-    sound = isinstance(value, list) and all(type(n) in (int, float) and n >= 0 for n in value)
-    if not sound:
-        raise TraceError(f"{origin}: header field {field!r} is {value!r}, expected numbers from 0")
-    return tuple(value)
+    return header
 
 
 def _marker(record: Mapping[str, Any], origin: object) -> IterationStart:
     is_late = "after_iteration" in record
     word = "after_iteration" if is_late else "begin_iteration"
-    counts = record.get("counts", [])
-    if not isinstance(counts, list) or any(type(count) is not int for count in counts):
-        raise TraceError(f"{origin}: field 'counts' is {counts!r}, expected whole numbers")
     return IterationStart(
-        _integer(record, word, origin),
-        _integer(record, "num_microbatches", origin),
-        _integer(record, "start_ns", origin),
-        tuple(counts),
-        _integer(record, "size_bytes", origin),
-        is_late,
+        iteration=_value(record, word, "int", origin),
+        num_microbatches=_value(record, "num_microbatches", "int", origin),
+        start_ns=_value(record, "start_ns", "int", origin),
+        counts=tuple(_value(record, "counts", "counts", origin, [])),
+        size_bytes=_value(record, "size_bytes", "int", origin),
+        is_late=is_late,
     )
 
 
 def _samples(record: Mapping[str, Any], origin: object) -> ClockSamples:
-    samples = record["clock_samples"]
-    sound = isinstance(samples, list) and all(
-        isinstance(sample, list) and len(sample) == 4 and all(type(n) is int for n in sample)
-        for sample in samples
-    )
-    if not sound:
-        raise TraceError(f"{origin}: clock samples are not lists of four whole numbers")
-    return ClockSamples(
-        _integer(record, "reference", origin), tuple((a, b, c, d) for a, b, c, d in samples)
-    )
+    samples = _value(record, "clock_samples", "samples", origin)
+    reference = _value(record, "reference", "int", origin)
+    return ClockSamples(reference, tuple(map(tuple, samples)))
 
 
-def _integer(record: Mapping[str, Any], field: str, origin: object) -> int:
-    value = record.get(field)
-    if type(value) is not int:
-        raise TraceError(f"{origin}: field {field!r} is {value!r}, expected a whole number")
+def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(kind, value))
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+_EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_int, "a whole number"),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
+    "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
+    "numbers": (
+        lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
+        "numbers from 0",
+    ),
+    "samples": (
+        lambda value: _is_list(value, lambda one: _is_list(one, _is_int) and len(one) == 4),
+        "lists of four whole numbers",
+    ),
+}
+"""By kind of field: what is one, and the words for it."""
+
+
+def _value(
+    record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
+) -> Any:
+    """Returns a field of a record, which must be of a kind of :data:`_EXPECTED`."""
+    value = record.get(name, default)
+    is_sound, expected = _EXPECTED[kind]
+    if not is_sound(value):
+        raise TraceError(f"{origin}: field {name!r} is {value!r}, expected {expected}")
     return value

@@ -3,6 +3,10 @@
 Everything comes out of files: the spans of the latest iterations, what each rank says that it does
 (``live_state``) and how far the trainer is. None of them has to be there. Times of several machines
 are compared by their time of day, which is enough to look on; ``read`` does it well.
+
+What was read is never read again. A rank's file may be of any size when it is looked at first: then
+only its header and its end are read. Blocks of spans are passed over by what their marker says, and
+only whole ones are read.
 """
 
 from __future__ import annotations
@@ -12,20 +16,33 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import TraceHeader
-from megatron.adaptive.trace.figures import WAIT_CAUSES
-from megatron.adaptive.trace.live_files import RankIteration, RankTail
+from megatron.adaptive.trace.event import IterationStart, TraceHeader
+from megatron.adaptive.trace.figures import (
+    WAIT_CAUSES,
+    Floats,
+    RankFigures,
+    rank_figures,
+    stack_figures,
+)
+from megatron.adaptive.trace.index import Block, FileIndex, ends_at, read_blocks
+from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.live_state import ENDED, Now, read_now
 from megatron.adaptive.trace.locate import TRACES, latest_run
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import describe_numbers, trace_files
+from megatron.adaptive.trace.table import Ints, Mask
 
-__all__ = ["LiveRank", "LiveRun", "Slowness", "Snapshot", "find_live", "slow_ranks"]
+__all__ = ["LiveRank", "LiveRun", "RankTail", "Slowness", "Snapshot", "find_live", "slow_ranks"]
+
+TAIL_BYTES = 1 << 20
+"""So much of a file's end is read at first, more where one iteration is longer."""
 
 LOOKED_AT = 8
 """Figures are medians over so many iterations."""
@@ -68,7 +85,7 @@ class LiveRank:
         age_s: seconds since it said or wrote something, ``None`` if it never did.
         is_gone: its process has ended.
         iteration: the latest of its trace, 0 for none.
-        figures: of that iteration.
+        held_bytes: most activation bytes held in that iteration.
         busy: part of the step in which it works, ``None`` where that is not known.
         waits: part of the step, by cause.
         compute_ms: what its actions of an iteration take.
@@ -82,7 +99,7 @@ class LiveRank:
     age_s: float | None = None
     is_gone: bool = False
     iteration: int = 0
-    figures: RankIteration | None = None
+    held_bytes: int = 0
     busy: float | None = None
     waits: Mapping[str, float] = field(default_factory=dict)
     compute_ms: float | None = None
@@ -197,20 +214,20 @@ class LiveRun:
         return self._snapshot(folder)
 
     def _snapshot(self, folder: Path) -> Snapshot:
-        headers = [tail.header for tail in self._tails.values() if tail.header is not None]
-        world = max([header.world_size for header in headers], default=0)
-        steps = _steps(self._tails)
-        slow = slow_ranks(
-            {r: t.header for r, t in self._tails.items() if t.header is not None},
-            {r: [i.compute_ns for _, i in _ordered(t)] for r, t in self._tails.items()},
-        )
+        headers = {r: tail.header for r, tail in self._tails.items() if tail.header is not None}
+        world = max([header.world_size for header in headers.values()], default=0)
+        figures = {rank: self._tails[rank].figures for rank in headers}
+        slow = slow_ranks(headers, {r: [] if f is None else f.work_ns for r, f in figures.items()})
+        parts = _parts_of_steps(self._tails)
         ranks = [
-            _rank(folder, rank, self._tails.get(rank), steps, slow.get(rank))
+            _rank(folder, rank, self._tails.get(rank), parts.get(rank), slow.get(rank))
             for rank in range(max(world, *(r + 1 for r in self._tails), 0, 0))
         ]
         state, detail = _state(ranks, self._progress)
         records = self._progress.records
         busy = [rank.busy for rank in ranks if rank.busy is not None]
+        steps_ms = [r["step_ms"] for r in records[-LOOKED_AT:] if r.get("step_ms") is not None]
+        steps_ms = steps_ms or [length for part in parts.values() for length in part.steps_ms]
         return Snapshot(
             folder=folder,
             ranks=ranks,
@@ -222,14 +239,129 @@ class LiveRun:
                 + [max(r.iteration, r.now.iteration if r.now else 0) for r in ranks]
             ),
             total_iterations=self._progress.total_iterations,
-            step_ms=_step_ms(records, steps),
+            step_ms=statistics.median(steps_ms) if steps_ms else None,
             progress=tuple(records),
             bubble=1 - statistics.fmean(busy) if busy else None,
         )
 
 
+class RankTail:
+    """The trace file of one rank.
+
+    Args:
+        path: the file.
+        kept: iterations that are kept, the latest.
+
+    Attributes:
+        header: its last one, ``None`` before one was seen.
+        figures: of the latest iterations that have actions, ``None`` before there are any.
+        written_s: time of day of its last change.
+        problem: why it is not read further, empty if it is.
+    """
+
+    def __init__(self, path: Path, kept: int) -> None:
+        self.path = path
+        self._kept = kept
+        self._reset()
+
+    def _reset(self) -> None:
+        self.header: TraceHeader | None = None
+        self.figures: RankFigures | None = None
+        self.written_s = 0.0
+        self.problem = ""
+        self._identity: tuple[int, int] | None = None
+        self._offset = self._size = 0
+
+    def refresh(self) -> bool:
+        """Read what is new; returns whether there was anything."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return False  # it is being moved aside
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._identity or status.st_size < self._size:
+            self._reset()
+            self._identity = identity
+        if status.st_size == self._size or self.problem:
+            return False
+        self._size, self.written_s = status.st_size, status.st_mtime
+        try:
+            with self.path.open("rb") as file:
+                blocks = self._walk(file)
+            self._take([block for block in blocks if not block.marker.is_late])
+        except (OSError, TraceError) as error:
+            self.problem = str(error)
+        return True
+
+    def _walk(self, file: BinaryIO) -> list[Block]:
+        """Go on to the end of what is whole; returns the blocks on the way."""
+        if self.header is None:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return []
+            record = parse_line(line, f"{self.path}:1")
+            if not isinstance(record, TraceHeader):
+                raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
+            self.header, self._offset = record, file.tell()
+            if self._size - self._offset > TAIL_BYTES:
+                self._offset = self._near_end(file)
+        blocks: list[Block] = []
+        while True:
+            file.seek(self._offset)
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return blocks
+            begin, self._offset = self._offset, file.tell()
+            if not line.startswith(b"{"):
+                continue  # the rest of a block whose writer was killed
+            record = parse_line(line, self.path)
+            if isinstance(record, TraceHeader):
+                self.header = record
+            elif isinstance(record, IterationStart):
+                end = self._offset + record.size_bytes
+                if end > self._size:
+                    self._offset = begin
+                    return blocks
+                if ends_at(file, end, self._size):
+                    blocks.append(Block(record, 0, self._offset, record.size_bytes))
+                    self._offset = end
+
+    def _near_end(self, file: BinaryIO) -> int:
+        """The offset of a marker in the file's last part."""
+        wanted = TAIL_BYTES
+        while wanted < self._size:
+            file.seek(self._size - wanted)
+            at = file.read(wanted).find(b'\n{"begin_iteration"')
+            if at >= 0:
+                return self._size - wanted + at + 1
+            wanted *= 4
+        return self._offset
+
+    def _take(self, blocks: list[Block]) -> None:
+        if self.header is None or not blocks:
+            return
+        table = read_blocks(FileIndex(self.path, [self.header]), blocks[-self._kept :])
+        new = rank_figures(table, self.header.num_chunks)
+        new = _rows(new, np.flatnonzero(new.num_actions))
+        if self.figures is not None:
+            old = _rows(self.figures, ~np.isin(self.figures.iterations, new.iterations))
+            new = RankFigures(
+                *(np.concatenate([getattr(t, n) for t in (old, new)]) for n in _NAMES)
+            )
+        if len(new.iterations):
+            self.figures = _rows(new, np.argsort(new.iterations, kind="stable")[-self._kept :])
+
+
+_NAMES = tuple(field.name for field in fields(RankFigures))
+
+
+def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
+    """The figures of some iterations."""
+    return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
+
+
 def slow_ranks(
-    headers: Mapping[int, TraceHeader], compute_ns: Mapping[int, Sequence[float]]
+    headers: Mapping[int, TraceHeader], compute_ns: Mapping[int, Sequence[float] | Floats]
 ) -> dict[int, Slowness]:
     """Ranks that compute longer than they should, by a rule of thumb.
 
@@ -266,82 +398,70 @@ def slow_ranks(
     return found
 
 
-def _ordered(tail: RankTail) -> list[tuple[int, RankIteration]]:
-    return sorted(tail.iterations.items())
+class _Parts(NamedTuple):
+    """Parts of the latest steps in which a rank works and waits, medians; the steps' lengths."""
+
+    busy: float
+    waits: dict[str, float]
+    steps_ms: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    start_ns: int
-    end_ns: int
-
-    @property
-    def length_ns(self) -> int:
-        return self.end_ns - self.start_ns
-
-
-Steps = dict[tuple[int, tuple[int, int]], _Step]
-
-
-def _steps(tails: Mapping[int, RankTail]) -> Steps:
-    """The steps of each pipeline by iteration and its position among the pipelines."""
+def _parts_of_steps(tails: Mapping[int, RankTail]) -> dict[int, _Parts]:
+    """By rank, from the latest iterations that all ranks of its pipeline have done."""
     shifts: dict[str, int] = {}
-    pipelines: dict[tuple[int, int], list[tuple[int, RankTail]]] = {}
-    for tail in tails.values():
-        header = tail.header
-        if header is not None and tail.iterations:
-            clock = header.clock or header.host
-            shift_ns = shifts.setdefault(clock, header.unix_ns - header.monotonic_ns)
-            place = (header.dp_rank, header.tp_rank)
-            pipelines.setdefault(place, []).append((shift_ns, tail))
-    steps: Steps = {}
-    for place, members in pipelines.items():
-        common = set.intersection(*(set(tail.iterations) for _, tail in members))
-        for iteration in sorted(common)[-LOOKED_AT:]:
-            found = [(shift_ns, tail.iterations[iteration]) for shift_ns, tail in members]
-            steps[iteration, place] = _Step(
-                min(shift_ns + each.start_ns for shift_ns, each in found),
-                max(shift_ns + each.end_ns for shift_ns, each in found),
+    headers: list[TraceHeader] = []
+    figures: list[RankFigures] = []
+    for _, tail in sorted(tails.items()):
+        header, own = tail.header, tail.figures
+        if (
+            header is None
+            or own is None
+            or header.num_chunks != (headers or [header])[0].num_chunks
+        ):
+            continue
+        shift_ns = shifts.setdefault(
+            header.clock or header.host, header.unix_ns - header.monotonic_ns
+        )
+        headers.append(header)
+        figures.append(replace(own, start_ns=own.start_ns + shift_ns, end_ns=own.end_ns + shift_ns))
+    if not figures:
+        return {}
+    found: dict[int, _Parts] = {}
+    run = stack_figures(figures, headers)
+    for pipeline in run.pipelines:
+        rows = np.flatnonzero((run.num_actions[:, pipeline] > 0).all(axis=1))[-LOOKED_AT:]
+        rows = rows[run.step_ns[rows, pipeline[0]] > 0]
+        for column in pipeline if len(rows) else ():
+            length = run.step_ns[rows, column]
+            waits = np.median(run.wait_ns[rows, column] / length[:, None], axis=0).tolist()
+            found[int(run.ranks[column])] = _Parts(
+                busy=float(np.median(run.busy_ns[rows, column] / length)),
+                waits={c: part for c, part in zip(WAIT_CAUSES, waits, strict=True) if part > 0},
+                steps_ms=(length / 1e6).tolist(),
             )
-    return steps
-
-
-def _step_ms(records: Sequence[Mapping[str, Any]], steps: Steps) -> float | None:
-    values = [line["step_ms"] for line in records[-LOOKED_AT:] if line.get("step_ms") is not None]
-    values = values or [step.length_ns / 1e6 for step in steps.values()]
-    return statistics.median(values) if values else None
+    return found
 
 
 def _rank(
-    folder: Path, rank: int, tail: RankTail | None, steps: Steps, slowness: Slowness | None
+    folder: Path, rank: int, tail: RankTail | None, parts: _Parts | None, slowness: Slowness | None
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)
-    header, now = tail.header, read_now(folder, rank)
+    header, now, figures = tail.header, read_now(folder, rank), tail.figures
     ages = [max(0.0, time.time() - tail.written_s)] + ([] if now is None else [now.age_s()])
-    iterations = _ordered(tail)
-    parts = []
-    for iteration, figures in iterations:
-        step = steps.get((iteration, (header.dp_rank, header.tp_rank)))
-        if step is not None and step.length_ns > 0:
-            parts.append((figures, step.length_ns))
-    waits = {
-        cause: statistics.median(figures.wait_ns[place] / length for figures, length in parts)
-        for place, cause in enumerate(WAIT_CAUSES)
-        if parts
-    }
-    recent = [figures.compute_ns for _, figures in iterations[-LOOKED_AT:]]
     return LiveRank(
         rank=rank,
         header=header,
         now=now,
         age_s=min(ages),
         is_gone=_is_gone(header, min(ages)),
-        iteration=iterations[-1][0] if iterations else 0,
-        figures=iterations[-1][1] if iterations else None,
-        busy=statistics.median(f.busy_ns / length for f, length in parts) if parts else None,
-        waits={cause: part for cause, part in waits.items() if part > 0},
-        compute_ms=statistics.median(recent) / 1e6 if recent else None,
+        iteration=0 if figures is None else int(figures.iterations[-1]),
+        held_bytes=0 if figures is None else int(figures.peak_in_flight_bytes[-1]),
+        busy=None if parts is None else parts.busy,
+        waits={} if parts is None else parts.waits,
+        compute_ms=None
+        if figures is None
+        else float(np.median(figures.work_ns[-LOOKED_AT:])) / 1e6,
         slowness=slowness,
         problem=tail.problem,
     )

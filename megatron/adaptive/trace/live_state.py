@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ ENDED = "ended"
 """Action reported by a rank that closed its trace."""
 
 _LINE_BYTES = 512
+
+ReadState = Callable[[], Mapping[str, Any]]
 
 
 def now_file_name(rank: int) -> str:
@@ -62,7 +64,7 @@ class Now:
     microbatch: int = -1
     cause: str = ""
     since_s: float = 0.0
-    done: tuple[int, int, int] = (0, 0, 0)
+    done: Sequence[int] = (0, 0, 0)
     held_bytes: int = 0
 
     def age_s(self) -> float:
@@ -71,21 +73,39 @@ class Now:
 
 
 class NowFile:
-    """The file of one rank, for the thread that writes it.
+    """The file of one rank, for the thread that writes it; made when it is written first.
 
     Args:
         folder: of the traces.
         rank: global rank.
-
-    Raises:
-        OSError: it cannot be made.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
-        path = Path(folder) / now_file_name(rank)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._path = Path(folder) / now_file_name(rank)
+        self._file: int | None = None
         self._seen: Any = None
-        self._since_s = 0.0
+        self._since_s = self._due_s = 0.0
+        self._failed = False
+
+    def report(self, read_state: ReadState | None) -> float | None:
+        """Write what the rank does when that is due, as long as it works: no trace depends on it.
+
+        Args:
+            read_state: reads it; ``None`` for nobody.
+
+        Returns:
+            Seconds to the next time, ``None`` for never.
+        """
+        if read_state is None or self._failed:
+            return None
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + PERIOD_S
+            try:
+                self.write(read_state())
+            except Exception:
+                self._failed = True  # a full disk, say: what the spans meet there is reported
+        return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
         """Say what the rank does.
@@ -96,6 +116,8 @@ class NowFile:
         Raises:
             OSError: it cannot be written.
         """
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
         if fields != self._seen:
             self._seen, self._since_s = dict(fields), now_s
@@ -103,27 +125,18 @@ class NowFile:
         line = json.dumps(said, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
 
-    def close(self) -> None:
-        """Close the file; it stays."""
-        os.close(self._file)
+    def end(self, read_state: ReadState | None) -> None:
+        """Say for the last time what the rank did, where anybody looked on; the file stays."""
+        if read_state is not None:
+            with contextlib.suppress(Exception):  # as above
+                self.write({**({} if self._failed else read_state()), "doing": ENDED})
+        if self._file is not None:
+            os.close(self._file)
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
     """Returns a rank's last report; ``None`` where none can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         said = json.loads((folder / now_file_name(rank)).read_bytes())
-        forwards, backwards, weights = (int(count) for count in said.get("done", (0, 0, 0)))
-        numbers = {
-            name: int(said[name])
-            for name in ("iteration", "num_microbatches", "chunk", "microbatch", "held_bytes")
-            if name in said
-        }
-        return Now(
-            unix_ns=int(said["unix_ns"]),
-            doing=str(said.get("doing", "")),
-            cause=str(said.get("cause", "")),
-            since_s=float(said.get("since_s", 0.0)),
-            done=(forwards, backwards, weights),
-            **numbers,
-        )
+        return Now(**{name: said[name] for name in Now.__slots__ if name in said})
     return None

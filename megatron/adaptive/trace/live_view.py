@@ -152,9 +152,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
             cells.append(_bar(rank, 32 if width >= WIDE else 14))
         cells.append(_percent(None if rank.busy is None else 1 - rank.busy))
         cells.append(_waits(rank.waits, 4 if width >= WIDE else 1))
-        held = None if rank.figures is None else rank.figures.held_bytes
-        if rank.now is not None and rank.now.held_bytes:
-            held = rank.now.held_bytes
+        held = rank.held_bytes if rank.now is None else rank.now.held_bytes or rank.held_bytes
         cells += [_ms(rank.compute_ms), _bytes(held), _mark(rank, is_short=width < WIDE)]
         table.add_row(*cells)
     return table

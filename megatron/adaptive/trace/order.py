@@ -266,7 +266,6 @@ class _Reader:
             rank=rank,
             world_size=world_size,
             pp_rank=rank // replicas,
-            tp_rank=0,
             dp_rank=rank % replicas,
             num_ranks=self._num_ranks,
             num_chunks=self._num_chunks,
@@ -277,5 +276,6 @@ class _Reader:
             pid=0,
             monotonic_ns=0,
             unix_ns=0,
+            clock="",
         )
         return RankTrace.of_spans(path, header, state.spans, counts, len(state.begun))

@@ -16,15 +16,14 @@ caller.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
@@ -36,14 +35,12 @@ from megatron.adaptive.trace.event import (
     trace_file_name,
 )
 from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
-from megatron.adaptive.trace.live_state import ENDED, PERIOD_S, NowFile
+from megatron.adaptive.trace.live_state import NowFile, ReadState
 
 __all__ = ["Recorder"]
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
-
-ReadState = Callable[[], Mapping[str, Any]]
 
 _KIND = {word: number for number, word in enumerate(KINDS)}
 _REASON = {word: number for number, word in enumerate(REASONS)}
@@ -319,22 +316,21 @@ class Recorder:
 
     def _write_batches(self) -> None:
         """The writer thread: until the sentinel comes, or drained after a failure."""
-        with _StateReporter(self._path.parent, self._rank) as reporter:
-            while (batch := self._next(reporter)) is not None:
-                if self._error is None:
-                    try:
-                        self._append(_text(batch).encode())
-                    except Exception as error:
-                        self._error = error
-        os.close(self._file)
-
-    def _next(self, reporter: _StateReporter) -> _Batch | ClockSamples | None:
-        """Returns the queue's next item; meanwhile reports what the rank does, if wanted."""
+        state = NowFile(self._path.parent, self._rank)
         while True:
             try:
-                return self._queue.get(timeout=reporter.report(self._read_state))
+                batch = self._queue.get(timeout=state.report(self._read_state))
             except queue.Empty:
                 continue
+            if batch is None:
+                break
+            if self._error is None:
+                try:
+                    self._append(_text(batch).encode())
+                except Exception as error:
+                    self._error = error
+        state.end(self._read_state)
+        os.close(self._file)
 
     def _append(self, data: bytes) -> None:
         """Append all of ``data``, or nothing of it and raise."""
@@ -346,48 +342,6 @@ class Recorder:
             os.ftruncate(self._file, self._size)
             raise
         self._size += written
-
-
-class _StateReporter:
-    """Reports what the rank does, as long as that works: nobody's trace depends on it.
-
-    Args:
-        folder: of the traces.
-        rank: global rank.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._place = (folder, rank)
-        self._file: NowFile | None = None
-        self._read_state: ReadState | None = None
-        self._due_s = 0.0
-        self._failed = False
-
-    def report(self, read_state: ReadState | None) -> float | None:
-        """Reports it when it is due; returns the seconds to the next time, ``None`` for never."""
-        if read_state is None or self._failed:
-            return None
-        self._read_state = read_state
-        now_s = time.monotonic()
-        if now_s >= self._due_s:
-            self._due_s = now_s + PERIOD_S
-            try:
-                if self._file is None:
-                    self._file = NowFile(*self._place)
-                self._file.write(read_state())
-            except Exception:
-                self._failed = True  # a full disk, say: what the spans meet there is reported
-        return self._due_s - now_s
-
-    def __enter__(self) -> _StateReporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with contextlib.suppress(Exception):  # as above
-                last = {} if self._read_state is None or self._failed else self._read_state()
-                self._file.write({**last, "doing": ENDED})
-            self._file.close()
 
 
 def _text(batch: _Batch | ClockSamples) -> str:

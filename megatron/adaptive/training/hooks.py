@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -242,7 +242,7 @@ class Rebalancing(Hook):
         if due is None:
             return
         begin_s = time.perf_counter()
-        self._live.checkpoints.finish()
+        self._live.checkpoints.saver.finish()
         if isinstance(due, Move):
             self._live.report_position(f"the move of layers after iteration {iteration}")
             self._move_layers(due, begin_s)
@@ -477,7 +477,7 @@ class Saving(Hook):
         live = self._live
         if live.config.checkpoint.save is not None and self._saved_at != live.progress.iteration:
             self._save(behind=False)
-        live.checkpoints.close()
+        live.checkpoints.saver.drain()
         self._report_completed()
 
     def _save(self, *, behind: bool) -> None:
@@ -494,7 +494,7 @@ class Saving(Hook):
 
     def _report_completed(self) -> None:
         """Reports checkpoints that were completed behind training."""
-        while (done := self._live.checkpoints.completed()) is not None:
+        while (done := self._live.checkpoints.saver.completed()) is not None:
             if done[0] != self._reported:
                 self._report_saved(*done)
 
@@ -536,7 +536,15 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     folder = Path(output_dir)
     if run.profile_execution:
         folder /= run.profile_name
-    return ProfiledWindow(run, _TorchProfile(folder, rank))
+    profile = torch.profiler.profile(
+        # A schedule, even a constant one, makes the profiler mark each step in the trace.
+        schedule=lambda _: torch.profiler.ProfilerAction.RECORD,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            str(folder), worker_name=f"rank_{rank:05d}"
+        ),
+        record_shapes=True,
+    )
+    return ProfiledWindow(run, profile)
 
 
 def _is_for_nsys(run: RunConfig) -> bool:
@@ -545,22 +553,12 @@ def _is_for_nsys(run: RunConfig) -> bool:
     return torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
 
 
-class _Recording(Protocol):
-    """Records from ``start`` to ``stop``."""
-
-    def start(self) -> None: ...
-
-    def next_iteration(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class ProfiledWindow(Hook):
     """Runs a recording once, from the first to the last iteration that is profiled."""
 
-    def __init__(self, run: RunConfig, recording: _Recording) -> None:
+    def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording: _Recording | None = recording
+        self._recording = recording  # as torch.profiler.profile; None once it is over
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:
@@ -570,7 +568,7 @@ class ProfiledWindow(Hook):
             if self._is_running:
                 self.close()
         elif self._is_running:
-            self._recording.next_iteration()
+            self._recording.step()
         else:
             self._recording.start()
             self._is_running = True
@@ -580,29 +578,6 @@ class ProfiledWindow(Hook):
         if recording is not None and self._is_running:
             self._is_running = False
             recording.stop()
-
-
-class _TorchProfile:
-    """Writes ``rank_<rank>.<time>.pt.trace.json``, with a mark for each iteration."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._profile = torch.profiler.profile(
-            # A schedule, even a constant one, makes the profiler mark each step in the trace.
-            schedule=lambda _: torch.profiler.ProfilerAction.RECORD,
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(
-                str(folder), worker_name=f"rank_{rank:05d}"
-            ),
-            record_shapes=True,
-        )
-
-    def start(self) -> None:
-        self._profile.start()
-
-    def next_iteration(self) -> None:
-        self._profile.step()
-
-    def stop(self) -> None:
-        self._profile.stop()
 
 
 class _NsysRange:
@@ -615,7 +590,7 @@ class _NsysRange:
         torch.cuda.cudart().cudaProfilerStart()
         self._names.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
 
-    def next_iteration(self) -> None:
+    def step(self) -> None:
         pass
 
     def stop(self) -> None:

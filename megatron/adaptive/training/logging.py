@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -28,7 +29,7 @@ from megatron.adaptive.gpt.model import flops_per_token
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["IterationReport", "Throughput", "TrainingLog", "startup_line"]
+__all__ = ["IterationReport", "TrainingLog", "startup_line"]
 
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # of the run, see ``startup_line``
@@ -148,7 +149,8 @@ class TrainingLog:
         self._total_iterations = total_iterations
         self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
-        self._interval = _Interval()
+        self._flops_per_token: float | None = None
+        self._reports: list[IterationReport] = []  # since the last line
         self._consumed_samples: int | None = None
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
@@ -157,7 +159,10 @@ class TrainingLog:
             self._open(start_iteration)
 
     def _open(self, start_iteration: int) -> None:
-        self._meter = _make_meter(self._cfg, self._accelerator, self._padded_vocab_size)
+        if self._settings.log_throughput or self._accelerator.peak_flops is not None:
+            self._flops_per_token = flops_per_token(
+                self._cfg, padded_vocab_size=self._padded_vocab_size
+            )
         if self._settings.tensorboard_dir is not None:
             self._curves = _Curves(self._cfg)
         self._open_progress(start_iteration)
@@ -174,7 +179,7 @@ class TrainingLog:
         self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
     def hand_over(
-        self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[object]]
+        self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
         """Lets another rank write from here on, with the averages under way; all ranks call it.
 
@@ -183,12 +188,12 @@ class TrainingLog:
             is_writer: whether this rank writes from now on; one does.
             gather: gathers an object of every rank.
         """
-        gathered = gather((self._interval, self._consumed_samples) if self._is_writer else None)
+        gathered = gather((self._reports, self._consumed_samples) if self._is_writer else None)
         if self._is_writer and not is_writer:
             self.close()
         elif is_writer and not self._is_writer:
             (state,) = [one for one in gathered if one is not None]
-            self._interval, self._consumed_samples = cast("tuple[_Interval, int | None]", state)
+            self._reports, self._consumed_samples = state
             self._open(iteration)
         elif is_writer:
             self._open_progress(iteration)  # the traces before the move were put aside
@@ -208,8 +213,8 @@ class TrainingLog:
         if not self._is_writer:
             return
         self._consumed_samples = report.consumed_samples
-        self._interval.add(report)
-        now = self._meter.throughput(report.global_batch_size, report.elapsed_s)
+        self._reports.append(report)
+        now = self._throughput([report])
         if self._bar is not None:
             self._advance(self._bar, report, now)
         settings, is_logged = self._settings, report.iteration % self._settings.log_interval == 0
@@ -223,22 +228,15 @@ class TrainingLog:
             date = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
             head = f" [{date}] iteration {report.iteration:8d}/{self._total_iterations:8d}"
             self.message(" | ".join([head, *(f.text for f in figures if f.text)]) + " |")
-            self._interval = _Interval()
+            self._reports = []
 
-    def validation(
-        self,
-        iteration: int,
-        prefix: str,
-        losses: Mapping[str, float],
-        consumed_samples: int | None = None,
-    ) -> None:
+    def validation(self, iteration: int, prefix: str, losses: Mapping[str, float]) -> None:
         """Prints the losses of a validation or test.
 
         Args:
             iteration: after which it was made.
             prefix: what the line is about; with the word ``test`` in it the curves are named so.
             losses: mean of each loss, by name.
-            consumed_samples: of the whole training; by default those of the last :meth:`iteration`.
         """
         if not self._is_writer:
             return
@@ -248,10 +246,12 @@ class TrainingLog:
         dashes = "-" * (len(line) + 1)
         self.message(f"{dashes}\n{line}\n{dashes}")
         if self._curves is not None:
-            if consumed_samples is None:
-                consumed_samples = self._consumed_samples
             split = "test" if "test" in prefix.split() else "validation"
-            self._curves.validation(split, losses, iteration, consumed_samples)
+            points = {f"{name} {split}": loss for name, loss in losses.items()}
+            if self._settings.log_validation_ppl_to_tensorboard:
+                points |= {f"{n} {split} ppl": _perplexity(one) for n, one in losses.items()}
+            for tag, value in points.items():
+                self._curves.add(_Figure(tag=tag, value=value), iteration, self._consumed_samples)
 
     def ends(self, reason: str) -> None:
         """Prints why the training ended, and reports it to ``progress.jsonl``."""
@@ -278,48 +278,63 @@ class TrainingLog:
             self._bar.close()
             self._bar = None
         if self._curves is not None:
-            self._curves.close()
+            self._curves.writer.close()
             self._curves = None
         self._progress.close()
 
-    def _advance(self, bar: tqdm[Any], report: IterationReport, now: Throughput) -> None:
-        shown = {"tokens/s": f"{now.tokens_per_s * self._meter.world_size:.0f}"}
+    def _advance(self, bar: tqdm[Any], report: IterationReport, now: _Throughput) -> None:
+        shown = {"tokens/s": f"{now.tokens_per_s * self._cfg.world_size:.0f}"}
         if _MAIN_LOSS in report.losses:
             shown = {"loss": f"{report.losses[_MAIN_LOSS]:.3f}", **shown}
         bar.set_postfix(shown, refresh=False)
         bar.update(report.iteration - bar.n)
 
-    def _shown_teraflops(self, throughput: Throughput) -> float | None:
-        if not self._settings.log_throughput or throughput.flops_per_s is None:
-            return None
-        return throughput.flops_per_s / 1e12
+    def _throughput(self, reports: Sequence[IterationReport]) -> _Throughput:
+        """Returns the throughput of one rank over some iterations."""
+        samples = sum(one.global_batch_size for one in reports)
+        elapsed_s = sum(one.elapsed_s for one in reports)
+        tokens = samples * self._cfg.model.seq_length / self._cfg.world_size
+        # A clock too coarse for a tiny model must not end the run.
+        tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
+        if self._flops_per_token is None:
+            return _Throughput(tokens_per_s)
+        flops_per_s, peak_flops = tokens_per_s * self._flops_per_token, self._accelerator.peak_flops
+        return _Throughput(
+            tokens_per_s,
+            flops_per_s / 1e12 if self._settings.log_throughput else None,
+            flops_per_s / peak_flops if peak_flops else None,
+        )
 
-    def _figures(self, report: IterationReport, now: Throughput) -> list[_Figure]:
+    def _figures(self, report: IterationReport, now: _Throughput) -> list[_Figure]:
         """Lists everything that is shown of an iteration, in the order of the log's line.
 
         Source: ``training_log`` of Megatron-LM, for names, order and widths of the line up to the
         number of NaN iterations, and for TensorBoard's tags where it has one; the rest is ours.
         """
-        interval = self._interval
-        mean = self._meter.throughput(interval.samples, interval.elapsed_s)
-        tokens_per_s = round(now.tokens_per_s * self._meter.world_size, 1)
+        reports, mean = self._reports, self._throughput(self._reports)
+        mean_ms = statistics.fmean(one.elapsed_s for one in reports) * 1000.0
+        tokens_per_s = round(now.tokens_per_s * self._cfg.world_size, 1)
+        bubbles = [one.bubble_fraction for one in reports if one.bubble_fraction is not None]
         losses = [_Figure(tag=name, value=loss) for name, loss in report.losses.items()]
-        losses += [_Figure(f"{name}: {loss:.6E}") for name, loss in interval.mean_losses().items()]
+        kept = [one.losses for one in reports if not one.skipped]
+        for name in dict.fromkeys(name for each in kept for name in each):
+            values = [each[name] for each in kept if name in each]
+            losses.append(_Figure(f"{name}: {sum(values) / len(values):.6E}"))
         return [
             _Figure(
                 f"consumed samples: {report.consumed_samples:12d}",
                 entry=("consumed_samples", report.consumed_samples),
             ),
             _Figure(
-                f"elapsed time per iteration (ms): {interval.mean_elapsed_s * 1000.0:.1f}",
+                f"elapsed time per iteration (ms): {mean_ms:.1f}",
                 "iteration-time",
                 report.elapsed_s,
                 entry=("step_ms", round(report.elapsed_s * 1e3, 3)),
             ),
             _Figure(
-                _text("throughput per GPU (TFLOP/s/GPU): {:.1f}", self._shown_teraflops(mean)),
+                _text("throughput per GPU (TFLOP/s/GPU): {:.1f}", mean.teraflops),
                 "throughput",
-                self._shown_teraflops(now),
+                now.teraflops,
             ),
             _Figure(
                 f"learning rate: {report.learning_rate:.6E}",
@@ -348,8 +363,8 @@ class TrainingLog:
                 "params-norm",
                 report.params_norm,
             ),
-            _Figure(f"number of skipped iterations: {interval.skipped:3d}"),
-            _Figure(f"number of nan iterations: {interval.nans:3d}"),
+            _Figure(f"number of skipped iterations: {sum(one.skipped for one in reports):3d}"),
+            _Figure(f"number of nan iterations: {sum(one.is_nan for one in reports):3d}"),
             _Figure(
                 f"tokens/s/rank: {mean.tokens_per_s:.1f}",
                 "tokens-per-s-per-rank",
@@ -362,7 +377,7 @@ class TrainingLog:
                 now.utilization,
             ),
             _Figure(
-                _text("bubble: {:.1%}", interval.mean_bubble_fraction()),
+                _text("bubble: {:.1%}", statistics.fmean(bubbles) if bubbles else None),
                 "bubble-fraction",
                 report.bubble_fraction,
             ),
@@ -381,6 +396,20 @@ class TrainingLog:
                 entry=("peak_memory_bytes", report.peak_memory_bytes),
             ),
         ]
+
+
+class _Throughput(NamedTuple):
+    """Holds the throughput of one rank.
+
+    Attributes:
+        tokens_per_s: tokens of the whole batch divided by all ranks.
+        teraflops: of the model, ``None`` if nobody asks.
+        utilization: model FLOP/s over the device's 16-bit peak, ``None`` without a peak.
+    """
+
+    tokens_per_s: float
+    teraflops: float | None = None
+    utilization: float | None = None
 
 
 class _Figure(NamedTuple):
@@ -419,7 +448,7 @@ class _Curves:
         # Slow to import, and only one rank needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._settings = settings = cfg.logging
+        settings = cfg.logging
         shown = {
             "learning-rate": settings.log_learning_rate_to_tensorboard,
             "batch-size": settings.log_batch_size_to_tensorboard,
@@ -433,7 +462,7 @@ class _Curves:
         folder = settings.tensorboard_dir
         try:
             self.writer: SummaryWriter = SummaryWriter(
-                log_dir=folder, max_queue=cfg.logging.tensorboard_queue_size
+                log_dir=folder, max_queue=settings.tensorboard_queue_size
             )
         except OSError as error:
             raise ConfigError(
@@ -455,20 +484,6 @@ class _Curves:
         if samples is not None and figure.tag not in _OVER_ITERATIONS_ALONE:
             self.writer.add_scalar(f"{figure.tag} vs samples", figure.value, samples)
 
-    def validation(
-        self, split: str, losses: Mapping[str, float], iteration: int, samples: int | None
-    ) -> None:
-        """Adds the points of a validation or a test, by the name of the split."""
-        curves = {f"{name} {split}": loss for name, loss in losses.items()}
-        if self._settings.log_validation_ppl_to_tensorboard:
-            curves |= {f"{name} {split} ppl": _perplexity(loss) for name, loss in losses.items()}
-        for tag, value in curves.items():
-            self.add(_Figure(tag=tag, value=value), iteration, samples)
-
-    def close(self) -> None:
-        """Writes what still waits."""
-        self.writer.close()
-
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
     """Returns a bar on standard error."""
@@ -488,91 +503,4 @@ def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
         miniters=1,
         desc="training",
         unit="it",
-    )
-
-
-@dataclass
-class _Interval:
-    """Sums up the iterations since the last line."""
-
-    iterations: int = 0
-    elapsed_s: float = 0.0
-    samples: int = 0
-    skipped: int = 0
-    nans: int = 0
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    bubble_fractions: list[float] = field(default_factory=list)
-
-    def add(self, report: IterationReport) -> None:
-        self.iterations += 1
-        self.elapsed_s += report.elapsed_s
-        self.samples += report.global_batch_size
-        self.skipped += report.skipped
-        self.nans += report.is_nan
-        if not report.skipped:
-            for name, loss in report.losses.items():
-                self.losses.setdefault(name, []).append(loss)
-        if report.bubble_fraction is not None:
-            self.bubble_fractions.append(report.bubble_fraction)
-
-    @property
-    def mean_elapsed_s(self) -> float:
-        return self.elapsed_s / self.iterations
-
-    def mean_losses(self) -> dict[str, float]:
-        """Returns the mean of each loss; none where every iteration was skipped."""
-        return {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
-
-    def mean_bubble_fraction(self) -> float | None:
-        known = self.bubble_fractions
-        return sum(known) / len(known) if known else None
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Holds the throughput of one rank.
-
-    Attributes:
-        tokens_per_s: tokens of the whole batch divided by all ranks.
-        flops_per_s: model FLOP/s, ``None`` if nobody asks.
-        utilization: ``flops_per_s`` over the device's 16-bit peak, ``None`` without a peak.
-    """
-
-    tokens_per_s: float
-    flops_per_s: float | None
-    utilization: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Meter:
-    """Turns samples and time into throughput."""
-
-    tokens_per_sample: int
-    world_size: int
-    flops_per_token: float | None
-    peak_flops: float | None
-
-    def throughput(self, samples: int, elapsed_s: float) -> Throughput:
-        tokens = samples * self.tokens_per_sample / self.world_size
-        # A clock too coarse for a tiny model must not end the run.
-        tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
-        if self.flops_per_token is None:
-            return Throughput(tokens_per_s, None, None)
-        flops_per_s = tokens_per_s * self.flops_per_token
-        share = flops_per_s / self.peak_flops if self.peak_flops else None
-        return Throughput(tokens_per_s, flops_per_s, share)
-
-
-def _make_meter(
-    cfg: TrainerConfig, accelerator: Accelerator, padded_vocab_size: int | None
-) -> _Meter:
-    peak_flops = accelerator.peak_flops
-    is_asked = cfg.logging.log_throughput or peak_flops is not None
-    return _Meter(
-        tokens_per_sample=cfg.model.seq_length,
-        world_size=cfg.world_size,
-        flops_per_token=flops_per_token(cfg, padded_vocab_size=padded_vocab_size)
-        if is_asked
-        else None,
-        peak_flops=peak_flops,
     )

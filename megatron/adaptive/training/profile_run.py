@@ -57,13 +57,20 @@ from megatron.adaptive.profiling.timing import (  # noqa: E402
 )
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
-__all__ = ["ProfileOptions", "StageSample", "layer_samples", "profile_layers"]
+__all__ = ["ProfileOptions", "Figures", "layer_samples", "profile_layers"]
 
 STAGES = 3
 FEW, MANY = 1, 3
 """Transformer layers of the middle stage; their difference separates a layer from a stage."""
 _LEAST_SHARE = 0.5  # of the mean that a layer takes at least, where the difference is smaller
-_TIMES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
+_FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
+
+Figures = dict[str, float]
+"""Figures of a stage or layer on this rank, named as in a row of the profile.
+
+``forward_s``, ``backward_input_s`` (the whole backward where it is not split) and
+``backward_weight_s`` are medians over microbatches; ``kept_bytes`` stay from forward to backward.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,25 +186,16 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
     return list(options.widths)
 
 
-def _mesh_config(options: ProfileOptions, tp: int, world: int) -> TrainerConfig:
-    return _config(options, 1, world, ("--tensor-model-parallel-size", str(tp)))
-
-
-def _stage_config(options: ProfileOptions, tp: int, size: int, layers: int, world: int) -> Any:
-    """Returns settings of a run with three stages, of which the middle one holds the layers."""
-    more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {STAGES}"
-    more += f" --partition 0-{layers}-0 --num-layers {layers}"
-    # Each stage is alone here; a head of its own costs what a copy of the embedding does.
-    more += " --untie-embeddings-and-output-weights"
-    return _config(options, size, STAGES * world, more.split())
-
-
-def _config(options: ProfileOptions, size: int, world: int, more: Sequence[str]) -> TrainerConfig:
+def _config(options: ProfileOptions, size: int, world: int, more: str) -> TrainerConfig:
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
-    run += f" --micro-batch-size {size}"
+    run += f" --micro-batch-size {size} {more}"
     if options.backend is not None:
         run += f" --distributed-backend {options.backend}"
-    return parse([*options.arguments, *run.split(), *more], world_size=world, last_wins=True)
+    return parse([*options.arguments, *run.split()], world_size=world, last_wins=True)
+
+
+def _mesh_config(options: ProfileOptions, tp: int, world: int) -> TrainerConfig:
+    return _config(options, 1, world, f"--tensor-model-parallel-size {tp}")
 
 
 def _measure(
@@ -212,17 +210,14 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Measures all kinds for one width and size; returns the rows of all GPUs, on every rank."""
 
-    def stage(number: int, layers: int, *, optimizer: bool = False) -> Any:
-        config = _stage_config(options, tp, size, layers, job.environment.world_size)
-        multiple = config.model.make_vocab_size_divisible_by * tp
-        return _measure_stage(
-            config,
-            job.accelerator,
-            number,
-            rows=-(-config.data.vocab_size // multiple) * multiple,
-            repeats=options.repeats,
-            optimizer=optimizer,
-        )
+    def stage(number: int, layers: int, *, optimizer: bool = False) -> Figures:
+        # The middle one of three stages holds the layers. Each is alone here; a head of its own
+        # costs what a copy of the embedding does.
+        more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {STAGES}"
+        more += f" --partition 0-{layers}-0 --num-layers {layers}"
+        more += " --untie-embeddings-and-output-weights"
+        config = _config(options, size, STAGES * job.environment.world_size, more)
+        return _measure_stage(config, job.accelerator, number, options.repeats, optimizer=optimizer)
 
     _report(job, f"tp {tp}, microbatch {size}")
     mine = None
@@ -231,10 +226,10 @@ def _measure(
         samples, launch_s = layer_samples(stage(0, FEW), few, many, stage(STAGES - 1, FEW))
         mine = {
             "gpu": gpu,
-            "kinds": [(kind, [getattr(one, n) for n in _TIMES]) for kind, one in samples.items()],
+            "kinds": samples,
             "launch": launch_s,
-            "sigma": (few.sigma + many.sigma) / 2,
-            "optimizer": few.optimizer_s / few.parameters,
+            "sigma": (few["sigma"] + many["sigma"]) / 2,
+            "optimizer": few.get("optimizer_s", 0.0) / few["parameters"],
         }
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -248,18 +243,13 @@ def _measure(
             others[key].setdefault(name, []).append(statistics.fmean(one[key] for one in its))
         if first:
             others["optimizer"].setdefault(name, []).extend(one["optimizer"] for one in its)
-        rows += _rows(name, tp, size, its)
-    return rows
-
-
-def _rows(gpu: str, tp: int, size: int, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for index, (kind, _) in enumerate(samples[0]["kinds"]):
-        columns = zip(*(one["kinds"][index][1] for one in samples), strict=True)
-        means = dict(zip(_TIMES, map(statistics.fmean, columns), strict=True))
-        rows.append(
-            {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": True, **means}
-        )
+        for kind in its[0]["kinds"]:
+            means = {
+                figure: statistics.fmean(one["kinds"][kind][figure] for one in its)
+                for figure in _FIGURES
+            }
+            row = {"kind": kind, "gpu": name, "tp": tp, "micro_batch": size, "tp_included": True}
+            rows.append({**row, **means})
     return rows
 
 
@@ -269,32 +259,9 @@ def _report(job: Any, text: str) -> None:
         print(f"profile: {text}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageSample:
-    """Holds what one stage took on this rank, medians over microbatches.
-
-    Attributes:
-        forward_s: of a microbatch.
-        backward_input_s: the same; the whole backward where it is not split.
-        backward_weight_s: the same; 0 where it is not split.
-        kept_bytes: kept from forward to backward.
-        parameters: numbers that this rank holds.
-        optimizer_s: one step of the optimizer, 0 where it was not asked for.
-        sigma: spread of the logarithm of durations around their median, from quartiles.
-    """
-
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    kept_bytes: float
-    parameters: float
-    optimizer_s: float = 0.0
-    sigma: float = 0.0
-
-
 def layer_samples(
-    first: StageSample, few: StageSample, many: StageSample, last: StageSample
-) -> tuple[dict[str, StageSample], float]:
+    first: Figures, few: Figures, many: Figures, last: Figures
+) -> tuple[dict[str, Figures], float]:
     """Derives what layers take from what stages took.
 
     Args:
@@ -308,26 +275,18 @@ def layer_samples(
         that a forward costs beyond its layers.
     """
 
-    def each(name: str) -> float:
-        low, high = getattr(few, name), getattr(many, name)
+    layer = {
         # Noise may make the difference small; a layer is never far from the mean.
-        return float(max((high - low) / (MANY - FEW), _LEAST_SHARE * high / MANY))
-
-    names = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
-    layer = StageSample(**{name: each(name) for name in names})
-    launch_s = max(0.0, few.forward_s - FEW * layer.forward_s)
+        name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
+        for name in _FIGURES
+    }
+    launch_s = max(0.0, few["forward_s"] - FEW * layer["forward_s"])
     return {"embedding": first, "transformer": layer, "head": last}, launch_s
 
 
 def _measure_stage(
-    config: TrainerConfig,
-    accelerator: Accelerator,
-    stage: int,
-    *,
-    rows: int,
-    repeats: int,
-    optimizer: bool = False,
-) -> StageSample:
+    config: TrainerConfig, accelerator: Accelerator, stage: int, repeats: int, *, optimizer: bool
+) -> Figures:
     """Builds one of the three stages and runs microbatches through it.
 
     Collective over the tensor-parallel group. The mesh has pipeline size 1; ``config`` has 3.
@@ -336,12 +295,16 @@ def _measure_stage(
         config: settings of a run with three stages.
         accelerator: this rank's device.
         stage: which one.
-        rows: of the embedding.
         repeats: microbatches that count.
-        optimizer: whether to measure a step of the optimizer too.
+        optimizer: whether to measure a step of the optimizer too, as ``optimizer_s``.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
     groups = default_process_groups()
+    multiple = (
+        config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    )
+    assert config.data.vocab_size is not None
+    rows = -(-config.data.vocab_size // multiple) * multiple
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(STAGES)
     try:
@@ -351,16 +314,15 @@ def _measure_stage(
     finally:
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
-    parameters = sum(parameter.numel() for parameter in chunks[0].parameters())
-    optimizer_s = 0.0
+    sample["parameters"] = float(sum(one.numel() for one in chunks[0].parameters()))
     if optimizer:
         step = build_optimizer(config, chunks).step
-        optimizer_s = time_call(step, accelerator.device, repeats)
+        sample["optimizer_s"] = time_call(step, accelerator.device, repeats)
     del chunks
     gc.collect()
     if accelerator.is_cuda:
         torch.cuda.empty_cache()
-    return StageSample(**sample, parameters=float(parameters), optimizer_s=optimizer_s)
+    return sample
 
 
 def _run(
@@ -372,7 +334,7 @@ def _run(
     chunks: Sequence[Any],
     groups: Any,
     repeats: int,
-) -> dict[str, float]:
+) -> Figures:
     count = WARM_UP + repeats
     dropout = DropoutKeys(
         config.run.seed,
@@ -414,7 +376,7 @@ def _run(
         repeats=repeats,
         split=split,
     )
-    medians = {name: statistics.median(lane) for name, lane in zip(_TIMES, lanes, strict=False)}
+    medians = {name: statistics.median(lane) for name, lane in zip(_FIGURES, lanes, strict=False)}
     return {**medians, "kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
 
 

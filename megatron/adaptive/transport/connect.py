@@ -32,9 +32,7 @@ import torch
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
-from megatron.adaptive.transport.completions import Completions
-from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import Channel, Endpoint, Transport
+from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.select import (
     ChannelSize,
@@ -338,9 +336,8 @@ class _Opener:
             "slot_bytes": self._size.slot_bytes,
             "slots": self._size.slots,
             "crc": self._options.transport_crc,
+            "reservable": self._size.reservable,
         }
-        if kind != "tcp":  # which has no memory to compute into
-            options["reservable"] = self._size.reservable
         if kind == "rdma":
             options |= self._rdma_options()
         if kind == "shm" and self._device.type == "cuda":
@@ -493,9 +490,9 @@ class CompositeTransport:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         self._part_of[peer].send(peer, label, tensor)
 
-    def channel(self, peer: int) -> Channel:
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
-        return self._part_of[peer].channel(peer)
+        return self._part_of[peer].reserve(peer, shape, dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""

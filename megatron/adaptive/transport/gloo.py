@@ -1,4 +1,6 @@
-"""Transport over a gloo process group: CPU tensors as they are, GPU tensors through the host.
+"""Transports over process groups of torch: gloo and NCCL.
+
+Over gloo, CPU tensors go as they are and GPU tensors through the host.
 
 One receiver thread per peer keeps receives posted, so that data flows while the executor computes.
 gloo matches messages of a pair by tag and order; a message of ours is one of gloo's where its shape
@@ -22,22 +24,24 @@ import datetime
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.completions import (
+from megatron.adaptive.transport.connect import Gather, Payloads
+from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
+from megatron.adaptive.transport.interface import (
     Arrival,
     CompletionQueue,
     Completions,
     HeldArrival,
+    Transport,
 )
-from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
-from megatron.adaptive.transport.interface import Channel, DirectChannel
 
 _DEPTH = 4
 # Up to here copying a payload costs less than a second message of gloo.
@@ -132,9 +136,9 @@ class GlooTransport:
         while len(self._pending) > 4 * _DEPTH * len(self._sent):
             self._reap(self._send_limit)
 
-    def channel(self, peer: int) -> Channel:
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
-        return DirectChannel(self, peer)
+        return torch.empty(shape, dtype=dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
@@ -210,7 +214,8 @@ class GlooTransport:
     ) -> tuple[int, int]:
         """Announce ``payload``, whose own sends are ``works``; returns the slot and group rank."""
         sequence = self._sent[peer]
-        header = Header(label, tuple(payload.shape), payload.dtype, sequence).encode()
+        words = Header(label, tuple(payload.shape), payload.dtype, sequence).words()
+        header = torch.tensor(words, dtype=torch.int64)
         self._sent[peer] = sequence + 1
         slot, index = sequence % _DEPTH, self._index[peer]
         try:
@@ -312,6 +317,55 @@ class GlooTransport:
         return PeerLostError(f"the connection to {self._describe(peer)} broke: {reason}")
 
 
+class NcclTransport(GlooTransport):
+    """Channels over one NCCL communicator per direction and peer.
+
+    Args:
+        group: a gloo group of the pipeline's ranks for headers, used by nothing else.
+        outgoing: NCCL group of the pair, by peer, for messages to it.
+        incoming: NCCL group of the pair, by peer, for messages from it.
+        options: as of :class:`GlooTransport`.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        outgoing: Mapping[int, dist.ProcessGroup],
+        incoming: Mapping[int, dist.ProcessGroup],
+        **options: Any,
+    ) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
+        payload = settled(tensor.detach())
+        # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
+        Header(label, tuple(payload.shape), payload.dtype, 0).words()
+        group = self._outgoing[peer]
+        work = group.send([raw(payload)], dist.get_group_rank(group, peer), 0)
+        self._send_header(peer, label, payload, (work,))
+
+    def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
+        """Nothing comes over gloo: the executor's thread posts the receive in :meth:`_arrival`."""
+
+    def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
+        shape, dtype = payload.shape, payload.dtype
+
+        def take() -> torch.Tensor:
+            group: Any = self._incoming[peer]
+            received = torch.empty(shape, dtype=dtype, device=self._device)
+            group.recv([raw(received)], dist.get_group_rank(group, peer), 0).wait()
+            return received
+
+        # The payload waits with NCCL on the sender from here on.
+        return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())
+
+
 def raw(payload: torch.Tensor) -> torch.Tensor:
     """Return a contiguous payload as collectives take it: its bytes if they know not its type."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
@@ -356,3 +410,87 @@ class Packet:
             TransportError: it is no header.
         """
         return Header.decode(self._words.tolist(), peer=peer)
+
+
+def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
+    """Make a gloo group for each distinct ``members`` of the job; returns this rank's.
+
+    Collective over all ranks, each of which is one of its own members.
+    """
+    mine = None
+    for ranks in sorted(set(map(tuple, gather(members)))):
+        group = dist.new_group(list(ranks), backend="gloo")
+        if list(ranks) == members:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+class ProcessGroups:
+    """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`.
+
+    Args:
+        members: this rank's pipeline, whose ranks exchange messages with each other alone.
+        gather: exchanges values between all ranks of the job.
+        accelerator: this rank's device.
+        payloads: what the messages are like.
+        describe: text for a rank in error messages.
+        timeout_s: limit of a send that waits because the peer takes no messages.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: list[int],
+        gather: Gather,
+        accelerator: Accelerator,
+        payloads: Payloads,
+        describe: Callable[[int], str],
+        timeout_s: float,
+    ) -> None:
+        self._members = members
+        self._gather = gather
+        self._accelerator = accelerator
+        self._payloads = payloads
+        self._describe = describe
+        self._timeout_s = timeout_s
+
+    def make(
+        self, kind: str, peers: Sequence[int], completions: Completions | None
+    ) -> Transport | None:
+        """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`."""
+        group = gloo_group(self._members, self._gather)
+        common: dict[str, Any] = {
+            "peers": peers,
+            "device": self._accelerator.device,
+            "describe": self._describe,
+            "timeout_s": self._timeout_s,
+            "completions": completions,
+        }
+        if kind == "nccl":
+            outgoing, incoming = self._nccl_channels(peers)
+            common |= {"outgoing": outgoing, "incoming": incoming}
+            return NcclTransport(group, **common) if peers else None
+        common |= {"payload_shape": self._payloads.shape, "dtype": self._payloads.dtype}
+        return GlooTransport(group, **common) if peers else None
+
+    def _nccl_channels(
+        self, peers: Sequence[int]
+    ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
+        """Make a communicator per directed channel, all ranks in one order, and connect each."""
+        device = self._accelerator.device
+        outgoing: dict[int, dist.ProcessGroup] = {}
+        incoming: dict[int, dist.ProcessGroup] = {}
+        me = dist.get_rank()
+        for sender, receivers in enumerate(self._gather(list(peers))):
+            for receiver in receivers:
+                pair = sorted((sender, receiver))
+                group = dist.new_group(pair, backend="nccl", device_id=device)
+                if me == sender:
+                    outgoing[receiver] = group
+                    dist.send(torch.zeros(1, device=device), receiver, group=group)
+                elif me == receiver:
+                    incoming[sender] = group
+                    dist.recv(torch.zeros(1, device=device), sender, group=group)
+        self._accelerator.synchronize()
+        return outgoing, incoming

@@ -20,6 +20,7 @@ __all__ = [
     "DTYPE_OF",
     "HEADER_WORDS",
     "KINDS",
+    "KIND_CODE",
     "MAX_DIMENSIONS",
     "Header",
     "Label",
@@ -30,6 +31,8 @@ __all__ = [
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
 """Kinds of actions that take a message; the position is its code."""
+KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+"""The way back."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
@@ -119,10 +122,6 @@ class Header:
     dtype: torch.dtype
     sequence: int
 
-    def encode(self) -> torch.Tensor:
-        """Return the header as ``[16] int64``; see :meth:`words`."""
-        return torch.tensor(self.words(), dtype=torch.int64)
-
     def words(self) -> list[int]:
         """Return the header's 16 words.
 
@@ -133,7 +132,7 @@ class Header:
         step, kind, chunk, microbatch = 0, _END, 0, 0
         if self.label is not None:
             step, action = self.label.step, self.label.action
-            kind, chunk, microbatch = KINDS.index(action.kind), action.chunk, action.microbatch
+            kind, chunk, microbatch = KIND_CODE[action.kind], action.chunk, action.microbatch
         words = [_MAGIC, self.sequence, step, kind, chunk, microbatch]
         words += [code | variant << _VARIANT_SHIFT, len(self.shape), *self.shape]
         return words + [0] * (HEADER_WORDS - len(words))

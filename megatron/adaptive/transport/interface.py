@@ -8,40 +8,36 @@ Sending never waits for the peer's work: where the peer has no room, the message
 
     executor A                                         executor B
       send(peer, label, tensor) ──> channel A→B ──┐
-                                                  ├──> completions.wait() -> Arrival
-      executor C ──────────────── channel C→B ────┘
+                                                  ├──> completions.wait() -> Arrival | Notice, or
+      executor C ──────────────── channel C→B ────┤                raises what ended a channel
+                                  other threads ──┘
 
-Which transport connects which pair is decided in ``select.py`` from both ends' :class:`Endpoint`,
-and made in ``connect.py``. What a message says about itself is in ``header.py``.
+Two queues share one interface: :class:`CompletionQueue` here, in Python, and ``NativeQueue`` of
+``native.py``, whose items come out of the C++ extension. Which transport connects which pair is
+decided in ``select.py`` from both ends' :class:`Endpoint`, and made in ``connect.py``. What a
+message says about itself is in ``header.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import queue
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from megatron.adaptive.errors import TransportError
-from megatron.adaptive.transport.completions import (
-    Arrival,
-    CompletionQueue,
-    Completions,
-    HeldArrival,
-    Item,
-    Notice,
-)
 from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label
 
 __all__ = [
     "HEADER_WORDS",
     "Arrival",
-    "Channel",
     "CompletionQueue",
     "Completions",
-    "DirectChannel",
     "Endpoint",
     "Header",
     "HeldArrival",
@@ -49,6 +45,7 @@ __all__ = [
     "Label",
     "Notice",
     "Transport",
+    "delivered",
 ]
 
 
@@ -107,29 +104,6 @@ class Endpoint:
             ) from None
 
 
-class Channel(Protocol):
-    """A directed connection: one writer, messages in order. One thread uses it."""
-
-    peer: int
-
-    def send(self, tag: Label, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` and return at once; see :meth:`Transport.send`.
-
-        A tensor that :meth:`reserve` gave goes out without a copy, also as a view that begins at
-        its first element. It belongs to the peer from then on: do not write to it.
-        """
-
-    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor to compute a payload into, to be sent under ``tag``.
-
-        It lies in the channel's own memory where there is room, else in ordinary memory; sending
-        it works either way. Dropping it unsent gives the memory back.
-        """
-
-    def close(self) -> None:
-        """Say that nothing more comes, after what is under way. Idempotent."""
-
-
 class Transport(Protocol):
     """The channels of one rank. Only the executor's thread calls it."""
 
@@ -149,8 +123,14 @@ class Transport(Protocol):
             PeerLostError: the peer is gone.
         """
 
-    def channel(self, peer: int) -> Channel:
-        """Return the channel to global rank ``peer``."""
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor to compute a payload for ``peer`` into.
+
+        It lies in the channel's own memory where there is room, else in ordinary memory; sending
+        it, or a view that begins at its first element, works either way. From the channel's memory
+        it goes out without a copy and belongs to the peer from then on: do not write to it.
+        Dropping it unsent gives the memory back.
+        """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         """Return what is known of the channel to each peer, ``kind`` at least."""
@@ -166,24 +146,139 @@ class Transport(Protocol):
         """Notify the peers, drain the channels and stop the threads. Idempotent."""
 
 
-class DirectChannel:
-    """A channel of a transport that has no memory of its own to reserve."""
+class Arrival:
+    """One message that has arrived.
 
-    def __init__(self, transport: Transport, peer: int) -> None:
+    Attributes:
+        label: what it is.
+        peer: global rank of the sender.
+        nbytes: size of the payload.
+        arrived_ns: when the receive was complete, on ``time.monotonic_ns``; ``None`` where no
+            thread sees that happen, as in memory that the peer writes by itself.
+    """
+
+    # None of its own: what the C++ extension makes is an arrival too.
+    __slots__ = ()
+
+    label: Label
+    peer: int
+    nbytes: int
+    arrived_ns: int | None
+
+    def take(self) -> torch.Tensor:
+        """Return the payload; the caller owns it. Call once, in the order of arrival."""
+        raise NotImplementedError
+
+
+class HeldArrival(Arrival):
+    """An arrival whose payload ``take`` returns."""
+
+    __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
+
+    def __init__(
+        self,
+        label: Label,
+        peer: int,
+        nbytes: int,
+        take: Callable[[], torch.Tensor],
+        arrived_ns: int | None = None,
+    ) -> None:
+        self.label = label
         self.peer = peer
-        self._transport = transport
-        self._is_closed = False
+        self.nbytes = nbytes
+        self.arrived_ns = arrived_ns
+        self._take = take
 
-    def send(self, tag: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`Channel`."""
-        if self._is_closed:
-            raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
-        self._transport.send(self.peer, tag, tensor)
+    def take(self) -> torch.Tensor:
+        """Implements :class:`Arrival`."""
+        return self._take()
 
-    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`Channel`."""
-        return torch.empty(shape, dtype=dtype)
 
-    def close(self) -> None:
-        """Implements :class:`Channel`; the peer is notified when the transport closes."""
-        self._is_closed = True
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Word of another member of the tensor-parallel group that a message has arrived there.
+
+    Attributes:
+        label: what has arrived.
+        peer: global rank of the member.
+    """
+
+    label: Label
+    peer: int
+
+
+Item = Arrival | Notice
+"""An item that an executor takes out of a queue."""
+
+Listener = Callable[[Item | Exception], None]
+
+
+class Completions(Protocol):
+    """Arrivals and failures of all channels of a process, in the order they happened.
+
+    Any thread may put, one thread takes. Waiting releases the GIL and never polls.
+    """
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with each item from now on, right after it can be taken.
+
+        It runs in another thread than the one that takes, so that others hear of the item even
+        while that one is busy. One listener; it must raise nothing.
+        """
+
+    def put(self, item: Item | Exception) -> None:
+        """Add an arrival, or the error that ended a channel."""
+
+    def poll(self) -> Item | None:
+        """Return the oldest item, ``None`` if there is none now.
+
+        Raises:
+            TransportError: a channel failed.
+        """
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """Return the oldest item, waiting for one until ``deadline_s`` of ``time.monotonic``.
+
+        Returns:
+            ``None`` when the deadline passed.
+
+        Raises:
+            TransportError: a channel failed.
+        """
+
+
+class CompletionQueue:
+    """The queue in Python; see :class:`Completions`. Its listener runs in the thread that puts."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Implements :class:`Completions`."""
+        self._listener = listener
+
+    def put(self, item: Item | Exception) -> None:
+        """Implements :class:`Completions`."""
+        self._queue.put(item)
+        if self._listener is not None:
+            self._listener(item)
+
+    def poll(self) -> Item | None:
+        """Implements :class:`Completions`."""
+        return self.wait(-math.inf)
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """Implements :class:`Completions`."""
+        try:
+            item = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            return None
+        return delivered(item)
+
+
+def delivered(item: Item | Exception) -> Item:
+    """Return an item as it leaves a queue: the error that ended a channel is raised."""
+    if isinstance(item, Exception):
+        raise item
+    return item

@@ -1,4 +1,4 @@
-"""Transport over the C++ extension: shared memory, RDMA verbs, TCP, and loopback for tests.
+"""Transport over the C++ extension: shared memory, RDMA verbs, TCP.
 
 One ``_C.Node`` per process and job carries the channels to all peers and the queue that they meet
 in. A message goes out of the caller's memory at once where the channel has room, else its tensor is
@@ -8,31 +8,62 @@ kept until it has::
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-What arrives is in ``native_queue.py``, the GPU's part in ``staging.py``; what the bytes look like
-is in ``docs/transport.md``.
+A message comes in as a tensor over the channel's own memory (a slot), which goes back to the sender
+when the last view of it is gone, in any order and from any thread. A receiver that holds nearly all
+slots of a channel copies what comes next out of its slot, so that a channel that is smaller than
+what its receiver keeps delays nobody for ever.
+
+The GPU's part is in ``staging.py``; what the bytes look like is in ``docs/transport.md``.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, TransportError
-from megatron.adaptive.transport.header import CODE_OF, KINDS, Label, code_of, settled
-from megatron.adaptive.transport.interface import Channel
-from megatron.adaptive.transport.native_queue import NativeQueue, tensor_of_capsule, uses_torch
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.transport.header import DTYPE_OF, KIND_CODE, KINDS, Label, code_of, settled
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item, Listener
 from megatron.adaptive.transport.staging import Staging
 
-__all__ = ["NativeChannel", "NativeTransport"]
+__all__ = ["DeviceArrival", "NativeQueue", "NativeTransport", "make_tensors_with"]
 
 _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
-_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_STOP = object()
+
+# Without the checks of torch.utils.dlpack, for objects that are not capsules.
+_from_dlpack: Callable[[Any], torch.Tensor] = getattr(
+    torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
+)
+
+
+def make_tensors_with(module: ModuleType, table: Any) -> None:
+    """Let the extension make and read tensors through torch's table of C functions.
+
+    That takes half the time of capsules, which for small messages is most of it; an older torch has
+    no table, and gives ``None``.
+    """
+    module.use_torch(table, _from_dlpack)
+
+
+@lru_cache(maxsize=1)
+def _load() -> ModuleType:
+    module = extension.require("a native transport")
+    make_tensors_with(module, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    return module
 
 
 class NativeTransport:
@@ -44,7 +75,8 @@ class NativeTransport:
         device: where received tensors go.
         describe: text for a peer in error messages.
         least_free: slots of a channel that its receiver leaves to the sender.
-        staging: the GPU's part; for a ``device`` that is a GPU it is made.
+        make_staging: makes the GPU's part, which sends tensors of the host by its argument; for a
+            ``device`` that is a GPU there is one anyhow.
     """
 
     def __init__(
@@ -55,29 +87,32 @@ class NativeTransport:
         device: torch.device,
         describe: Callable[[int], str] = lambda rank: f"rank {rank}",
         least_free: int = 2,
-        staging: Staging | None = None,
+        make_staging: Callable[[Callable[[int, Label, torch.Tensor], None]], Staging] | None = None,
     ) -> None:
         self.name = "+".join(sorted(set(kinds.values())))
         self._node = node
-        is_direct = uses_torch(extension.require("a native transport"))
-        self._send = node.send_tensor if is_direct else _send_nothing
-        self._reserve = node.reserve_tensor if is_direct else self._reserve_capsule
+        self._send = node.send_tensor
         self._kinds = dict(kinds)
         self._describe = describe
         self._is_closed = False
-        if staging is None and device.type == "cuda":
-            staging = Staging(node, device, kinds)
-        self._staging = staging
-        self.completions = NativeQueue(node, staging, least_free)
+        self._staging: Staging | None = None
+        if make_staging is not None:
+            self._staging = make_staging(self._send_from_host)
+        elif device.type == "cuda":
+            self._staging = Staging(node, device, kinds, self._send_from_host)
+        self.completions = NativeQueue(node, self._staging, least_free)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
-        action = label.action
         if self._staging is not None:
             self._staging.send(peer, label, tensor)
             return
+        self._send_from_host(peer, label, tensor)
+
+    def _send_from_host(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        action = label.action
         if not self._send(
-            peer, label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, tensor
+            peer, label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, tensor
         ):
             self._send_odd(peer, label, tensor)
 
@@ -90,7 +125,7 @@ class NativeTransport:
                 "was made for tensors of the CPU; make it with that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
-        tag = label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
+        tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
         reserved = self._node.reserved_at(tensor.data_ptr())
         if reserved is not None:
             reserved_for, token = reserved
@@ -110,16 +145,12 @@ class NativeTransport:
             tensor.untyped_storage(),
         )
 
-    def channel(self, peer: int) -> Channel:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
-        return NativeChannel(self, peer)
-
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :meth:`~megatron.adaptive.transport.interface.Channel.reserve`."""
+        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
-        tensor = self._reserve(peer, code, shape)
+        tensor = self._node.reserve_tensor(peer, code, shape)
         if tensor is None:
             return torch.empty(shape, dtype=dtype)
         return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
@@ -168,38 +199,201 @@ class NativeTransport:
                 while self.completions.poll() is not None:
                     pass
 
-    def _reserve_capsule(self, peer: int, code: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Does the work of ``Node.reserve_tensor`` under an older torch."""
-        itemsize = next(dtype.itemsize for dtype, (other, _) in CODE_OF.items() if other == code)
-        nbytes = torch.Size(shape).numel() * itemsize
-        found = self._node.reserve(peer, nbytes, code, shape) if nbytes else None
-        if found is None:
-            return None
-        return tensor_of_capsule(found[0])
+
+@lru_cache(maxsize=1)
+def _arrival_class(module: ModuleType) -> type[Any]:
+    """Return the class of messages in the memory of their channel; see :class:`Arrival`.
+
+    The extension makes its objects and answers most of what is asked of them.
+    """
+
+    class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
+        __slots__ = ()
+
+        @property
+        def label(self) -> Label:  # type: ignore[override]
+            """Implements :class:`Arrival`."""
+            return _label_of(self)
+
+        def _take(self) -> torch.Tensor:
+            """Take what the extension does not by itself."""
+            tensor = _viewed(self, self.tensor())
+            return tensor.clone() if self.free_slots < self.least_free else tensor
+
+        def settle(self) -> None:
+            """Give the slot back if slots run out: who takes the payload may be long in coming."""
+            native: Any = self
+            if native.free_slots < native.least_free:
+                native._settled = _viewed(native, native.tensor()).clone()
+
+    return NativeArrival
 
 
-def _send_nothing(*_: Any) -> bool:
-    return False
+class DeviceArrival(Arrival):
+    """A message for a GPU, in its memory or in the host's.
+
+    Args:
+        native: the ``_C.Arrival``.
+        staging: the GPU's part.
+        least_free: with fewer free slots of a channel its payload is copied out of its own.
+    """
+
+    # The attributes of the base are properties here: most are never asked for.
+    __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
+
+    def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
+        self._native = native
+        self._staging = staging
+        self._least_free = least_free
+        self._settled: torch.Tensor | None = None
+        self._copied: Callable[[], torch.Tensor] | None = None
+
+    label = property(lambda self: _label_of(self._native))  # type: ignore[assignment]
+    peer = property(lambda self: self._native.peer)  # type: ignore[assignment]
+    nbytes = property(lambda self: self._native.nbytes)  # type: ignore[assignment]
+    arrived_ns = property(lambda self: self._native.arrived_ns)  # type: ignore[assignment]
+
+    def take(self) -> torch.Tensor:
+        """Implements :class:`Arrival`.
+
+        Returns:
+            The payload on the device; a view of its slot where that is there.
+        """
+        if self._copied is not None:
+            return self._copied()
+        native = self._native
+        if not native.on_device:
+            host = self._settled
+            return self._staging.receive(_viewed(native, native.tensor()) if host is None else host)
+        tensor = self._lent()
+        return tensor.clone() if native.free_slots < self._least_free else tensor
+
+    def settle(self) -> None:
+        """Give the slot back if slots run out, as a ``NativeArrival`` does."""
+        native = self._native
+        if native.free_slots >= self._least_free:
+            return
+        if native.on_device:
+            self._copied = self._staging.copy_out(self._lent)
+        else:
+            self._settled = _viewed(native, native.tensor()).clone()
+
+    def _lent(self) -> torch.Tensor:
+        return _viewed(self._native, self._staging.lend(self._native))
 
 
-class NativeChannel:
-    """A directed channel of a :class:`NativeTransport`."""
+def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the payload of a ``_C.Arrival`` in its own type."""
+    variant = native.variant
+    return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
-    def __init__(self, transport: NativeTransport, peer: int) -> None:
-        self.peer = peer
-        self._transport = transport
-        self._is_closed = False
 
-    def send(self, tag: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
-        if self._is_closed:
-            raise TransportError(f"the channel to rank {self.peer} is closed: send before close()")
-        self._transport.send(self.peer, tag, tensor)
+def _label_of(native: Any) -> Label:
+    if native._label is None:
+        action = _action(native.kind, native.chunk, native.microbatch)
+        native._label = Label(native.step, action)
+    return native._label  # type: ignore[no-any-return]
 
-    def reserve(self, tag: Label, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
-        return self._transport.reserve(self.peer, shape, dtype)
 
-    def close(self) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Channel`."""
-        self._is_closed = True
+@lru_cache(maxsize=1 << 16)
+def _action(kind: int, chunk: int, microbatch: int) -> Action:
+    """Return an action; the same object each time, for making one takes as long as a message."""
+    if kind >= len(KINDS):
+        raise TransportError(
+            f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
+            "the same version?"
+        )
+    return Action(KINDS[kind], chunk, microbatch)
+
+
+class NativeQueue:
+    """The queue of a node as :class:`~megatron.adaptive.transport.interface.Completions`.
+
+    Args:
+        node: the ``_C.Node``.
+        staging: the GPU's part, where payloads are wanted there.
+        least_free: with fewer free slots of a channel its payloads are copied out of their own.
+    """
+
+    def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
+        module = _load()
+        self._staging = staging
+        self._least_free = least_free
+        self._node = node
+        self._wait = node.wait_until
+        self._arrival = module.Arrival
+        self._ready: type | None = None  # of what comes out of the node as it goes to who waits
+        if staging is None:
+            self._ready = _arrival_class(module)
+            node.deliver_as(self._ready, least_free)
+        self._forwarded: CompletionQueue | None = None
+        self._thread: threading.Thread | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Implements :class:`~megatron.adaptive.transport.interface.Completions`.
+
+        From here on a thread takes what arrives out of the node and hands it on, to the listener
+        and to who waits here.
+        """
+        forwarded = CompletionQueue()
+        forwarded.listen(listener)
+        self._forwarded = forwarded
+        self._thread = threading.Thread(
+            target=self._forward, args=(forwarded,), name="arrivals", daemon=True
+        )
+        self._thread.start()
+        # A daemon that comes back from C++ after the interpreter's end would end the process.
+        atexit.register(_stop, weakref.ref(self))
+
+    def put(self, item: Item | Exception) -> None:
+        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
+        (self._forwarded or self._node).put(item)
+
+    def poll(self) -> Item | None:
+        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
+        if self._forwarded is not None:
+            return self._forwarded.poll()
+        return self._open(self._node.poll())
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
+        if self._forwarded is not None:
+            return self._forwarded.wait(deadline_s)
+        # The time is not asked for here: in a virtual machine that may take as long as a message.
+        item = self._wait(deadline_s)
+        # Not in _open(): a call takes as long as the rest of this.
+        return item if type(item) is self._ready else self._open(item)  # type: ignore[return-value]
+
+    def stop(self) -> None:
+        """Stop the thread of :meth:`listen`, if there is one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._node.put(_STOP)
+            thread.join()
+
+    def _open(self, item: Any) -> Item | None:
+        if self._staging is not None and type(item) is self._arrival:
+            return DeviceArrival(item, self._staging, self._least_free)
+        # Anything else was put here by a thread of Python.
+        if isinstance(item, Exception):
+            raise item
+        return item  # type: ignore[no-any-return]
+
+    def _forward(self, forwarded: CompletionQueue) -> None:
+        while True:
+            try:
+                item = self._node.wait_until(float("inf"))
+                if item is _STOP:
+                    return
+                opened: Any = self._open(item)
+                if hasattr(opened, "settle"):
+                    opened.settle()
+                forwarded.put(opened)
+            except Exception as error:
+                forwarded.put(error)
+
+
+def _stop(reference: weakref.ref[NativeQueue]) -> None:
+    queue = reference()
+    if queue is not None:
+        queue.stop()

@@ -16,10 +16,10 @@ channels is ``connect.py``'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.adaptive.config.parallel import MOST_SLOTS, NATIVE
+from megatron.adaptive.config.parallel import MOST_SLOTS
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.transport.interface import Endpoint
 
@@ -199,11 +199,6 @@ def size_of_channel(
         affordable = max(_LEAST_SLOTS, _CHANNEL_BYTES // slot_bytes)
         slots = max(_LEAST_SLOTS, min(wanted, affordable, MOST_SLOTS))
     return ChannelSize(slot_bytes, slots)
-
-
-def native_kinds(choices: Iterable[Choice]) -> set[str]:
-    """Return which transports of the extension are among ``choices``."""
-    return {choice.kind for choice in choices} & set(NATIVE)
 
 
 def _is_loopback(address: str) -> bool:

@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 
-from megatron.adaptive.transport.header import KINDS, Label, code_of, settled
+from megatron.adaptive.transport.header import KIND_CODE, Label, code_of, settled
 
 __all__ = ["Staging"]
 
-_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 _PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
 _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
@@ -43,10 +42,18 @@ class Staging:
             one at a time.
         device: the GPU.
         peers: ranks with a channel.
+        send_from_host: sends a tensor of the host, its slot as it is.
     """
 
-    def __init__(self, node: Any, device: torch.device, peers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        node: Any,
+        device: torch.device,
+        peers: Iterable[int],
+        send_from_host: Callable[[int, Label, torch.Tensor], None],
+    ) -> None:
         self._node = node
+        self._send_from_host = send_from_host
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
@@ -74,20 +81,15 @@ class Staging:
         """Start the copy of a tensor; it leaves for ``peer`` when it is there."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
-        action = label.action
-        tag = (label.step, _KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant)
         if peer in self._slot_bytes:
-            self._send_between_gpus(peer, tag, payload)
+            self._send_between_gpus(peer, label, payload)
             return
         with self._lock:
-            found = self._node.reserve(peer, payload.nbytes, code, tuple(payload.shape))
-        if found is None:  # no slot is free, or it is larger than one
-            token = None
+            host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
+        if host is None:  # no slot is free, or it is larger than one
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-        else:
-            capsule, token = found
-            host = torch.utils.dlpack.from_dlpack(capsule)
-            host = host.view(payload.dtype) if variant else host
+        elif variant:
+            host = host.view(payload.dtype)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._out):
@@ -98,15 +100,11 @@ class Staging:
         def go() -> None:
             done.synchronize()
             with self._lock:
-                if token is None:
-                    place = (host.data_ptr(), host.nbytes, host.untyped_storage())
-                    self._node.send(peer, *tag, tuple(host.shape), *place)
-                else:
-                    self._node.commit(peer, token, *tag, tuple(host.shape))
+                self._send_from_host(peer, label, host)
 
         self._committing.do(go)
 
-    def _send_between_gpus(self, peer: int, tag: tuple[int, ...], payload: torch.Tensor) -> None:
+    def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
         """Hand a tensor to the extension; what no slot holds goes through the host, in its turn."""
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
@@ -117,25 +115,28 @@ class Staging:
                 host.copy_(payload, non_blocking=True)
             payload.record_stream(self._out)
             payload, stream = host, self._out
-        place = payload.data_ptr(), payload.nbytes
+        action = label.action
+        tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch
         with self._lock:
             self._node.send_after(
                 peer,
                 *tag,
+                *code_of(payload.dtype, payload.dim()),
                 tuple(payload.shape),
-                *place,
+                payload.data_ptr(),
+                payload.nbytes,
                 is_direct,
                 stream.cuda_stream,
                 payload.untyped_storage(),
             )
 
     def lend(self, native: Any) -> Any:
-        """Return a payload that is on the device as a DLPack capsule, for the current stream.
+        """Return a payload that is on the device as a tensor, for the current stream.
 
         Its slot goes back when this stream is past what it has to do when the tensor is dropped.
         """
         stream = torch.cuda.current_stream(self._device)
-        return native.dlpack_on(stream.cuda_stream, *self._place)
+        return native.tensor_on(stream.cuda_stream, *self._place)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Copy what ``take`` gives, a payload on the device, to memory of its own.

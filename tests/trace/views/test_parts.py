@@ -33,7 +33,7 @@ def folder(tmp_path: Path, write_spans: Callable[..., Path]) -> Path:
         ),
     )
     for rank, row in enumerate(rows):
-        header = TraceHeader.create(**shared, rank=rank, pp_rank=rank, schedule="adaptive")
+        header = TraceHeader(**shared, rank=rank, pp_rank=rank, schedule="adaptive")
         moved = [
             Span(s.action, 0, 0, s.start_ns + 10**9, s.end_ns + 10**9, 1, of=s.of, reason=s.reason)
             for s in row

@@ -250,7 +250,7 @@ def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
 
 
 def test_the_sheet_time_is_the_bins(tmp_path: Path, write_spans: Callable[..., Path]) -> None:
-    header = TraceHeader.create(
+    header = TraceHeader(
         run="r",
         rank=0,
         world_size=1,

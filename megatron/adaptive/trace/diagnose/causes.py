@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
-from megatron.adaptive.trace.diagnose.finding import Finding, Period
-from megatron.adaptive.trace.diagnose.measured import Measured, Place
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.measured import Measured
 from megatron.adaptive.trace.diagnose.robust import (
     Floats,
     best_interval,
@@ -60,7 +60,8 @@ MOST_FOUND = 20
 def find_slow_ranks(m: Measured) -> list[Finding]:
     """Find slow ranks, the slowest first."""
     baselines = rank_baselines(m)
-    own = _own(m)
+    with np.errstate(divide="ignore"):
+        own = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))  # all work of a rank
     judged: set[int] = set()
     found = []
     for _ in range(min(MOST_FOUND, max(1, len(m.places) // 2))):
@@ -107,43 +108,25 @@ def _is_real(baselines: RankBaselines, shift: Shift, own: Floats) -> bool:
     return float(np.median(inside) - np.median(outside)) >= OWN * shift.size - 2 * error
 
 
-def _own(m: Measured) -> Floats:
-    """``[iterations, ranks]``: logarithm of all work of a rank's microbatch."""
-    with np.errstate(divide="ignore"):
-        own: Floats = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
-    return own
-
-
 def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
-    column, place = shift.column, m.places[shift.column]
-    chosen: Ints = np.arange(shift.first, shift.end)
-    takes = float(np.nansum(middle(m.median_ns[chosen][:, column], axis=0)))
-    cost_ns = m.cost_ns(column, takes * (1 - math.exp(-shift.size)))
+    column, chosen = shift.column, slice(shift.first, shift.end)
+    takes = float(np.nansum(middle(m.median_ns[chosen, column], axis=0)))
     kinds = baselines.kinds(shift)
     detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
-    lasting = len(chosen) == len(m.iterations)
-    to_the_end = shift.end == len(m.iterations)
+    lasting = shift.end - shift.first == len(m.iterations)
+    ended = shift.end < len(m.iterations)
     peers = any(column in group and len(group) > 1 for group in m.peers.values())
-    return Finding(
-        cause="slow rank",
-        ranks=(place.rank,),
-        stages=place.stages,
-        hosts=(place.host,),
-        period=Period(
-            first=int(m.iterations[chosen[0]]),
-            last=int(m.iterations[chosen[-1]]),
-            kind="lasting" if lasting else "begun" if to_the_end else "passed",
-        ),
+    return m.finding(
+        "slow rank",
+        [column],
+        m.iterations[chosen],
+        "lasting" if lasting else "passed" if ended else "begun",
         against=("peers" if peers else "plan") if lasting else "history",
         confidence=chance((shift.size - SLOW / 2) / shift.error),
         factor=math.exp(shift.size),
-        counts={
-            "iterations": len(chosen),
-            "actions": int(np.isfinite(m.action_ns[chosen][:, column]).sum()),
-        },
+        counts={"actions": int(np.isfinite(m.action_ns[chosen, column]).sum())},
         detail=f"{detail} of what was expected",
-        cost_ms=cost_ns / 1e6,
-        cost_fraction=cost_ns / m.step if m.step else 0.0,
+        cost_ns=m.cost_ns(column, takes * (1 - math.exp(-shift.size))),
     )
 
 
@@ -173,53 +156,41 @@ class _Link:
     """The messages from one rank to another.
 
     Attributes:
-        source: the sender.
-        target: the receiver.
+        ends: columns of the sender and the receiver.
+        crosses: whether it leaves the machine.
         travel_ns: ``[messages]``.
         iteration: ``[messages]``.
-        numbers: ``[iterations]``, of all iterations that have messages.
-        levels_ns: ``[iterations]``, the median of each, NaN for none.
-        median_ns: of all of them.
-        fast_ns: a tenth is faster.
     """
 
-    source: Place
-    target: Place
+    ends: tuple[int, int]
+    crosses: bool
     travel_ns: Floats
     iteration: Ints
-    numbers: Ints
-    levels_ns: Floats
-    median_ns: float
-    fast_ns: float
 
-    @property
-    def pair(self) -> frozenset[int]:
-        """The two ranks, whichever way."""
-        return frozenset((self.source.rank, self.target.rank))
-
-    @property
-    def crosses(self) -> bool:
-        """Whether it leaves the machine."""
-        return self.source.host != self.target.host
+    def levels_ns(self, chosen: Ints | None = None) -> tuple[float, float]:
+        """The median travel, and the one that a tenth is faster than; in some iterations only."""
+        travel_ns = self.travel_ns
+        if chosen is not None:
+            travel_ns = travel_ns[np.isin(self.iteration, chosen)]
+        return float(np.median(travel_ns)), float(np.quantile(travel_ns, 0.1))
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
     """Find slow links, the slowest first; of a pair that is slow both ways the slower way."""
     links = _links(m)
-    columns = [(o.source.rank, o.target.rank, o.crosses, o.median_ns, o.fast_ns) for o in links]
-    table = np.array(columns, dtype=np.float64).reshape(-1, 5)
+    ends = np.array([link.ends for link in links]).reshape(-1, 2)
+    crosses = np.array([link.crosses for link in links], dtype=np.bool_)
+    levels = np.array([link.levels_ns() for link in links]).reshape(-1, 2)
     action = float(middle(m.median_ns))
     found: dict[frozenset[int], Finding] = {}
     for link in links:
-        ends = [link.source.rank, link.target.rank]
-        same_pair = np.isin(table[:, 0], ends) & np.isin(table[:, 1], ends)
-        like = table[~same_pair & (table[:, 2] == link.crosses)]
-        finding = _judge(m, link, like[:, 3], like[:, 4], action)
+        same_pair = np.isin(ends, link.ends).all(axis=1)
+        finding = _judge(m, link, levels[~same_pair & (crosses == link.crosses)], action)
         if finding is None:
             continue
-        best = found.get(link.pair)
+        best = found.get(frozenset(link.ends))
         if best is None or (finding.delay_ms or 0) > (best.delay_ms or 0):
-            found[link.pair] = finding
+            found[frozenset(link.ends)] = finding
     return sorted(found.values(), key=lambda finding: -(finding.delay_ms or 0))
 
 
@@ -227,102 +198,78 @@ def _links(m: Measured) -> list[_Link]:
     messages = m.messages
     if not len(messages):
         return []  # the text form does not have them
-    numbers = np.unique(messages.iteration)
-    size = max(m.column, default=0) + 1
-    keys = messages.source * size + messages.target
-    order = np.argsort(keys, kind="stable")
-    ends, starts = np.unique(keys[order], return_index=True)
+    pairs, owner = np.unique(
+        np.stack([messages.source, messages.target]), axis=1, return_inverse=True
+    )
+    order = np.argsort(owner.reshape(-1), kind="stable")
+    starts = np.searchsorted(owner.reshape(-1)[order], np.arange(1, pairs.shape[1]))
     links = []
-    for key, rows in zip(ends.tolist(), np.split(order, starts[1:]), strict=True):
+    for pair, rows in zip(pairs.T.tolist(), np.split(order, starts), strict=True):
         exact = rows[messages.seen[rows]]
         rows = exact if len(exact) >= max(LINK_FEWEST, len(rows) // 4) else rows
         if len(rows) < LINK_FEWEST:
             continue
-        travel = (messages.arrived_ns[rows] - messages.sent_ns[rows]).astype(np.float64)
-        places = np.searchsorted(numbers, messages.iteration[rows])
-        levels = np.full(len(numbers), np.nan)
-        for place in np.unique(places):
-            levels[place] = np.median(travel[places == place])
-        source, target = divmod(key, size)
-        links.append(
-            _Link(
-                source=m.places[m.column[source]],
-                target=m.places[m.column[target]],
-                travel_ns=travel,
-                iteration=messages.iteration[rows],
-                numbers=numbers,
-                levels_ns=levels,
-                median_ns=float(np.median(travel)),
-                fast_ns=float(np.quantile(travel, 0.1)),
-            )
-        )
+        source, target = (m.column[rank] for rank in pair)
+        travel_ns = (messages.arrived_ns[rows] - messages.sent_ns[rows]).astype(np.float64)
+        crosses = m.places[source].host != m.places[target].host
+        links.append(_Link((source, target), crosses, travel_ns, messages.iteration[rows]))
     return links
 
 
-def _judge(
-    m: Measured, link: _Link, medians: Floats, fasts: Floats, action: float
-) -> Finding | None:
+def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
     """Say whether a link is slow, all the time or for some of it.
 
     Args:
         m: the run.
         link: the link.
-        medians: of the travel of links like it, ns.
-        fasts: their fast messages' travel, ns.
+        others: ``[links, 2]``, levels of the links like it, ns.
         action: the median action, ns.
     """
-    alone = len(medians) < 2
-    usual = float(np.median(medians)) if len(medians) else 0.0
+    alone = len(others) < 2
+    usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
     # The others' medians, and how much the link's own messages differ from one another.
-    differ = float(np.median(np.abs(medians - usual))) * 1.4826 if len(medians) else 0.0
-    own = float(np.median(np.abs(link.travel_ns - link.median_ns))) * 1.4826
-    error = max(differ, 1.25 * own / math.sqrt(len(link.travel_ns)), 1_000.0)
+    differ = float(spread(others[:, 0])) if len(others) else 0.0
+    error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
     least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)
     least = max(least, (LINK_TIMES - 1) * usual)
     if link.crosses:
         least = max(least, 3 * m.clock_error_ns)
-    known = np.flatnonzero(np.isfinite(link.levels_ns))
-    series = link.levels_ns[known]
+    known = np.unique(link.iteration)
+    series = np.array([link.levels_ns(known[[place]])[0] for place in range(len(known))])
     change = best_interval(series, floor=max(0.02 * action, noise(series)))
-    numbers = link.numbers
     if change is not None and change.rise >= least and change.score >= LINK_CHANGE_SURE:
-        chosen = numbers[known[change.first : change.last + 1]]
+        inside = slice(change.first, change.last + 1)
         kind = "begun" if change.last == len(series) - 1 else "passed"
-        rest_level = float(np.median(np.delete(series, np.s_[change.first : change.last + 1])))
-        if rest_level - usual < least:
-            excess = change.rise
-            return _slow_link(m, link, chosen, excess, excess / error, kind, "history")
-    excess = link.median_ns - usual
-    usually_fast = float(np.median(fasts)) if len(fasts) else 0.0
-    if excess < least or link.fast_ns - usually_fast < LINK_STEADY * excess:
+        if float(np.median(np.delete(series, inside))) - usual < least:
+            sure = change.rise / error
+            return _slow_link(m, link, known[inside], change.rise, sure, kind, "history")
+    median_ns, fast_ns = link.levels_ns()
+    excess = median_ns - usual
+    if excess < least or fast_ns - usually_fast < LINK_STEADY * excess:
         return None
     against = "history" if alone else "others"
     sure = excess / (error + least / 4)
-    return _slow_link(m, link, numbers, excess, sure, "lasting", against)
+    return _slow_link(m, link, np.unique(m.messages.iteration), excess, sure, "lasting", against)
 
 
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, kind: str, against: str
 ) -> Finding:
-    rows = np.isin(link.iteration, chosen)
-    waits = m.waits[(m.waits[:, 0] == link.target.rank) & (m.waits[:, 1] == link.source.rank), 2]
-    waited = float(np.minimum(waits, excess).sum()) / max(1, m.message_iterations)
-    median_us = float(np.median(link.travel_ns[rows])) / 1e3
-    fast_us = float(np.quantile(link.travel_ns[rows], 0.1)) / 1e3
-    return Finding(
-        cause="slow link",
-        ranks=(link.source.rank, link.target.rank),
-        stages=tuple(sorted({*link.source.stages, *link.target.stages})),
-        hosts=(link.source.host, link.target.host),
-        period=Period(first=int(chosen[0]), last=int(chosen[-1]), kind=kind),
+    source, target = (m.places[column].rank for column in link.ends)
+    waits = m.waits[(m.waits[:, 0] == target) & (m.waits[:, 1] == source), 2]
+    median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
+    return m.finding(
+        "slow link",
+        link.ends,
+        chosen,
+        kind,
         against=against,
         confidence=chance(sure),
         delay_ms=excess / 1e6,
-        counts={"iterations": len(chosen), "messages": int(rows.sum())},
+        counts={"messages": int(np.isin(link.iteration, chosen).sum())},
         detail=f"median {median_us:.4g} us, a tenth below {fast_us:.4g} us, "
         f"other links {median_us - excess / 1e3:.4g} us",
-        cost_ms=waited / 1e6,
-        cost_fraction=waited / m.step if m.step else 0.0,
+        cost_ns=float(np.minimum(waits, excess).sum()) / max(1, m.message_iterations),
     )
 
 
@@ -337,74 +284,52 @@ READING_CHANGE_SURE = 6.0
 
 def find_slow_reading(m: Measured) -> list[Finding]:
     """Find ranks that lose time to the reading of data, the worst first."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
-    readers = [column for column in range(len(m.places)) if np.isfinite(each[:, column]).any()]
-    usual_of = {column: float(np.nanmedian(each[:, column])) for column in readers}
+    each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
+    shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
+    levels = middle(each, axis=0)
     found = []
-    for column in readers:
-        known = np.flatnonzero(np.isfinite(each[:, column]) & (each[:, column] > 0))
-        if not len(known):
+    for column in np.flatnonzero(np.isfinite(levels)).tolist():
+        chosen = np.flatnonzero(each[:, column] > 0)
+        if not len(chosen):
             continue
-        series = each[known, column]
-        share = m.read_ns[known, column] / np.maximum(1, m.step_ns[known])
-        others = [level for other, level in usual_of.items() if other != column]
+        others = np.delete(levels, column)
+        others = others[np.isfinite(others)]
         # Where all are slow, none of them is a measure for the others.
-        usual = min(others) if others else 0.0
+        before = float(min(others, default=0.0))
+        kind, against = "lasting", "others" if len(others) else "plan"
+        series = each[chosen, column]
         change = best_interval(np.log(series), floor=0.05)
-        chosen, before, kind, against = known, usual, "lasting", "others" if others else "plan"
         if (
             change is not None
             and change.score >= READING_CHANGE_SURE
             and change.rise >= math.log(READING_TIMES)
         ):
-            inside = np.arange(change.first, change.last + 1)
-            chosen = known[inside]
-            share = share[inside]
+            inside = slice(change.first, change.last + 1)
             before = float(np.median(np.delete(series, inside)))
             kind = "begun" if change.last == len(series) - 1 else "passed"
-            against = "history"
-        level = float(np.median(each[chosen, column]))
-        if float(np.median(share)) < READING_OF_STEP or level < READING_TIMES * before:
+            chosen, series, against = chosen[inside], series[inside], "history"
+        level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
+        if share < READING_OF_STEP or level < READING_TIMES * before:
             # Starved all the same, if this much of the step goes into it on every reader.
-            if float(np.median(share)) < 2 * READING_OF_STEP:
+            if share < 2 * READING_OF_STEP:
                 continue
             before = 0.0
-        found.append(_slow_reading(m, column, chosen, level, level - before, kind, against))
+        excess = level - before
+        error = 1.25 * noise(series) / math.sqrt(len(series)) + 0.1 * level
+        finding = m.finding(
+            "slow data",
+            [column],
+            m.iterations[chosen],
+            kind,
+            against=against,
+            confidence=chance(excess / error),
+            delay_ms=excess / 1e6,
+            counts={"reads": int(m.reads[chosen, column].sum())},
+            detail=f"a read takes {level / 1e6:.3g} ms, all of them {share:.1%} of the step",
+            cost_ns=m.cost_ns(column, min(excess, float(m.microbatch_ns[column]))),
+        )
+        found.append(finding)
     return sorted(found, key=lambda finding: -(finding.delay_ms or 0))
-
-
-def _slow_reading(
-    m: Measured,
-    column: int,
-    chosen: Ints,
-    level: float,
-    excess: float,
-    kind: str,
-    against: str,
-) -> Finding:
-    place = m.places[column]
-    cost_ns = m.cost_ns(column, min(excess, float(m.microbatch_ns[column])))
-    reads = int(m.reads[chosen, column].sum())
-    series = m.read_ns[chosen, column] / np.maximum(1, m.reads[chosen, column])
-    error = 1.25 * noise(series) / math.sqrt(len(series)) + 0.1 * level
-    share = float(np.median(m.read_ns[chosen, column] / np.maximum(1, m.step_ns[chosen])))
-    return Finding(
-        cause="slow data",
-        ranks=(place.rank,),
-        stages=place.stages,
-        hosts=(place.host,),
-        period=Period(
-            first=int(m.iterations[chosen[0]]), last=int(m.iterations[chosen[-1]]), kind=kind
-        ),
-        against=against,
-        confidence=chance(excess / error),
-        delay_ms=excess / 1e6,
-        counts={"iterations": len(chosen), "reads": reads},
-        detail=f"a read takes {level / 1e6:.3g} ms, all of them {share:.1%} of the step",
-        cost_ms=cost_ns / 1e6,
-        cost_fraction=cost_ns / m.step if m.step else 0.0,
-    )
 
 
 SPIKE_LEAST = math.log(1.4)
@@ -435,21 +360,14 @@ OF_PARTIAL = 3
 def find_spikes(m: Measured) -> list[Finding]:
     """Find ranks with spikes that others do not have, the dearest first."""
     odd = _oddness(m)
-    # The widest usual spread of any rank: one that is noisy all the time has no spikes.
-    usual = [
-        float(spread(odd[:, column][np.isfinite(odd[:, column])]))
-        for column in range(len(m.places))
-        if np.isfinite(odd[:, column]).any()
-    ]
-    if not usual:
+    known = [each[np.isfinite(each)] for each in np.moveaxis(odd, 1, 0)]
+    widths = [float(spread(mine)) if len(mine) else math.nan for mine in known]
+    if not np.isfinite(widths).any():
         return []
-    counts, totals, limits = [], [], []
-    for column in range(len(m.places)):
-        mine = odd[:, column][np.isfinite(odd[:, column])]
-        width = float(spread(mine)) if len(mine) else 0.0
-        limits.append(max(SPIKE_LEAST, SPIKE_SPREADS * max(width, float(np.median(usual)))))
-        counts.append(int((mine > limits[-1]).sum()))
-        totals.append(len(mine))
+    # One that is noisy all the time has no spikes.
+    limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
+    totals = [len(mine) for mine in known]
+    counts = [int((mine > limit).sum()) for mine, limit in zip(known, limits, strict=True)]
     found = []
     for column, (count, total) in enumerate(zip(counts, totals, strict=True)):
         if count < SPIKE_FEWEST or count > SPIKE_MOST * total:
@@ -485,31 +403,21 @@ def _oddness(m: Measured) -> Floats:
 
 
 def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float) -> Finding:
-    place = m.places[column]
     hit = np.isfinite(odd) & (odd > limit)
-    takes = m.action_ns[:, column][hit].astype(np.float64)
-    extra = takes * (1 - np.exp(-odd[hit]))
-    iterations = m.iterations[np.unique(np.nonzero(hit)[0])]
-    cost_ns = float(extra.sum()) / len(m.iterations)
+    extra = m.action_ns[:, column][hit].astype(np.float64) * (1 - np.exp(-odd[hit]))
     count = int(hit.sum())
-    return Finding(
-        cause="spikes",
-        ranks=(place.rank,),
-        stages=place.stages,
-        hosts=(place.host,),
-        period=Period(
-            first=int(iterations[0]) if len(iterations) else 0,
-            last=int(iterations[-1]) if len(iterations) else 0,
-            kind="spikes",
-        ),
+    return m.finding(
+        "spikes",
+        [column],
+        m.iterations[np.unique(np.nonzero(hit)[0])],
+        "spikes",
         against="others",
         confidence=chance((count - expected) / math.sqrt(count + expected + 1)),
-        delay_ms=float(np.median(extra)) / 1e6 if count else 0.0,
-        counts={"iterations": len(iterations), "spikes": count},
-        detail=f"{count / max(1, int(np.isfinite(odd).sum())):.1%} of its actions, "
-        f"{float(np.exp(np.median(odd[hit]))) if count else 1:.2f} times as long as usual",
-        cost_ms=cost_ns / 1e6,
-        cost_fraction=cost_ns / m.step if m.step else 0.0,
+        delay_ms=float(np.median(extra)) / 1e6,
+        counts={"spikes": count},
+        detail=f"{count / int(np.isfinite(odd).sum()):.1%} of its actions, "
+        f"{float(np.exp(np.median(odd[hit]))):.2f} times as long as usual",
+        cost_ns=float(extra.sum()) / len(m.iterations),
     )
 
 

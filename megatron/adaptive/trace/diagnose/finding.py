@@ -13,9 +13,6 @@ __all__ = ["CAUSES_FOUND", "Diagnosis", "Finding", "Period"]
 CAUSES_FOUND = ("slow rank", "slow link", "slow data", "spikes", "uneven stages")
 """Causes of findings."""
 
-_SPREAD_OUT = 12
-"""So many ranks are named one by one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
@@ -120,12 +117,12 @@ class Finding:
         if self.factor is not None:
             verb = "take" if self.cause == "uneven stages" and len(self.stages) > 1 else "takes"
             return f"{verb} {self.factor:.2f} times as long"
-        what = {"slow link": "messages are", "slow data": "reading takes each microbatch"}
-        if self.cause == "spikes":
-            return f"has actions that take {self.delay_ms:.3g} ms more"
-        if self.cause == "slow data":
-            return f"{what[self.cause]} {self.delay_ms:.3g} ms more"
-        return f"{what[self.cause]} {self.delay_ms:.3g} ms late"
+        what, more = {
+            "slow link": ("messages are", "late"),
+            "slow data": ("reading takes each microbatch", "more"),
+            "spikes": ("has actions that take", "more"),
+        }[self.cause]
+        return f"{what} {self.delay_ms:.3g} ms {more}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.diagnose.robust import Floats, middle
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, TraceHeader
 from megatron.adaptive.trace.figures import compute_ns
@@ -127,6 +128,40 @@ class Measured:
             found.setdefault((place.pp_rank, place.tp_rank), []).append(number)
         return found
 
+    def finding(
+        self,
+        cause: str,
+        columns: Sequence[int],
+        iterations: Ints,
+        kind: str,
+        *,
+        cost_ns: float,
+        **evidence: Any,
+    ) -> Finding:
+        """Makes a finding about some ranks.
+
+        Args:
+            cause: see :class:`Finding`.
+            columns: of the ranks.
+            iterations: numbers of those that have it, ascending.
+            kind: of the period.
+            cost_ns: what it adds to a step.
+            evidence: further fields of the finding; ``counts`` besides the iterations.
+        """
+        places = [self.places[column] for column in columns]
+        ends = iterations[[0, -1]].tolist() if len(iterations) else (0, 0)
+        evidence["counts"] = {"iterations": len(iterations), **evidence["counts"]}
+        return Finding(
+            cause=cause,
+            ranks=tuple(place.rank for place in places),
+            stages=tuple(sorted({stage for place in places for stage in place.stages})),
+            hosts=tuple(place.host for place in places),
+            period=Period(first=ends[0], last=ends[1], kind=kind),
+            cost_ms=cost_ns / 1e6,
+            cost_fraction=cost_ns / self.step if self.step else 0.0,
+            **evidence,
+        )
+
     def cost_ns(self, column: int, excess_ns: float) -> float:
         """Estimate what a rank's step loses because each microbatch takes it so much longer.
 
@@ -175,6 +210,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     if not np.isfinite(action_ns).any():
         raise TraceError(f"{run.origin} holds no F, B or W of the iterations asked for")
     headers = [run.ranks[rank].header for rank in ranks]
+    pipelines = np.array([(header.dp_rank, header.tp_rank) for header in headers])
+    members = [(pipelines == one).all(axis=1) for one in np.unique(pipelines, axis=0)]
+    # Clocks of two pipelines never mix.
+    steps = [ends[:, mine].max(axis=1) - begins[:, mine].min(axis=1) for mine in members]
     last = max(counts)
     return Measured(
         places=tuple(_place(header) for header in headers),
@@ -186,7 +225,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         action_ns=action_ns,
         read_ns=read_ns,
         reads=reads,
-        step_ns=_steps(begins, ends, headers),
+        step_ns=np.max([*steps, np.zeros(len(chosen), dtype=np.int64)], axis=0),
         messages=match_messages(tables),
         waits=_waits(tables),
         message_iterations=len(shown),
@@ -264,16 +303,6 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
     stages = headers[0].num_ranks * headers[0].num_chunks
     value = next(iter(values))
     return value if len(values) == 1 and len(value) == stages else ()
-
-
-def _steps(begins: Ints, ends: Ints, headers: Sequence[TraceHeader]) -> Ints:
-    """``[iterations]``: the longest step of any pipeline; clocks of two never mix."""
-    longest = np.zeros(len(begins), dtype=np.int64)
-    groups = np.array([header.dp_rank * 100_000 + header.tp_rank for header in headers])
-    for group in np.unique(groups):
-        mine = groups == group
-        longest = np.maximum(longest, ends[:, mine].max(axis=1) - begins[:, mine].min(axis=1))
-    return np.maximum(longest, 0)
 
 
 def _waits(tables: dict[int, TraceTable]) -> Ints:

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.causes import (
     find_spikes,
     stage_costs,
 )
-from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding, Period
+from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
 from megatron.adaptive.trace.diagnose.measured import Measured, measure
 from megatron.adaptive.trace.read import RunTrace
 
@@ -80,26 +80,20 @@ def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
     stages = np.asarray(m.layers) * times.layer_ns + times.beside_ns
     ranks = np.bincount(times.rank_of, weights=stages)
     worst = int(np.argmax(ranks))
-    places = [place for place in m.places if place.pp_rank == worst]
-    cost_ns = (pace - best) * m.num_microbatches
-    return [
-        Finding(
-            cause="uneven stages",
-            ranks=tuple(place.rank for place in places),
-            stages=places[0].stages if places else (worst,),
-            hosts=tuple(place.host for place in places),
-            period=Period(first=int(m.iterations[0]), last=int(m.iterations[-1])),
-            against="others",
-            confidence=0.95,
-            factor=float(ranks[worst] / np.median(np.delete(ranks, worst)))
-            if len(ranks) > 1
-            else 1.0,
-            counts={"iterations": len(m.iterations), "actions": m.num_actions},
-            detail=f"layers {format_partition(m.layers)}",
-            cost_ms=cost_ns / 1e6,
-            cost_fraction=cost_ns / m.step if m.step else 0.0,
-        )
-    ]
+    columns = [number for number, place in enumerate(m.places) if place.pp_rank == worst]
+    finding = m.finding(
+        "uneven stages",
+        columns,
+        m.iterations,
+        "lasting",
+        against="others",
+        confidence=0.95,
+        factor=float(ranks[worst] / np.median(np.delete(ranks, worst))) if len(ranks) > 1 else 1.0,
+        counts={"actions": m.num_actions},
+        detail=f"layers {format_partition(m.layers)}",
+        cost_ns=(pace - best) * m.num_microbatches,
+    )
+    return [finding]
 
 
 def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:

@@ -1,0 +1,71 @@
+// What a node needs of the core's channels: owners for memory that Python lends them, and how they
+// are opened from a kind and options by name.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bindings/python.h"
+#include "common/channel.h"
+#include "common/link.h"
+
+namespace adaptive {
+
+// Python objects that keep memory alive and are no longer needed, collected from threads without
+// the GIL.
+class DropList {
+ public:
+  void push(PyObject* object) noexcept;  // any thread; steals the reference
+  void drain() noexcept;                 // with the GIL
+
+ private:
+  std::mutex mutex_;
+  std::vector<PyObject*> objects_;
+  std::atomic<bool> any_{false};
+};
+
+// A reference to an object, given to the channel if that asks for an owner of the memory. Made with
+// the GIL, which may be given away afterwards.
+class Kept {
+ public:
+  Kept(PyObject* object, std::shared_ptr<DropList> drops)
+      : reference_(pybind11::reinterpret_borrow<pybind11::object>(object)),
+        drops_(std::move(drops)) {}
+  Keeper keeper();
+
+ private:
+  pybind11::object reference_;
+  std::shared_ptr<DropList> drops_;
+};
+
+// The same of a tensor's storage, which is only asked for when the channel wants an owner; the GIL
+// is held until then.
+class KeptStorage {
+ public:
+  KeptStorage(PyObject* tensor, const std::shared_ptr<DropList>& drops)
+      : tensor_(tensor), drops_(drops) {}
+  Keeper keeper();
+
+ private:
+  PyObject* tensor_;
+  const std::shared_ptr<DropList>& drops_;
+};
+
+// A new reference. Not the tensor: its owner may put another storage into it before it is sent.
+PyObject* storage_of(PyObject* tensor);
+
+// Makes the connection to the peer that a channel starts with; called without the GIL.
+using MakeLink = std::function<Link(bool on_this_node, const Deadline&, const Tick&)>;
+
+// Opens the channels of `kind` between session.rank and a peer. Needs the GIL, which it gives away
+// while it waits. Throws py::type_error for an option that the kind does not have,
+// std::invalid_argument, and what the channels throw.
+std::unique_ptr<Sender> open_channel(const std::string& kind, const Session& session,
+                                     const MakeLink& make_link, const pybind11::dict& given,
+                                     const Deadline& deadline);
+
+}  // namespace adaptive

@@ -1,0 +1,88 @@
+"""Both ends of a native channel in one process, for tests of what is above the channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import Arrival, Transport
+from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.staging import Staging
+
+LIMIT_S = 20.0
+CPU = torch.device("cpu")
+SLOTS = 8
+
+
+def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
+    """Return the nodes of ranks 0 and 1, with a channel between them."""
+    module = extension.require("a test")
+    low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
+    address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
+    options = {"slot_bytes": 4096, "slots": SLOTS, **options}
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(low.open, kind, 1, address, LIMIT_S, **options)
+        high.open(kind, 0, "", LIMIT_S, **options)
+        opened.result()
+    return low, high
+
+
+def open_transports(
+    kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
+) -> tuple[NativeTransport, NativeTransport]:
+    """Return the same as transports, which leave four slots to their senders.
+
+    Args:
+        kind: ``shm`` or ``tcp``.
+        device: of the tensors.
+        staged: tensors are for a GPU, which the CPU stands in for.
+        options: of the channel.
+    """
+
+    def make(node: Any, peer: int) -> NativeTransport:
+        def make_staging(send: Any) -> Staging:
+            return Staging(node, CPU, [peer], send)
+
+        part: Callable[[Any], Staging] | None = make_staging if staged else None
+        return NativeTransport(node, {peer: kind}, device=device, least_free=4, make_staging=part)
+
+    low, high = open_nodes(kind, **options)
+    return make(low, 1), make(high, 0)
+
+
+def close_all(transports: Sequence[Any]) -> list[BaseException]:
+    """Close transports at the same time; returns what they raised."""
+    raised: list[BaseException] = []
+
+    def close(one: Any) -> None:
+        try:
+            one.close()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=close, args=(one,)) for one in transports if one is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive()
+    return raised
+
+
+def take(transport: Transport) -> Arrival:
+    """Return the next message of a transport."""
+    item = transport.completions.wait(time.monotonic() + LIMIT_S)
+    assert isinstance(item, Arrival)
+    return item
+
+
+def label(number: int) -> Label:
+    return Label(1, Action(ActionKind.F, 0, number))
