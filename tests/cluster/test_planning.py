@@ -110,7 +110,7 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
 
     def widths(arguments: Sequence[str]) -> set[tuple[int, int]]:
         planning = Planning([profile], arguments)
-        options = planning._options(planning._on(nodes("x", 4))[1])
+        options = planning._options(planning._on(nodes("x", 4))[1].cluster)
         return {(tp, size) for tp in options.tp for size in options.micro_batch or (0,)}
 
     assert widths(MODEL) == {(1, 1)}

@@ -41,7 +41,7 @@ from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan, PlanRow, plan_document
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
@@ -369,16 +369,16 @@ class Planning:
         Raises:
             ConfigError: nothing fits; says which limit stands in the way.
         """
-        nodes, cluster, profile = self._on(offers)
-        equal = replace(self._options(cluster), most_cpu_s=most_cpu_s)
+        nodes, inputs = self._on(offers)
+        equal = replace(self._options(inputs.cluster), most_cpu_s=most_cpu_s)
         found: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
             with contextlib.suppress(ConfigError):  # the search below says what does not fit
-                found, _ = self._fastest(self._with_unequal(equal), nodes, cluster, profile)
+                found, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
         try:
-            other, refused = self._fastest(equal, nodes, cluster, profile)
+            other, refused = self._fastest(equal, nodes, inputs)
         except ConfigError as error:
             other, refused = None, error
         layouts = [one for one in (other, found) if one is not None]
@@ -388,7 +388,7 @@ class Planning:
         return min(layouts, key=lambda one: one.step_s or 0.0)
 
     def _fastest(
-        self, options: SearchOptions, nodes: Sequence[str], cluster: Cluster, profile: Profile
+        self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
         """Finds the best plan that the trainer takes, and why it does not take the first.
 
@@ -401,9 +401,9 @@ class Planning:
             options=options,
         )
         refused: ConfigError | None = None
-        for row in propose(self._model, cluster, profile, request).rows:
+        for row in propose(inputs, request).rows:
             try:
-                return self._layout(row, nodes, cluster, profile), refused
+                return self._layout(row, nodes, inputs), refused
             except ConfigError as error:
                 refused = refused or error
         return None, refused
@@ -430,8 +430,8 @@ class Planning:
                 return self._types[name]
         return self._other
 
-    def _on(self, offers: Sequence[Offer]) -> tuple[list[str], Cluster, Profile]:
-        """Returns the nodes' names by number in a cluster of them alone, it, and its profile."""
+    def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
+        """Returns the nodes' names by number in a cluster of them alone, and what is planned."""
         found: dict[NodeKind, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -446,7 +446,7 @@ class Planning:
         kinds = sorted(found, key=lambda kind: (order[kind.base.name], -kind.gpus, kind.slowness))
         names = [name for kind in kinds for name in found[kind]]
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
-        return names, cluster, profile_of(self._profile, kinds)
+        return names, PlanInputs(self._model, cluster, profile_of(self._profile, kinds))
 
     def _schedules(self) -> tuple[str, ...]:
         given = self._config.schedule.pipeline_schedule
@@ -501,9 +501,7 @@ class Planning:
             return (self._config.batch.micro_batch_size,)
         return ()
 
-    def _layout(
-        self, row: PlanRow, nodes: Sequence[str], cluster: Cluster, profile: Profile
-    ) -> ParallelLayout:
+    def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
         """Makes the layout of a plan.
 
         Raises:
@@ -516,7 +514,7 @@ class Planning:
                 f"microbatches of {plan.micro_batch} samples: losses stay as they are with"
                 f" {allowed[0]}"
             )
-        document = plan_document(plan, self._model, cluster, row.prediction)
+        document = plan_document(plan, inputs, row.prediction)
         left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
         left += ["recompute"] if self._is_given(_RECOMPUTE) else []
         document = {key: value for key, value in document.items() if key not in left}
@@ -531,7 +529,8 @@ class Planning:
         kind = max(set(self._model.layers), key=self._model.layers.count)
         pace = {}
         for node in used:
-            takes = profile.times(kind, cluster.nodes[node].gpu, plan.tp, plan.micro_batch)
+            gpu = inputs.cluster.nodes[node].gpu
+            takes = inputs.profile.times(kind, gpu, plan.tp, plan.micro_batch)
             pace[nodes[node]] = takes.forward_s + takes.backward_s
         return ParallelLayout(
             tensor=plan.tp,
