@@ -114,6 +114,7 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --vocab-file v => GPT2BPETokenizer | add --merge-file
 --save checkpoints => --save | --save-interval
 --profile-step-start 12 --profile-step-end 12 => --profile-step-end 12
+--reset-attention-mask --no-create-attention-mask-in-dataloader => exclude each other
 --profile-ranks 0 1 => --profile-ranks 1 | 1 ranks
 """
 
