@@ -21,7 +21,7 @@ from megatron.adaptive.planner.calibrate import TracedRun, calibrate
 from megatron.adaptive.planner.cluster import Cluster, known_gpu, read_cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
@@ -37,20 +37,14 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Inputs of a prediction.
+class Inputs(PlanInputs):
+    """Inputs of a prediction; the profile has estimates from data sheets for what is missing.
 
     Attributes:
-        model: its layers.
-        cluster: nodes and links.
         measured: durations that were measured; None for none.
-        profile: the same, with what is missing estimated from data sheets.
     """
 
-    model: Model
-    cluster: Cluster
     measured: Profile | None
-    profile: Profile
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -17,7 +17,7 @@ from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import registry
 
 __all__ = [
@@ -298,9 +298,7 @@ def place_ranks(
     return tuple(places)
 
 
-def plan_document(
-    plan: Plan, model: Model, cluster: Cluster, prediction: Prediction
-) -> dict[str, Any]:
+def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
     """Returns a plan as its file holds it.
 
     Plans whose stages have unequal widths also say those of each stage; the trainer runs those
@@ -308,15 +306,15 @@ def plan_document(
     """
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
-        "model": model.name,
-        "precision": model.precision.name,
+        "model": inputs.model.name,
+        "precision": inputs.model.precision.name,
         "degrees": {
             "tensor": plan.tp,
             "pipeline": plan.pp,
             "data": plan.dp,
             "chunks": plan.chunks,
         },
-        "placement": placement_groups(plan, cluster),
+        "placement": placement_groups(plan, inputs.cluster),
         "micro_batch_size": plan.micro_batch,
         "global_batch_size": plan.global_batch,
         "schedule": plan.schedule,
@@ -326,7 +324,7 @@ def plan_document(
         "sequence_parallel": plan.sequence_parallel,
     }
     if plan.pp * plan.chunks > 1:
-        document["partition"] = list(model.counted(plan.partition))
+        document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
         document["stages"] = [
             {
@@ -417,13 +415,12 @@ class PlanRow:
     prediction: Prediction
 
 
-def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float = 0.0) -> str:
+def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
     """Returns plans as a table, best first.
 
     Args:
         rows: the plans.
-        model: what is planned.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
         tokens: of the whole run, for its price and time; 0 leaves them out.
     """
     priced = any(row.prediction.price_per_hour for row in rows)
@@ -435,7 +432,7 @@ def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float
     lines = [head]
     for number, row in enumerate(rows, start=1):
         plan, seen = row.plan, row.prediction
-        steps = tokens / (plan.global_batch * model.tokens_per_sample)
+        steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
         full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
         chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
         cells = [
@@ -458,8 +455,8 @@ def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float
         for line in lines
     ]
     for number, row in enumerate(rows, start=1):
-        layers = format_partition(model.counted(row.plan.partition))
-        places = placement_text(row.plan, cluster)
+        layers = format_partition(inputs.model.counted(row.plan.partition))
+        places = placement_text(row.plan, inputs.cluster)
         text.insert(2 * number, f"{'':{widths[0]}}  layers {layers} on {places}")
     return "\n".join(text)
 
@@ -482,7 +479,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
 
 
-def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
+def explain(row: PlanRow, inputs: PlanInputs) -> str:
     """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
     plan, seen = row.plan, row.prediction
     lines = [f"a step of {seconds_text(seen.seconds)}:"]
@@ -491,20 +488,20 @@ def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
         bar = "█" * round(_BAR * share)
         lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
     lines.append("")
-    lines.append(_stage_table(plan, seen, model, cluster))
+    lines.append(_stage_table(plan, seen, inputs))
     if seen.binding is not None:
         lines += ["", f"held back by {seen.binding.what}: {seen.binding.text}"]
     return "\n".join(lines)
 
 
-def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -> str:
+def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
     head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
     head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
     lines = [head]
-    counted = model.counted(plan.partition)
+    counted = inputs.model.counted(plan.partition)
     placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
     for rank, (place, stage) in enumerate(zip(plan.places, seen.stages, strict=True)):
-        names = dict.fromkeys(cluster.nodes[replica.node].name for replica in place.replicas)
+        names = dict.fromkeys(inputs.cluster.nodes[replica.node].name for replica in place.replicas)
         layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
         memory = stage.memory
         held = (

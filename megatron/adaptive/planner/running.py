@@ -27,7 +27,7 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
@@ -67,9 +67,10 @@ class Running:
         """Returns the placement of the stages."""
         return registry.placement_for(self.schedule, pipeline_size, self.chunks)
 
-    def profile(self, pipeline_size: int) -> Profile:
-        """Returns the durations of a pipeline of that size."""
-        return self.whole if pipeline_size == 1 or self.split is None else self.split
+    def inputs(self, pipeline_size: int) -> PlanInputs:
+        """Returns model, cluster and the durations of a pipeline of that size."""
+        profile = self.whole if pipeline_size == 1 or self.split is None else self.split
+        return PlanInputs(self.model, self.cluster, profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +202,8 @@ class _Shape:
         seconds, needed = np.zeros((2, count + 1, count + 1))
         nodes = [running.cluster.nodes[one.node] for one in self._places[rank].replicas]
         for node in {one.name: one for one in nodes}.values():
-            table = layer_table(
-                running.model, running.profile(self._size), node,
-                tp=1, micro_batch=self._micro_batch,
-            )  # fmt: skip
+            inputs = running.inputs(self._size)
+            table = layer_table(inputs, node, tp=1, micro_batch=self._micro_batch)
             seconds = np.maximum(
                 seconds, _sums(table.forward_s + table.backward_s + table.weight_s)
             )
@@ -270,8 +269,7 @@ class _Shape:
             chunks=chunks,
             schedule=running.schedule,
         )
-        profile = running.profile(self._size)
-        return predict(plan, running.model, running.cluster, profile, _RUNTIME).seconds
+        return predict(plan, running.inputs(self._size), _RUNTIME).seconds
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
