@@ -3,7 +3,7 @@
 import sys
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.process_trace import main
+from megatron.adaptive.cli.trace import process
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(run_cli(process))

@@ -3,7 +3,7 @@
 import sys
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.visualize_trace import main
+from megatron.adaptive.cli.trace import visualize
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(run_cli(visualize))

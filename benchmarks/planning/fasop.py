@@ -54,8 +54,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
         place = plan.places[rank]
         tables = [
             layer_table(
-                run.model,
-                run.profile,
+                run,
                 run.cluster.nodes[one.node],
                 tp=one.tp,
                 micro_batch=place.micro_batch,
@@ -80,11 +79,10 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
         compiled=True,
     )
     ends = [
-        float(result.ends_ps[rank][-1]) / 1e12
-        + reduce_s(plan.places, rank, run.cluster, run.profile, run.model, held[rank])
+        float(result.ends_ps[rank][-1]) / 1e12 + reduce_s(plan.places, rank, run, held[rank])
         for rank in range(plan.pp)
     ]
-    return max(ends) + embedding_s(plan.places, run.model, run.cluster, plan.tp)
+    return max(ends) + embedding_s(plan.places, run, plan.tp)
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
@@ -95,9 +93,7 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
         other = (one + 1) % plan.pp
         for pair in ((one, other), (other, one)):
             if pair[0] != pair[1]:
-                latency, busy = boundary_s(
-                    plan.places[pair[0]], plan.places[pair[1]], run.cluster, run.profile, size
-                )
+                latency, busy = boundary_s(plan.places[pair[0]], plan.places[pair[1]], run, size)
                 links[pair] = Link(latency_s=latency, occupancy_s=busy)
     return links
 

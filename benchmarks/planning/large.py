@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.planning import goal_row
 from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions
 
@@ -28,7 +29,9 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
     profile = complete_profile(None, model, cluster)
     options = SearchOptions(micro_batch=(1, 2, 4))
     began = time.process_time()
-    found = Searcher(model, cluster, profile, global_batch=1536, options=options).search()
+    found = Searcher(
+        PlanInputs(model, cluster, profile), global_batch=1536, options=options
+    ).search()
     taken = time.process_time() - began
     best = found.found[0]
     what = f"GPT-3 175B on {cluster.num_gpus} GPUs of {len(cluster.groups)} types"

@@ -49,7 +49,7 @@ from megatron.adaptive.planner.cost import predict  # noqa: E402
 from megatron.adaptive.planner.model import Model  # noqa: E402
 from megatron.adaptive.planner.model_file import arguments_model  # noqa: E402
 from megatron.adaptive.planner.plan import Plan, place_ranks  # noqa: E402
-from megatron.adaptive.planner.profile import Profile  # noqa: E402
+from megatron.adaptive.planner.profile import PlanInputs, Profile  # noqa: E402, PlanInputs
 from megatron.adaptive.trace.event import KINDS  # noqa: E402
 from megatron.adaptive.trace.figures import run_figures  # noqa: E402
 from megatron.adaptive.trace.read import RunTrace, read_run  # noqa: E402
@@ -249,7 +249,7 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
             micro_batch=shape.micro_batch,
         ),
     )
-    return predict(plan, model, cluster, profile).seconds
+    return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
 class Watch(threading.Thread):

@@ -11,19 +11,16 @@ from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, Node
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
 
 __all__ = ["Problem", "better", "brute_force", "random_problem", "searcher_of", "solve"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(PlanInputs):
     """What a search is given."""
 
-    model: Model
-    cluster: Cluster
-    profile: Profile
     global_batch: int
     options: SearchOptions
 
@@ -105,9 +102,7 @@ def solve(problem: Problem) -> SearchResult:
 def searcher_of(problem: Problem) -> Searcher:
     """Returns a searcher of the problem."""
     return Searcher(
-        problem.model,
-        problem.cluster,
-        problem.profile,
+        problem,
         global_batch=problem.global_batch,
         options=problem.options,
     )
@@ -117,7 +112,7 @@ def brute_force(problem: Problem) -> float:
     """Seconds of the best of all plans that use nodes whole; infinity where none fits."""
     best = float("inf")
     for plan in _plans(problem):
-        found = predict(plan, problem.model, problem.cluster, problem.profile)
+        found = predict(plan, problem)
         if found.fits:
             best = min(best, found.seconds)
     return best

@@ -18,7 +18,7 @@ _SUBCOMMANDS = {
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
     "profile": ("profile", "measure layers and links for the planner"),
-    "process-trace": ("process_trace", "aggregate a run's traces"),
+    "process-trace": ("trace.process", "aggregate a run's traces"),
     "report": ("report", "write one page about a job after its run"),
     "run": ("run", "a job that goes on in another shape when machines come and go"),
     "run-single": ("run_single", "train a small GPT on this machine"),
@@ -29,7 +29,7 @@ _SUBCOMMANDS = {
     "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),
     "transport": ("transport", "check what can connect two nodes, and how fast"),
     "validate": ("validate", "how well the planner predicts runs that were measured"),
-    "visualize-trace": ("visualize_trace", "draw a run's pipeline"),
+    "visualize-trace": ("trace.visualize", "draw a run's pipeline"),
 }
 
 
@@ -47,8 +47,9 @@ def main() -> int:
         hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {known}"
         print(f"error: unknown subcommand {name!r}: {hint}", file=sys.stderr)
         return EXIT_EXPECTED_ERROR
-    module = importlib.import_module(f"megatron.adaptive.cli.{_SUBCOMMANDS[name][0]}")
-    return run_cli(module.main, sys.argv[2:])
+    module, _, function = _SUBCOMMANDS[name][0].partition(".")
+    program = importlib.import_module(f"megatron.adaptive.cli.{module}")
+    return run_cli(getattr(program, function or "main"), sys.argv[2:])
 
 
 if __name__ == "__main__":

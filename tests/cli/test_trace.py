@@ -11,7 +11,7 @@ import pytest
 from openpyxl import load_workbook
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.cli import trace_output
+from megatron.adaptive.cli import trace
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.event import trace_file_name
@@ -105,7 +105,7 @@ def test_all_leaves_out_what_lacks_its_package(
     traces: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = {"png": "matplotlib", "html": "a_package_that_is_not_there"}
-    monkeypatch.setattr(trace_output, "FORMATS", packages)
+    monkeypatch.setattr(trace, "FORMATS", packages)
     assert main(["traces"]) == 0
     assert capsys.readouterr().err == (
         "warning: cannot write html: package 'a_package_that_is_not_there' is missing; run pip "

@@ -86,11 +86,11 @@ def traced_rank(
     executor.run(stages, policy, pipeline.state(rank, microbatches, **options))
     executor.finish_step()
     recorder.close()
-    return list(read_run(folder).ranks[rank].spans[1])
+    return list(read_run(folder).ranks[rank].spans(1))
 
 
 def actions(run: RunTrace, rank: int) -> list[Span]:
-    return [span for span in run.ranks[rank].spans[1] if span.action in DRAWN_ACTIONS]
+    return [span for span in run.ranks[rank].spans(1) if span.action in DRAWN_ACTIONS]
 
 
 def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_messages_tell_their_way(tmp_path: Path) -> None:
     # Taken just when their action starts.
     for rank in range(2):
         starts = {(s.action, s.chunk, s.microbatch): s.start_ns for s in actions(run, rank)}
-        for span in run.ranks[rank].spans[1]:
+        for span in run.ranks[rank].spans(1):
             if span.action == "receive":
                 assert span.end_ns <= starts[span.of, span.chunk, span.microbatch]
 
@@ -277,8 +277,8 @@ def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> Non
         assert pipeline.executors[0].finish_step().busy_s == 0
         recorder.end_iteration()
     recorder.close()
-    spans = read_run(tmp_path).ranks[0].spans
-    assert {i: len(found) for i, found in spans.items()} == {1: 0, 2: 4}
+    trace = read_run(tmp_path).ranks[0]
+    assert {i: len(trace.spans(i)) for i in trace.iterations} == {1: 0, 2: 4}
 
 
 def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
     policies = make_policies("interleaved", placement, 2)
     run, _, stages = traced_step(tmp_path, policies, placement, 2)
     assert stages[0].last_gradients == [[0.0, 2.0], [1.0, 2.0]]
-    spans = run.ranks[0].spans[1]
+    spans = run.ranks[0].spans(1)
     assert len(spans) == 12
     assert all(span.bytes == 0 for span in spans)
 
@@ -295,5 +295,5 @@ def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> N
     placement = Placement(num_ranks=1, num_chunks=1)
     run, _, stages = traced_step(tmp_path, [Picks(ready_first)], placement, 1, weight_pieces=2)
     assert stages[0].actions == ["F0-0", "B0-0", "W0-0", "W0-0.1"]
-    seen = [(span.action, span.piece, span.in_flight_bytes) for span in run.ranks[0].spans[1]]
+    seen = [(span.action, span.piece, span.in_flight_bytes) for span in run.ranks[0].spans(1)]
     assert seen == [("F", 0, 100), ("B", 0, 100), ("W", 0, 30), ("W", 1, 30)]

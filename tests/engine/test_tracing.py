@@ -41,7 +41,8 @@ class Device(CpuClock):
 
 
 def kinds(run: RunTrace) -> dict[int, list[str]]:
-    return {i: [span.action for span in spans] for i, spans in run.ranks[0].spans.items()}
+    trace = run.ranks[0]
+    return {i: [span.action for span in trace.spans(i)] for i in trace.iterations}
 
 
 def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
     expected = ["data", "step", "reduce", "optimizer", "evaluate"]
     run = read_run(tmp_path)
     assert kinds(run) == {1: expected, 2: [*expected, "checkpoint"]}
-    spans = {span.action: span for span in run.ranks[0].spans[2]}
+    spans = {span.action: span for span in run.ranks[0].spans(2)}
     assert (spans["data"].microbatch, spans["data"].start_ns) == (1, 10)
     assert spans["step"].start_ns <= spans["reduce"].start_ns
     assert spans["optimizer"].end_ns <= spans["step"].end_ns + 10**9

@@ -59,21 +59,20 @@ def test_the_run_has_microbatches_of_one_size() -> None:
 def test_a_prediction_adds_up_and_knows_its_schedules() -> None:
     given = problem()
     run = as_run(plan_of(given, (2, 1)))
-    setting = (given.model, given.cluster, given.profile)
     for schedule in ("1f1b", "adaptive", "gpipe"):
-        seen = predict(replace(run, schedule=schedule), *setting)
+        seen = predict(replace(run, schedule=schedule), given)
         assert sum(seen.parts.values()) == pytest.approx(seen.seconds)
         assert all(0 <= stage.bubble < 1 for stage in seen.stages)
     with pytest.raises(ScheduleError, match="zb-h1 for stages of widths 2-1"):
-        predict(replace(run, schedule="zb-h1"), *setting)
-    row = scheduled(plan_of(given, (2, 1)), *setting, ("zb-h1", "1f1b"))
+        predict(replace(run, schedule="zb-h1"), given)
+    row = scheduled(plan_of(given, (2, 1)), given, ("zb-h1", "1f1b"))
     assert row.plan == run
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
     given = problem()
     run = as_run(plan_of(given, (2, 1), waves=40))
-    wide = predict(run, given.model, given.cluster, given.profile)
+    wide = predict(run, given)
     stage = wide.stages[0]
     busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)
     assert busy <= wide.seconds
@@ -83,8 +82,8 @@ def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
 def test_the_trainer_and_the_launcher_take_the_plan() -> None:
     given = problem()
     run = as_run(plan_of(given, (2, 1)))
-    seen = predict(run, given.model, given.cluster, given.profile)
-    document = plan_document(run, given.model, given.cluster, seen)
+    seen = predict(run, given)
+    document = plan_document(run, given, seen)
     assert world_size_of(document) == 3
     flags = plan_flags(document, "plan.json")
     assert flags[flags.index("--stage-data-parallel-sizes") + 1] == "2-1"
@@ -100,11 +99,11 @@ def test_proposed_plans_are_in_the_order_in_which_they_run() -> None:
         given.options, unequal=True, tp=(1,), distributed_optimizer=(False,), top=8
     )  # fmt: skip
     request = Request(global_batch=given.global_batch, options=options, schedules=("1f1b",))
-    rows = propose(given.model, given.cluster, given.profile, request).rows
+    rows = propose(given, request).rows
     seconds = [row.prediction.seconds for row in rows]
     assert seconds == sorted(seconds)
     for row in rows:
         if not row.plan.uniform:
             assert dealt_widths(row.plan) is not None
-            again = predict(row.plan, given.model, given.cluster, given.profile)
+            again = predict(row.plan, given)
             assert again.seconds == pytest.approx(row.prediction.seconds)

@@ -15,7 +15,7 @@ from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, Node
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.running import Running, choose_option, least_largest
 
 FAST = LinkSpeed(bytes_per_s=1e10, latency_s=1e-6)
@@ -112,7 +112,7 @@ def seconds_of(running: Running, size: int, micro_batch: int, partition: tuple[i
         tp=1, dp=dp, pp=size, micro_batch=micro_batch, global_batch=running.batch,
         partition=partition, places=places, schedule=running.schedule,
     )  # fmt: skip
-    return predict(plan, running.model, running.cluster, running.whole).seconds
+    return predict(plan, PlanInputs(running.model, running.cluster, running.whole)).seconds
 
 
 @pytest.mark.parametrize("batch", [4, 12, 16])

@@ -13,7 +13,7 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import preset
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_space import Objective, SearchOptions
 
@@ -43,7 +43,7 @@ def test_a_plan_takes_what_is_predicted_of_it(unequal: bool) -> None:
     found = solve(replace(problem, options=options)).found
     assert found
     for one in found:
-        seen = predict(one.plan, problem.model, problem.cluster, problem.profile)
+        seen = predict(one.plan, problem)
         assert seen.seconds == pytest.approx(one.seconds, rel=1e-9)
         assert seen.price_per_hour == pytest.approx(one.price_per_hour)
         assert seen.fits
@@ -103,9 +103,9 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
     options = SearchOptions(dp=(2,), tp=(1,), micro_batch=(1,), recompute=("none",), top=3)
 
     def found(profile: Profile) -> list[tuple[float, float]]:
-        searcher = Searcher(model, cluster, profile, global_batch=8, options=options)
+        searcher = Searcher(PlanInputs(model, cluster, profile), global_batch=8, options=options)
         return [
-            (one.seconds, predict(one.plan, model, cluster, profile).seconds)
+            (one.seconds, predict(one.plan, PlanInputs(model, cluster, profile)).seconds)
             for one in searcher.search().found
         ]
 

@@ -16,7 +16,7 @@ Write = Callable[..., Path]
 
 
 def starts(run: RunTrace, iteration: int = 1) -> list[int]:
-    return [trace.spans[iteration][0].start_ns for trace in run.ranks.values()]
+    return [trace.spans(iteration)[0].start_ns for trace in run.ranks.values()]
 
 
 def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> TraceHeader:
@@ -47,7 +47,7 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(
     write_spans(tmp_path, there, [Span("F", 0, 0, 9_000_700, 9_000_900, 1)])
     run = read_run(tmp_path)
     assert starts(run) == [UNIX + 100, UNIX + 1_200]
-    assert run.ranks[1].spans[1][0].duration_ns == 200
+    assert run.ranks[1].spans(1)[0].duration_ns == 200
     assert run.notes() == [
         "the clocks of ranks 1 were not measured: the machines' time of day places them"
     ]

@@ -62,7 +62,7 @@ def test_by_default_the_last_twenty_iterations_are_written(
 def test_weight_actions_survive(tmp_path: Path) -> None:
     path = tmp_path / "trace_pipeline_1_model_chunks_1.txt"
     path.write_text("0, 0, weight start, 1.5%\n0, 0, weight finished, 2.25%\n")
-    span = read_legacy(path).ranks[0].spans[1][0]
+    span = read_legacy(path).ranks[0].spans(1)[0]
     assert (span.action, span.start_ns, span.end_ns) == ("W", 1_500_000, 2_250_000)
 
 
@@ -82,8 +82,8 @@ def test_a_file_without_markers_counts_iterations_by_repetition(tmp_path: Path) 
     )
     run = read_legacy(path)
     assert run.iterations == (1, 2)
-    assert [span.action for span in run.ranks[0].spans[1]] == ["F", "B"]
-    assert [span.start_ns for span in run.ranks[0].spans[2]] == [20_000_000]
+    assert [span.action for span in run.ranks[0].spans(1)] == ["F", "B"]
+    assert [span.start_ns for span in run.ranks[0].spans(2)] == [20_000_000]
     assert run.truncated_lines == 1
 
 

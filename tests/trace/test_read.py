@@ -24,7 +24,7 @@ def test_a_run_is_read_whole(write_run: Callable[..., Path]) -> None:
     assert run.iterations == run.complete_iterations() == (1, 2, 3)
     assert run.missing_ranks == ()
     assert run.truncated_lines == 0
-    spans = run.ranks[1].spans[2]
+    spans = run.ranks[1].spans(2)
     assert [span.action for span in spans].count("F") == 8
     assert spans[0].action == "data"
     assert run.ranks[0].num_microbatches[2] == 4
@@ -128,7 +128,7 @@ def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(
                 recorder.record("F", 0, 0, start + iteration, start + 10)
     run = read_run(tmp_path)
     assert run.iterations == (1, 2, 3)
-    starts = {i: [span.start_ns for span in spans] for i, spans in run.ranks[0].spans.items()}
+    starts = {i: [s.start_ns for s in run.ranks[0].spans(i)] for i in run.iterations}
     assert starts == {1: [101], 2: [902], 3: [903]}
 
 
@@ -199,7 +199,7 @@ def test_a_span_that_ends_before_it_starts_has_no_length(
     tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
 ) -> None:
     write_spans(tmp_path, make_header(0, 1), [Span("F", 0, 0, 1000, 900, 1)])
-    assert read_run(tmp_path).ranks[0].spans[1] == (Span("F", 0, 0, 1000, 1000, 1),)
+    assert read_run(tmp_path).ranks[0].spans(1) == (Span("F", 0, 0, 1000, 1000, 1),)
 
 
 def test_version_1_and_a_file_without_a_header_are_refused(write_run: Callable[..., Path]) -> None:

@@ -64,11 +64,11 @@ def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:
     assert isinstance(first, IterationStart)
     assert (first.iteration, first.num_microbatches, first.counts[:2]) == (1, 2, (1, 1))
     spans = read_run(recorder.path.parent).ranks[0].spans
-    assert spans[1] == (
+    assert spans(1) == (
         Span("F", 0, 0, 10, 20, 1),
         Span("B", 0, 0, 25, 40, 1, bytes=64, in_flight_bytes=128, queue_depth=2),
     )
-    assert spans[2] == (
+    assert spans(2) == (
         Span("wait", 0, 1, 46, 48, 2, of="F", peer=3, reason="memory"),
         Span("optimizer", -1, -1, 50, 60, 2),
     )
@@ -103,8 +103,8 @@ def test_late_spans_and_clock_samples_follow(tmp_path: Path) -> None:
     assert [marker.is_late for marker in markers_of(recorder.path)] == [False, True, False]
     assert samples in records(recorder.path)
     trace = read_run(tmp_path).ranks[0]
-    assert [span.action for span in trace.spans[1]] == ["F", "checkpoint"]
-    assert trace.spans[1][1].start_ns == 900
+    assert [span.action for span in trace.spans(1)] == ["F", "checkpoint"]
+    assert trace.spans(1)[1].start_ns == 900
     recorder.add_late(1, 2, [row])
     recorder.add_clock_samples(samples)
 

@@ -18,7 +18,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions
 
 __all__ = ["Fasop", "FasopPlan", "FasopRun"]
@@ -52,22 +52,16 @@ class FasopPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FasopRun:
-    """One of its searches.
+class FasopRun(PlanInputs):
+    """One of its searches; its node types are ``A`` and ``B``.
 
     Attributes:
         name: such as ``gpt2XL-het``.
-        model: what was planned.
-        cluster: node types ``A`` and ``B``, those that the run has.
-        profile: durations.
         global_batch: samples of a step.
         plans: its best plans in order.
     """
 
     name: str
-    model: Model
-    cluster: Cluster
-    profile: Profile
     global_batch: int
     plans: tuple[FasopPlan, ...]
 
@@ -92,9 +86,7 @@ class FasopRun:
 
     def searcher(self, options: SearchOptions) -> Searcher:
         """Searches plans of ours for it."""
-        return Searcher(
-            self.model, self.cluster, self.profile, global_batch=self.global_batch, options=options
-        )
+        return Searcher(self.inputs, global_batch=self.global_batch, options=options)
 
 
 class Fasop:

@@ -46,8 +46,8 @@ def markdown() -> str:
         parts += [_row(row) for row in rows]
     parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
     for family in FAMILIES:
-        names = [f"`--{name}`" for name in family.flags.split()]
-        names += [f"`--{prefix}*`" for prefix in family.prefixes.split()]
+        names = [f"`--{name}`" for name in family.flags]
+        names += [f"`--{prefix}*`" for prefix in family.prefixes]
         parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
     return "".join(parts)
 

@@ -16,16 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs
+from megatron.adaptive.cli.plan_inputs import (
+    Inputs,
+    add_input_arguments,
+    parse_counts,
+    read_inputs,
+)
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
-from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.plan import explain, plan_document, table, write_plan
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
     Proposal,
@@ -45,20 +49,19 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     given = read_inputs(options)
-    model, cluster, profile = given.model, given.cluster, given.profile
-    request = _request(options, model)
+    request = _request(options, given.model)
     if options.pareto is not None:
-        return _front(options, model, cluster, profile, request)
-    proposal = propose(model, cluster, profile, request)
-    documents = [plan_document(row.plan, model, cluster, row.prediction) for row in proposal.rows]
+        return _front(options, given, request)
+    proposal = propose(given, request)
+    documents = [plan_document(row.plan, given, row.prediction) for row in proposal.rows]
     if options.json:
         print(json.dumps(documents, indent=2))
     else:
-        _print(options, model, cluster, proposal, _guessed(profile, given.measured, cluster))
+        _print(options, given, proposal)
     if options.output is not None:
         write_plan(documents[0], options.output)
     if options.conf is not None:
-        write_conf(documents[0], options.conf)
+        write_plan(documents[0], options.conf, as_conf=True)
     return 0
 
 
@@ -146,10 +149,10 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         objective=_objective(options, model),
         schedules=schedules,
         options=SearchOptions(
-            tp=_counts("--tp", options.tp),
-            dp=_counts("--dp", options.dp),
-            pp=_counts("--pp", options.pp),
-            micro_batch=_counts("--micro-batch-sizes", options.micro_batch_sizes),
+            tp=parse_counts("--tp", options.tp),
+            dp=parse_counts("--dp", options.dp),
+            pp=parse_counts("--pp", options.pp),
+            micro_batch=parse_counts("--micro-batch-sizes", options.micro_batch_sizes),
             recompute=recompute,
             distributed_optimizer=sharded[options.distributed_optimizer],
             overlap_reduce=options.overlap_grad_reduce,
@@ -186,42 +189,22 @@ def _objective(options: argparse.Namespace, model: Model) -> Objective:
     )
 
 
-def _counts(name: str, text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        counts = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        counts = (0,)
-    if any(count < 1 for count in counts):
-        raise ConfigError(f"{name} {text}: write whole numbers from 1 on, as in 1,2,4")
-    return counts
-
-
-def _guessed(profile: Profile, measured: Profile | None, cluster: Cluster) -> list[str]:
-    """Returns the GPUs of which nothing was measured."""
-    known = set() if measured is None else {gpu for _, gpu, _, _ in measured.layers}
-    return list(dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known))
-
-
-def _print(
-    options: argparse.Namespace,
-    model: Model,
-    cluster: Cluster,
-    proposal: Proposal,
-    guessed: Sequence[str],
-) -> None:
+def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> None:
+    model, cluster = inputs.model, inputs.cluster
     size = model.parameters
     words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     print(
         f"{model.name}, {words} parameters, {model.precision.name}, on {cluster.num_gpus} GPUs;"
         f" {options.global_batch_size} samples for a step\n"
     )
-    print(table(proposal.rows, model, cluster, options.tokens))
+    print(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
         print(f"the best may be improved by {result.gap:.1%} at most")
+    measured = () if inputs.measured is None else inputs.measured.layers
+    known = {gpu for _, gpu, _, _ in measured}
+    guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known)
     if guessed:
         print(
             f"estimated from data sheets, not measured: {', '.join(guessed)}; see"
@@ -231,17 +214,15 @@ def _print(
         print("some durations of the best lie beside those that were measured")
     if options.explain:
         print()
-        print(explain(proposal.rows[0], model, cluster))
+        print(explain(proposal.rows[0], inputs))
 
 
-def _front(
-    options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile, request: Request
-) -> int:
+def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
     """Finds the front over parts of the cluster, writes plans and charts, prints the table."""
     from megatron.adaptive.planner.front import find_front, write_front
 
-    rows = find_front(model, cluster, profile, request)
-    write_front(rows, model, cluster, options.pareto)
-    print(table(rows, model, cluster, options.tokens))
+    rows = find_front(inputs, request)
+    write_front(rows, inputs, options.pareto)
+    print(table(rows, inputs, options.tokens))
     print(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
     return 0

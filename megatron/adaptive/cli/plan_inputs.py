@@ -21,7 +21,7 @@ from megatron.adaptive.planner.calibrate import TracedRun, calibrate
 from megatron.adaptive.planner.cluster import Cluster, known_gpu, read_cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
@@ -30,6 +30,7 @@ __all__ = [
     "Inputs",
     "add_input_arguments",
     "calibrated",
+    "parse_counts",
     "read_inputs",
     "traced_run",
     "types_of_hosts",
@@ -37,20 +38,14 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Inputs of a prediction.
+class Inputs(PlanInputs):
+    """Inputs of a prediction; the profile has estimates from data sheets for what is missing.
 
     Attributes:
-        model: its layers.
-        cluster: nodes and links.
         measured: durations that were measured; None for none.
-        profile: the same, with what is missing estimated from data sheets.
     """
 
-    model: Model
-    cluster: Cluster
     measured: Profile | None
-    profile: Profile
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -116,6 +111,23 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
     return read_model(options.model, options.precision, default=default, fused=fused)
 
 
+def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
+    """Reads the whole numbers of an option such as ``--tp``; none where it is not given.
+
+    Raises:
+        ConfigError: other text, a number below 1, or one twice.
+    """
+    if text is None:
+        return ()
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
+        raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
+    return counts
+
+
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of calibration."""
     group = parser.add_argument_group("calibration")
@@ -160,18 +172,11 @@ def calibrated(
     runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
     found = calibrate(model, runs)
     base = profile or Profile(model=model.name)
-    return replace(
-        base,
-        layers={**base.layers, **found.layers},
-        links={**base.links, **found.links},
-        intra_links={**base.intra_links, **found.intra_links},
-        all_reduce={**base.all_reduce, **found.all_reduce},
-        optimizer_s_per_parameter={
-            **base.optimizer_s_per_parameter,
-            **found.optimizer_s_per_parameter,
-        },
-        step_s={**base.step_s, **found.step_s},
-    )
+    tables = "layers links intra_links all_reduce optimizer_s_per_parameter step_s".split()
+    merged: dict[str, Any] = {
+        name: {**getattr(base, name), **getattr(found, name)} for name in tables
+    }
+    return replace(base, **merged)
 
 
 def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:

@@ -11,16 +11,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.cli.make_corpus import main as make_corpus
+from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SCRIPT = _ROOT / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
 _REPARTITION_INTERVAL = 20
+_SIZES = {
+    "pipeline_parallel": (2, "pipeline ranks"),
+    "model_chunks": (1, "model chunks of each pipeline rank"),
+    "tensor_parallel": (1, "tensor-parallel ranks of each stage"),
+    "data_parallel": (1, "copies of the pipeline"),
+}
+"""Options that give the shape of the run, also variables of the example script."""
 _FIXED_STAGES = {
     "--partition",
     "--pipeline-model-parallel-size",
@@ -29,38 +37,6 @@ _FIXED_STAGES = {
     "--stage-data-parallel-sizes",
 }
 """Options of the trainer after which layers stay where they are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """The pipeline asked for."""
-
-    pipeline_parallel: int
-    model_chunks: int
-    tensor_parallel: int
-    data_parallel: int
-    schedule: str
-
-    def flags(self) -> str:
-        """The options that the trace programs take for this shape."""
-        return f"--pipeline_parallel {self.pipeline_parallel} --model_chunks {self.model_chunks}"
-
-    def environment(self) -> dict[str, str]:
-        """The variables that the example script reads."""
-        return {
-            "PIPELINE_PARALLEL": str(self.pipeline_parallel),
-            "MODEL_CHUNKS": str(self.model_chunks),
-            "TENSOR_PARALLEL": str(self.tensor_parallel),
-            "DATA_PARALLEL": str(self.data_parallel),
-            "SCHEDULE": self.schedule,
-        }
-
-    def name(self) -> str:
-        """A folder name that gives the shape."""
-        return (
-            f"{self.schedule}-p{self.pipeline_parallel}-c{self.model_chunks}"
-            f"-t{self.tensor_parallel}-d{self.data_parallel}"
-        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,36 +49,28 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an option breaks a rule.
         SetupError: the run's folder cannot be made.
     """
-    own, trainer = _split(argv)
-    options = _parser().read(own, otherwise="options of the trainer follow after --")
-    shape = _shape(options)
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    trainer = words[place + 1 :]
+    options = _parser().read(words[:place], otherwise="options of the trainer follow after --")
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
         raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
-    status = _make_data(data_dir)
+    status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # it has printed why
     before = _latest(runs)
-    run_dir = _run_dir(runs, shape, resume=options.resume)
-    defaults = _default_flags(shape, trainer)
+    run_dir = _run_dir(runs, options)
+    defaults = _default_flags(options, trainer)
     if options.resume:
         defaults += ["--load", str(run_dir / "checkpoints")]
-    status = _train(shape, data_dir, run_dir, [*defaults, *trainer])
+    status = _train(options, data_dir, run_dir, [*defaults, *trainer])
     if status == 0 or status > 128:
-        _report(shape, run_dir, stopped=status != 0)
+        _report(options, run_dir, stopped=status != 0)
     elif not options.resume:
         _forget_if_empty(run_dir, before)
     return status
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts our options from the trainer's, which follow ``--``."""
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
 
 
 def _parser() -> CommandParser:
@@ -113,15 +81,15 @@ def _parser() -> CommandParser:
         epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
     )
     add = parser.add_argument
-    for name, default, text in (
-        ("pipeline_parallel", 2, "pipeline ranks"),
-        ("model_chunks", 1, "model chunks of each pipeline rank"),
-        ("tensor_parallel", 1, "tensor-parallel ranks of each stage"),
-        ("data_parallel", 1, "copies of the pipeline"),
-    ):
+    for name, (default, text) in _SIZES.items():
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         add(
-            *flags, dest=name, type=_count, default=default, metavar="N", help=f"{text} ({default})"
+            *flags,
+            dest=name,
+            type=count,
+            default=default,
+            metavar="N",
+            help=f"{text} ({default})",
         )
     add(
         "--schedule",
@@ -140,57 +108,36 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _count(word: str) -> int:
-    try:
-        number = int(word)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
-    return number
-
-
-def _shape(options: argparse.Namespace) -> _Shape:
-    return _Shape(
-        pipeline_parallel=options.pipeline_parallel,
-        model_chunks=options.model_chunks,
-        tensor_parallel=options.tensor_parallel,
-        data_parallel=options.data_parallel,
-        schedule=options.schedule,
-    )
-
-
-def _default_flags(shape: _Shape, trainer: Sequence[str]) -> list[str]:
+def _default_flags(options: argparse.Namespace, trainer: Sequence[str]) -> list[str]:
     """Options of the trainer that depend on the shape; the user's own come after them.
 
     Embedding and loss make stages of equal layers unequal, so layers are moved once the stages'
     times are measured, unless the user gives a partition.
     """
-    from megatron.adaptive.config.schedule import format_partition, nearly_even_split
-
     flags = []
-    stages = shape.pipeline_parallel * shape.model_chunks
+    stages = options.pipeline_parallel * options.model_chunks
     if _LAYERS % stages:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     given = {word.split("=", 1)[0] for word in trainer}
-    if shape.pipeline_parallel > 1 and shape.schedule != "megatron" and not given & _FIXED_STAGES:
+    if (
+        options.pipeline_parallel > 1
+        and options.schedule != "megatron"
+        and not given & _FIXED_STAGES
+    ):
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
     return flags
 
 
-def _make_data(data_dir: Path) -> int:
-    from megatron.adaptive.cli.make_corpus import main as make_corpus
-
-    return make_corpus(["--output-dir", str(data_dir)])
-
-
-def _run_dir(runs: Path, shape: _Shape, *, resume: bool) -> Path:
-    """Makes a new run's folder, or finds the latest; points ``latest`` at it."""
+def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
+    """Makes a new run's folder, named by time and shape, or finds the latest; links ``latest``."""
     latest = runs / "latest"
-    if resume:
+    if options.resume:
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{stamp}-{shape.name()}"
+    name = (
+        f"{stamp}-{options.schedule}-p{options.pipeline_parallel}-c{options.model_chunks}"
+        f"-t{options.tensor_parallel}-d{options.data_parallel}"
+    )
     try:
         run = _new_folder(runs, name)
         _point(latest, run.name)
@@ -247,11 +194,11 @@ def _forget_if_empty(run: Path, before: str | None) -> None:
                 _point(latest, before)
 
 
-def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
+def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
     """Runs the example script; signals that come here are passed on to it."""
     environment = {
         **os.environ,
-        **shape.environment(),
+        **{name.upper(): str(getattr(options, name)) for name in (*_SIZES, "schedule")},
         "PYTHON": sys.executable,
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
@@ -270,32 +217,33 @@ def _train(shape: _Shape, data_dir: Path, run_dir: Path, flags: list[str]) -> in
     return 128 - status if status < 0 else status
 
 
-def _report(shape: _Shape, run_dir: Path, *, stopped: bool) -> None:
+def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
     """Writes the text trace and the picture, and prints where everything is."""
     print(f"\nrun            {run_dir}")
     for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
             print(f"{what:14} {run_dir / folder}")
-    chart = _draw(shape, run_dir)
+    chart = _draw(options, run_dir)
     python = shlex.quote(sys.executable)
+    flags = f"--pipeline_parallel {options.pipeline_parallel} --model_chunks {options.model_chunks}"
     print("\nnext commands:")
     environment = Path(sys.prefix) / "bin" / "activate"
     if environment.exists():
         print(f"  source {shlex.quote(str(environment))}")
     if chart:
-        print(f"  python process_trace.py {shape.flags()}")
-        print(f"  python visualize_trace.py {shape.flags()}")
+        print(f"  python process_trace.py {flags}")
+        print(f"  python visualize_trace.py {flags}")
     print(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    again = f"bash run_single.sh {shape.flags()} --resume"
+    again = f"bash run_single.sh {flags} --resume"
     # The learning rate's curve ends with the run, so a longer one needs another.
     further = " -- --train-iters N --override-opt-param-scheduler"
     print(f"  {again}{'' if stopped else further}", flush=True)
 
 
-def _draw(shape: _Shape, run_dir: Path) -> bool:
+def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
     """Writes text trace and picture from the traces, where there are any."""
     from megatron.adaptive.trace.order import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
@@ -307,7 +255,7 @@ def _draw(shape: _Shape, run_dir: Path) -> bool:
         return False
     try:
         trace = read_run(traces)
-        name = legacy_name(shape.pipeline_parallel, shape.model_chunks)
+        name = legacy_name(options.pipeline_parallel, options.model_chunks)
         text = run_dir / f"{name}.txt"
         write_legacy(trace, text)
         print(f"traces         {traces}\ntext trace     {text}")

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.adaptive.config import check
-from megatron.adaptive.config.check_training import check_output_folders
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import reason_for, refused_flags
-from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
@@ -149,7 +147,7 @@ def parse(
         }
     )
     check.check_config(config, installed)
-    check_output_folders(config)
+    check.check_output_folders(config)
     return config
 
 
@@ -310,21 +308,10 @@ def _require_exclusive(given: Mapping[str, Any], specs: Mapping[str, FieldSpec])
                 # A length of 0 says nothing: Megatron-LM's scripts give it freely.
                 if given.get(one) and given.get(other):
                     raise ConfigError(
-                        f"{_as_given(specs[one], given)} and {_as_given(specs[other], given)} "
-                        f"exclude each other: {rule}; keep one of them"
+                        f"{specs[one].text_of(given[one])} and "
+                        f"{specs[other].text_of(given[other])} exclude each other: {rule}; keep "
+                        "one of them"
                     )
-
-
-def _as_given(spec: FieldSpec, given: Mapping[str, Any]) -> str:
-    if spec.is_switch:
-        return spec.name
-    value = given[spec.dest]
-    if not isinstance(value, tuple):
-        return f"{spec.name} {value}"
-    # Other tuples are given as separate words.
-    joined = spec.dest in ("partition", "stage_data_parallel_sizes")
-    text = format_partition(value) if joined else " ".join(map(str, value))
-    return f"{spec.name} {text}"
 
 
 def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:

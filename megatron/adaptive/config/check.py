@@ -1,16 +1,19 @@
-"""Rules between settings.
+"""Rules between settings: each a condition that breaks it, and the message.
 
 Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
-are on the fields, pairs of flags that exclude each other in ``arguments.py``, rules of precision,
-optimizer, recompute, data and run in ``check_training.py``. Nothing here changes a setting.
+are on the fields, pairs of flags that exclude each other in ``arguments.py``. Nothing here changes
+a setting. :func:`check_output_folders` alone touches the disk; it leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
 
-from megatron.adaptive.config.check_training import check_training
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
@@ -24,44 +27,59 @@ from megatron.adaptive.config.schedule import (
     format_partition,
     nearly_even_split,
 )
-from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "check_config",
-    "check_schedule",
-    "check_sizes",
-    "check_widths",
-    "check_world_size",
-    "chunks_of",
-]
+__all__ = ["check_config", "check_output_folders", "check_world_size", "chunks_of"]
+
+_MAX_SPLITS = 3
+_MIN_PIPELINE_WITHOUT_OVERLAP = 3
+
+Rules: TypeAlias = Iterator[tuple[object, str]]
+"""Conditions under which a configuration is refused, and the messages."""
+
+
+class _Given:
+    """Writes settings as on the command line: attribute ``lr`` is ``--lr 0.1``."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._texts = {
+            spec.dest: spec.text_of(getattr(getattr(config, group), spec.dest))
+            for group, kind in groups().items()
+            for spec in fields_of(kind)
+            if spec.flag is not None
+        }
+
+    def __getattr__(self, name: str) -> str:
+        return self._texts[name]
 
 
 def check_config(config: TrainerConfig, installed: Installed) -> None:
-    """Hold a configuration against every rule, those of ``check_training.py`` included.
+    """Hold a configuration against every rule.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
-    parallel = config.parallel
-    check_world_size(
-        config.world_size,
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        context=parallel.context_parallel_size,
-        widths=parallel.stage_data_parallel_sizes,
-    )
-    check_widths(config)
-    _check_model(config.model)
-    _check_kernels(config.model, installed)
-    _check_tensor_parallel(config)
-    _check_sequence_parallel(config, installed)
-    _check_context_parallel(config, installed)
-    _check_stages(config)
-    _check_batch(config)
-    check_schedule(config)
-    _check_data_parallel(config)
-    check_training(config)
+    given = _Given(config)
+    for rules in (
+        _unequal_widths(config, given),
+        _model(config, given),
+        _kernels(config, given, installed),
+        _parallel(config, given, installed),
+        _batch(config, given),
+        _chunks_and_placement(config, given),
+        _order(config, given),
+        _microbatch_groups(config, given),
+        _optimizer_state(config),
+        _precision(config, given),
+        _learning_rate(config, given),
+        _recompute(config),
+        _data(config, given),
+        _run(config, given),
+    ):
+        for broken, message in rules:
+            if broken:
+                raise ConfigError(message)
 
 
 def check_world_size(
@@ -77,15 +95,26 @@ def check_world_size(
     Raises:
         ConfigError: they do not.
     """
-    if widths is not None:
-        check_sizes(widths, world_size, pipeline, of_each=tensor * context)
+    if widths is None:
+        size = tensor * pipeline * context
+        if world_size < 1 or world_size % size != 0:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of tensor {tensor} x pipeline "
+                f"{pipeline} x context {context} = {size}: start a multiple of {size} processes "
+                "or change the parallel sizes"
+            )
         return
-    size = tensor * pipeline * context
-    if world_size < 1 or world_size % size != 0:
+    given = f"--stage-data-parallel-sizes {format_partition(widths)}"
+    if len(widths) != pipeline:
         raise ConfigError(
-            f"world size {world_size} is not a multiple of tensor {tensor} x pipeline {pipeline} "
-            f"x context {context} = {size}: start a multiple of {size} processes or change the "
-            "parallel sizes"
+            f"{given} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
+            f"{pipeline}: give one number for each stage"
+        )
+    needed = sum(widths) * tensor * context
+    if needed != world_size:
+        raise ConfigError(
+            f"{given} needs {needed} processes, this run has {world_size}: start as many or "
+            "change the sizes"
         )
 
 
@@ -105,73 +134,100 @@ def chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
     return num_layers // unit
 
 
-def _check_model(model: ModelConfig) -> None:
-    rest = model.hidden_size % model.num_attention_heads
-    if rest != 0 and model.kv_channels == model.hidden_size // model.num_attention_heads:
-        raise ConfigError(
-            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
-            f"{model.num_attention_heads}: change one of them, or give --kv-channels"
+def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
+    """Refuses what stages of unequal widths cannot do."""
+    parallel, schedule = config.parallel, config.schedule
+    if parallel.unequal_sizes is None:
+        return
+    for what, is_given in (
+        (given.tensor_model_parallel_size, parallel.tensor_model_parallel_size > 1),
+        (given.context_parallel_size, parallel.context_parallel_size > 1),
+        (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
+        (given.use_distributed_optimizer, parallel.use_distributed_optimizer),
+        (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
+        (given.repartition, schedule.repartition != "off"),
+        (given.trace_dir, schedule.trace_dir is not None),
+        (given.record_schedule, schedule.record_schedule is not None),
+        (given.replay_schedule, schedule.replay_schedule is not None),
+    ):
+        yield (
+            is_given,
+            f"{given.stage_data_parallel_sizes} with {what}: stages of unequal sizes do without "
+            "it; drop it, or use the same number of ranks for each stage",
         )
-    if model.ffn_hidden_size < 1:
-        raise ConfigError(
-            f"--swiglu with --hidden-size {model.hidden_size} makes a feed-forward block of width "
-            "0, rounded down to a multiple of 64: give --ffn-hidden-size"
-        )
-    if model.seq_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}: raise the latter to {model.seq_length} at least"
-        )
-    if not model.group_query_attention and model.num_query_groups != 1:
-        raise ConfigError(
-            f"--num-query-groups {model.num_query_groups} has no effect by itself: add "
-            "--group-query-attention"
-        )
-    if model.num_attention_heads % model.query_groups != 0:
-        raise ConfigError(
-            f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
-            f"--num-query-groups {model.query_groups}: every group serves the same number of heads"
-        )
-    if model.swiglu and model.squared_relu:
-        raise ConfigError(
-            "--swiglu and --squared-relu exclude each other: a model has one activation; keep one"
-        )
-    if not model.add_position_embedding and model.position_embedding_type == "learned_absolute":
-        raise ConfigError(
-            "--no-position-embedding contradicts --position-embedding-type learned_absolute: "
-            "give --position-embedding-type rope or none"
-        )
+    yield (
+        schedule.pipeline_schedule not in UNEQUAL_SCHEDULES,
+        f"{given.stage_data_parallel_sizes} with {given.pipeline_schedule}, which is made for "
+        f"stages of equal sizes: use one of {', '.join(UNEQUAL_SCHEDULES)}",
+    )
 
 
-def _check_kernels(model: ModelConfig, installed: Installed) -> None:
+def _model(config: TrainerConfig, given: _Given) -> Rules:
+    model = config.model
+    heads = model.num_attention_heads
+    yield (
+        model.hidden_size % heads != 0 and model.kv_channels == model.hidden_size // heads,
+        f"{given.hidden_size} is not a multiple of {given.num_attention_heads}: change one of "
+        "them, or give --kv-channels",
+    )
+    yield (
+        model.ffn_hidden_size < 1,
+        f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
+        "to a multiple of 64: give --ffn-hidden-size",
+    )
+    yield (
+        model.seq_length > model.max_position_embeddings,
+        f"{given.seq_length} is longer than {given.max_position_embeddings}: raise the latter to "
+        f"{model.seq_length} at least",
+    )
+    yield (
+        not model.group_query_attention and model.num_query_groups != 1,
+        f"{given.num_query_groups} has no effect by itself: add --group-query-attention",
+    )
+    yield (
+        heads % model.query_groups != 0,
+        f"{given.num_attention_heads} is not a multiple of {given.num_query_groups}: every group "
+        "serves the same number of heads",
+    )
+    yield (
+        model.swiglu and model.squared_relu,
+        "--swiglu and --squared-relu exclude each other: a model has one activation; keep one",
+    )
+    yield (
+        not model.add_position_embedding and model.position_embedding_type == "learned_absolute",
+        "--no-position-embedding contradicts --position-embedding-type learned_absolute: give "
+        "--position-embedding-type rope or none",
+    )
+
+
+def _kernels(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+    model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
-    if uses_engine and not installed.transformer_engine:
-        raise ConfigError(
-            "--transformer-impl transformer_engine needs Transformer Engine, which is not "
-            "installed: install it or give --transformer-impl local"
+    yield (
+        uses_engine and not installed.transformer_engine,
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
+        "install it or give --transformer-impl local",
+    )
+    for what, wanted in (
+        (given.attention_backend, model.attention_backend in ("flash", "fused")),
+        (given.use_flash_attn, model.use_flash_attn),
+        (given.cross_entropy_fusion_impl, model.cross_entropy_fusion_impl == "te"),
+    ):
+        yield (
+            wanted and not uses_engine,
+            f"{what} needs Transformer Engine, but --transformer-impl is local: install it and "
+            "use --transformer-impl transformer_engine, or drop the flag",
         )
-    needs_engine = {
-        f"--attention-backend {model.attention_backend}": model.attention_backend
-        in ("flash", "fused"),
-        "--use-flash-attn": model.use_flash_attn,
-        "--cross-entropy-fusion-impl te": model.cross_entropy_fusion_impl == "te",
-    }
-    for what, wanted in needs_engine.items():
-        if wanted and not uses_engine:
-            raise ConfigError(
-                f"{what} needs Transformer Engine, but --transformer-impl is local: install it "
-                "and use --transformer-impl transformer_engine, or drop the flag"
-            )
-    if model.attention_backend == "local" and uses_engine:
-        raise ConfigError(
-            "--attention-backend local belongs to --transformer-impl local, not to "
-            "transformer_engine: change one of them"
-        )
-    if model.apply_layernorm_1p and not _norm_is_fused(model, installed):
-        raise ConfigError(
-            f"--apply-layernorm-1p needs a normalization that the local {model.normalization} of "
-            "torch lacks: install Transformer Engine, or apex for LayerNorm, or drop the flag"
-        )
+    yield (
+        model.attention_backend == "local" and uses_engine,
+        "--attention-backend local belongs to --transformer-impl local, not to "
+        "transformer_engine: change one of them",
+    )
+    yield (
+        model.apply_layernorm_1p and not _norm_is_fused(model, installed),
+        f"--apply-layernorm-1p needs a normalization that the local {model.normalization} of "
+        "torch lacks: install Transformer Engine, or apex for LayerNorm, or drop the flag",
+    )
 
 
 def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
@@ -181,397 +237,491 @@ def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
     return installed.apex and model.normalization == "LayerNorm"
 
 
-def _check_tensor_parallel(config: TrainerConfig) -> None:
-    tensor = config.parallel.tensor_model_parallel_size
+def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
     model = config.model
-    if model.num_attention_heads % tensor != 0:
-        raise ConfigError(
-            f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor}: every rank takes whole heads; change one"
-        )
-    groups = model.query_groups
-    if groups % tensor != 0 and tensor % groups != 0:
-        raise ConfigError(
-            f"--num-query-groups {groups} is neither a multiple nor a divisor of "
-            f"--tensor-model-parallel-size {tensor}: change one of them"
-        )
-    if model.ffn_hidden_size % tensor != 0:
-        raise ConfigError(
-            f"--ffn-hidden-size {model.ffn_hidden_size} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor}: every rank takes an equal share; change one"
-        )
-
-
-def _check_sequence_parallel(config: TrainerConfig, installed: Installed) -> None:
-    if not config.parallel.sequence_parallel:
-        return
     tensor = config.parallel.tensor_model_parallel_size
-    if tensor == 1:
-        raise ConfigError(
-            "--sequence-parallel with --tensor-model-parallel-size 1 splits nothing: it needs a "
-            "tensor parallel size above 1; raise it or drop the flag"
-        )
-    unit = tensor * config.parallel.context_parallel_size
-    if config.model.seq_length % unit != 0:
-        raise ConfigError(
-            f"--seq-length {config.model.seq_length} is not a multiple of {unit}, the ranks that "
-            "--sequence-parallel splits it over: change one of them"
-        )
-    if not _norm_is_fused(config.model, installed):
-        raise ConfigError(
-            f"--sequence-parallel does not work with the local {config.model.normalization} of "
-            "torch: install Transformer Engine, or apex for LayerNorm, or drop the flag"
-        )
-
-
-def _check_context_parallel(config: TrainerConfig, installed: Installed) -> None:
     context = config.parallel.context_parallel_size
-    if context == 1:
-        return
-    if config.model.transformer_impl != "transformer_engine":
+    yield (
+        model.num_attention_heads % tensor != 0,
+        f"{given.num_attention_heads} is not a multiple of {given.tensor_model_parallel_size}: "
+        "every rank takes whole heads; change one",
+    )
+    yield (
+        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
+        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
+        f"{given.tensor_model_parallel_size}: change one of them",
+    )
+    yield (
+        model.ffn_hidden_size % tensor != 0,
+        f"{given.ffn_hidden_size} is not a multiple of {given.tensor_model_parallel_size}: every "
+        "rank takes an equal share; change one",
+    )
+    if config.parallel.sequence_parallel:
+        yield (
+            tensor == 1,
+            "--sequence-parallel with --tensor-model-parallel-size 1 splits nothing: it needs a "
+            "tensor parallel size above 1; raise it or drop the flag",
+        )
+        yield (
+            model.seq_length % (tensor * context) != 0,
+            f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
+            "--sequence-parallel splits it over: change one of them",
+        )
+        yield (
+            not _norm_is_fused(model, installed),
+            f"--sequence-parallel does not work with the local {model.normalization} of torch: "
+            "install Transformer Engine, or apex for LayerNorm, or drop the flag",
+        )
+    if context > 1:
         have = "is not in use" if installed.transformer_engine else "is not installed"
-        raise ConfigError(
-            f"--context-parallel-size {context} needs the attention of Transformer Engine, which "
-            f"{have}: use --transformer-impl transformer_engine or --context-parallel-size 1"
+        yield (
+            model.transformer_impl != "transformer_engine",
+            f"{given.context_parallel_size} needs the attention of Transformer Engine, which "
+            f"{have}: use --transformer-impl transformer_engine or --context-parallel-size 1",
         )
-    if config.model.seq_length % (2 * context) != 0:
-        raise ConfigError(
-            f"--seq-length {config.model.seq_length} is not a multiple of 2 x "
-            f"--context-parallel-size {context} = {2 * context}: change one of them"
+        yield (
+            model.seq_length % (2 * context) != 0,
+            f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
+            f"{2 * context}: change one of them",
         )
-
-
-def _check_stages(config: TrainerConfig) -> None:
-    pipeline = config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.num_chunks
-    layers, stages = config.model.num_layers, config.num_stages
+    layers, stages = model.num_layers, config.num_stages
+    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     shape = f"pipeline {pipeline} x chunks {chunks}"
     partition = config.schedule.partition
-    if partition is None:
-        if layers % stages != 0:
-            example = format_partition(nearly_even_split(layers, stages))
-            raise ConfigError(
-                f"--num-layers {layers} does not divide evenly into {stages} stages ({shape}): "
-                f"choose a multiple of {stages} or give --partition, for example {example}"
-            )
-        return
-    given = f"--partition {format_partition(partition)}"
-    if len(partition) != stages:
-        raise ConfigError(
-            f"{given} has {len(partition)} stages but {shape} make {stages}: give one number for "
-            "each stage"
-        )
-    if sum(partition) != layers:
-        raise ConfigError(
-            f"{given} holds {sum(partition)} layers but --num-layers is {layers}: make them equal"
-        )
-
-
-def _check_batch(config: TrainerConfig) -> None:
-    batch = config.batch
-    replicas = config.parallel.data_parallel_size
-    unit = batch.micro_batch_size * replicas
-    if batch.global_batch_size % unit != 0:
-        raise ConfigError(
-            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
-            f"--micro-batch-size {batch.micro_batch_size} x data parallel size {replicas} = "
-            f"{unit}: change one of them"
-        )
-    if batch.rampup_batch_size is None:
-        return
-    start, increment, samples = batch.rampup_batch_size
-    given = f"--rampup-batch-size {start} {increment} {samples}"
-    if start >= batch.global_batch_size:
-        raise ConfigError(
-            f"{given} starts at {start}, not below --global-batch-size "
-            f"{batch.global_batch_size}: start lower or drop the flag"
-        )
-    if (batch.global_batch_size - start) % increment != 0:
-        raise ConfigError(
-            f"{given} never reaches --global-batch-size {batch.global_batch_size}: the increment "
-            f"{increment} must divide the distance {batch.global_batch_size - start}"
-        )
-    if start % unit != 0 or increment % unit != 0:
-        raise ConfigError(
-            f"{given} passes through batches that are not a multiple of --micro-batch-size "
-            f"{batch.micro_batch_size} x data parallel size {replicas} = {unit}: make start and "
-            "increment multiples of it"
-        )
-
-
-def _check_data_parallel(config: TrainerConfig) -> None:
-    parallel = config.parallel
-    if parallel.use_distributed_optimizer and config.optimizer.optimizer == "sgd":
-        raise ConfigError(
-            "--use-distributed-optimizer with --optimizer sgd: megatron-core splits only the state "
-            "of adam; drop one of them"
-        )
-    if not parallel.overlap_param_gather:
-        return
-    for flag, given in (
-        ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
-        ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
-    ):
-        if not given:
-            raise ConfigError(f"--overlap-param-gather works only with {flag}: add it as well")
-
-
-_MIN_PIPELINE_WITHOUT_OVERLAP = 3
-
-
-def check_schedule(config: TrainerConfig) -> None:
-    """Hold the order of work against the rest of a configuration.
-
-    Raises:
-        ConfigError: the first rule that is broken.
-    """
-    _check_chunks(config)
-    _check_placement(config)
-    _check_rule_settings(config)
-    _check_split(config)
-    _check_files(config)
-    _check_repartition(config)
-    _check_transport(config)
-    schedule, chunks = config.schedule.pipeline_schedule, config.parallel.num_chunks
-    if schedule == "interleaved" or (schedule == "megatron" and chunks > 1):
-        _check_microbatch_groups(config)
-    if schedule == "varuna" and config.recompute.recompute_granularity != "full":
-        raise ConfigError(
-            "--pipeline-schedule varuna keeps the inputs of many microbatches and repeats their "
-            "forwards: add --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1"
-        )
-
-
-def _check_chunks(config: TrainerConfig) -> None:
-    schedule = config.schedule.pipeline_schedule
-    pipeline = config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.num_chunks
-    given = f"--pipeline-schedule {schedule}"
-    if chunks > 1 and pipeline == 1:
-        raise ConfigError(
-            f"--model-chunks {chunks} with pipeline size 1: megatron-core splits a model into "
-            "chunks only over at least 2 pipeline ranks; raise --pipeline-model-parallel-size or "
-            "drop --model-chunks"
-        )
-    if schedule in SEVERAL_CHUNKS and (chunks == 1 or pipeline == 1):
-        raise ConfigError(
-            f"{given} with {chunks} chunks and pipeline size {pipeline}: it needs two of each at "
-            "least; raise --model-chunks and --pipeline-model-parallel-size or use 1f1b"
-        )
-    if schedule in ONE_CHUNK and chunks > 1:
-        raise ConfigError(
-            f"{given} with {chunks} chunks: it knows one chunk for each rank; use interleaved or "
-            "adaptive, or drop --model-chunks"
-        )
-    if schedule in TWO_CHUNKS and chunks != 2:
-        raise ConfigError(
-            f"{given} with {chunks} chunk{'s' * (chunks > 1)}: it needs two for each rank; set "
-            "--model-chunks 2"
-        )
-    batched = schedule == "megatron" and chunks > 1 and not config.parallel.overlap_p2p_comm
-    if batched and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP:
-        raise ConfigError(
-            f"{given} with {chunks} chunks, pipeline size {pipeline} and "
-            "--no-overlap-p2p-communication: two messages between the same ranks would mix; "
-            "drop the last flag or use a pipeline size of 3 at least"
-        )
-
-
-def _check_placement(config: TrainerConfig) -> None:
-    schedule = config.schedule.pipeline_schedule
-    chunks = config.parallel.num_chunks
-    if config.placement_kind != "v":
-        if schedule in V_ONLY:
-            raise ConfigError(
-                f"--pipeline-placement loop with --pipeline-schedule {schedule}, which runs stages "
-                "there and back: drop --pipeline-placement"
-            )
-        return
-    if schedule not in V_SCHEDULES:
-        raise ConfigError(
-            f"--pipeline-placement v with --pipeline-schedule {schedule}, which runs stages in a "
-            f"loop: use one of {', '.join(V_SCHEDULES)}, or --pipeline-placement loop"
-        )
-    if chunks == 1:
-        raise ConfigError(
-            f"--pipeline-placement v with {chunks} chunk: the way back of a V needs a second one "
-            "on each rank; add --model-chunks 2 or use --pipeline-placement loop"
-        )
-
-
-def _check_rule_settings(config: TrainerConfig) -> None:
-    if config.schedule.is_rule or config.schedule.activation_cap is None:
-        return
-    raise ConfigError(
-        f"--activation-cap {config.schedule.activation_cap:g} has no effect with "
-        f"--pipeline-schedule {config.schedule.pipeline_schedule}, whose order fixes what is kept: "
-        f"drop it or use one of {', '.join(RULES)}"
+    yield (
+        partition is None and layers % stages != 0,
+        f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
+        f"multiple of {stages} or give --partition, for example "
+        f"{format_partition(nearly_even_split(layers, stages))}",
+    )
+    yield (
+        partition is not None and len(partition) != stages,
+        f"{given.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
+        "number for each stage",
+    )
+    yield (
+        partition is not None and sum(partition) != layers,
+        f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
+        "make them equal",
     )
 
 
-def _check_split(config: TrainerConfig) -> None:
-    schedule = config.schedule.pipeline_schedule
-    given = config.schedule.split_backward
-    if given is False and schedule in SPLIT_SCHEDULES:
-        raise ConfigError(
-            f"--split-backward False with --pipeline-schedule {schedule}, whose order has weight "
-            "gradients as work of their own: drop it or choose another schedule"
-        )
-    if given and not config.schedule.is_rule and schedule not in (*SPLIT_SCHEDULES, "file"):
-        raise ConfigError(
-            f"--split-backward True with --pipeline-schedule {schedule}, whose order has whole "
-            f"backwards: use one of {', '.join((*RULES, *SPLIT_SCHEDULES))}, or drop it"
-        )
-    if config.splits_backward and config.model.transformer_impl != "local":
-        raise ConfigError(
-            f"--pipeline-schedule {schedule} with split backwards and --transformer-impl "
-            f"{config.model.transformer_impl}: its layers compute weight gradients within the "
-            "backward; use --transformer-impl local, or a schedule with whole backwards"
-        )
-
-
-def _check_files(config: TrainerConfig) -> None:
-    settings = config.schedule
-    schedule = settings.pipeline_schedule
-    if (schedule == "file") != (settings.schedule_file is not None):
-        raise ConfigError(
-            f"--pipeline-schedule {schedule} with --schedule-file {settings.schedule_file}: the "
-            "two go together; give both or neither"
-        )
-    for name, path in (
-        ("--record-schedule", settings.record_schedule),
-        ("--replay-schedule", settings.replay_schedule),
-    ):
-        if path is not None and schedule == "megatron":
-            raise ConfigError(
-                f"{name} {path} with --pipeline-schedule megatron, whose order megatron-core keeps "
-                "to itself: use a schedule of this project"
-            )
-        if path is not None and schedule == "auto":
-            raise ConfigError(
-                f"{name} {path} with --pipeline-schedule auto, which changes the order's shape "
-                "after a few steps: name the schedule that it chose"
-            )
-
-
-def _check_repartition(config: TrainerConfig) -> None:
-    if config.schedule.repartition == "off":
+def _batch(config: TrainerConfig, given: _Given) -> Rules:
+    batch = config.batch
+    replicas = config.parallel.data_parallel_size
+    unit = batch.micro_batch_size * replicas
+    multiple = f"{given.micro_batch_size} x data parallel size {replicas} = {unit}"
+    yield (
+        batch.global_batch_size % unit != 0,
+        f"{given.global_batch_size} is not a multiple of {multiple}: change one of them",
+    )
+    if batch.rampup_batch_size is None:
         return
-    pipeline = config.parallel.pipeline_model_parallel_size
-    if pipeline == 1:
-        raise ConfigError(
-            "--repartition auto with pipeline size 1: there is no other stage to give layers to; "
-            "raise --pipeline-model-parallel-size or drop the flag"
-        )
+    start, increment, _ = batch.rampup_batch_size
+    distance = batch.global_batch_size - start
+    yield (
+        distance <= 0,
+        f"{given.rampup_batch_size} starts at {start}, not below {given.global_batch_size}: start "
+        "lower or drop the flag",
+    )
+    yield (
+        distance % increment != 0,
+        f"{given.rampup_batch_size} never reaches {given.global_batch_size}: the increment "
+        f"{increment} must divide the distance {distance}",
+    )
+    yield (
+        start % unit != 0 or increment % unit != 0,
+        f"{given.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
+        "make start and increment multiples of it",
+    )
+
+
+def _chunks_and_placement(config: TrainerConfig, given: _Given) -> Rules:
     schedule = config.schedule.pipeline_schedule
-    if schedule in ("file", "megatron"):
-        raise ConfigError(
-            f"--repartition auto with --pipeline-schedule {schedule}, which cannot be simulated "
-            "under another partition: use adaptive or another schedule of this project"
+    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    order = given.pipeline_schedule
+    yield (
+        chunks > 1 and pipeline == 1,
+        f"--model-chunks {chunks} with pipeline size 1: megatron-core splits a model into chunks "
+        "only over at least 2 pipeline ranks; raise --pipeline-model-parallel-size or drop "
+        "--model-chunks",
+    )
+    yield (
+        schedule in SEVERAL_CHUNKS and (chunks == 1 or pipeline == 1),
+        f"{order} with {chunks} chunks and pipeline size {pipeline}: it needs two of each at "
+        "least; raise --model-chunks and --pipeline-model-parallel-size or use 1f1b",
+    )
+    yield (
+        schedule in ONE_CHUNK and chunks > 1,
+        f"{order} with {chunks} chunks: it knows one chunk for each rank; use interleaved or "
+        "adaptive, or drop --model-chunks",
+    )
+    yield (
+        schedule in TWO_CHUNKS and chunks != 2,
+        f"{order} with {chunks} chunk{'s' * (chunks > 1)}: it needs two for each rank; set "
+        "--model-chunks 2",
+    )
+    batched = schedule == "megatron" and chunks > 1 and not config.parallel.overlap_p2p_comm
+    yield (
+        batched and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP,
+        f"{order} with {chunks} chunks, pipeline size {pipeline} and "
+        "--no-overlap-p2p-communication: two messages between the same ranks would mix; drop the "
+        "last flag or use a pipeline size of 3 at least",
+    )
+    in_a_v = config.placement_kind == "v"
+    yield (
+        schedule in V_ONLY and not in_a_v,
+        f"--pipeline-placement loop with {order}, which runs stages there and back: drop "
+        "--pipeline-placement",
+    )
+    yield (
+        in_a_v and schedule not in V_SCHEDULES,
+        f"--pipeline-placement v with {order}, which runs stages in a loop: use one of "
+        f"{', '.join(V_SCHEDULES)}, or --pipeline-placement loop",
+    )
+    yield (
+        in_a_v and chunks == 1,
+        "--pipeline-placement v with 1 chunk: the way back of a V needs a second one on each "
+        "rank; add --model-chunks 2 or use --pipeline-placement loop",
+    )
+
+
+def _order(config: TrainerConfig, given: _Given) -> Rules:
+    """Settings of the order of work, of its files and messages."""
+    settings = config.schedule
+    schedule, order = settings.pipeline_schedule, given.pipeline_schedule
+    split = settings.split_backward
+    yield (
+        not settings.is_rule and settings.activation_cap is not None,
+        f"{given.activation_cap} has no effect with {order}, whose order fixes what is kept: drop "
+        f"it or use one of {', '.join(RULES)}",
+    )
+    yield (
+        split is False and schedule in SPLIT_SCHEDULES,
+        f"--split-backward False with {order}, whose order has weight gradients as work of their "
+        "own: drop it or choose another schedule",
+    )
+    yield (
+        split and not settings.is_rule and schedule not in (*SPLIT_SCHEDULES, "file"),
+        f"--split-backward True with {order}, whose order has whole backwards: use one of "
+        f"{', '.join((*RULES, *SPLIT_SCHEDULES))}, or drop it",
+    )
+    yield (
+        config.splits_backward and config.model.transformer_impl != "local",
+        f"{order} with split backwards and {given.transformer_impl}: its layers compute weight "
+        "gradients within the backward; use --transformer-impl local, or a schedule with whole "
+        "backwards",
+    )
+    yield (
+        (schedule == "file") != (settings.schedule_file is not None),
+        f"{order} with {given.schedule_file}: the two go together; give both or neither",
+    )
+    for what, path in (
+        (given.record_schedule, settings.record_schedule),
+        (given.replay_schedule, settings.replay_schedule),
+    ):
+        yield (
+            path is not None and schedule == "megatron",
+            f"{what} with {order}, whose order megatron-core keeps to itself: use a schedule of "
+            "this project",
         )
-
-
-def _check_transport(config: TrainerConfig) -> None:
-    given = config.transport
-    schedule = config.schedule.pipeline_schedule
-    if given.forced is not None and schedule == "megatron":
-        raise ConfigError(
-            f"--transport {given.forced} with --pipeline-schedule megatron, whose messages are "
-            "megatron-core's own: drop it or use a schedule of this project"
+        yield (
+            path is not None and schedule == "auto",
+            f"{what} with {order}, which changes the order's shape after a few steps: name the "
+            "schedule that it chose",
         )
-    if given.forced in ("shm", "tcp", "gloo", "nccl"):
-        for name, value in (
-            ("--rdma-device", given.rdma_device),
-            ("--rdma-gid-index", given.rdma_gid_index),
-            ("--rdma-mtu-bytes", given.rdma_mtu_bytes),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"{name} {value} has no effect with --transport {given.forced}: drop it or "
-                    "use --transport rdma"
-                )
+    moves = settings.repartition != "off"
+    yield (
+        moves and config.parallel.pipeline_model_parallel_size == 1,
+        "--repartition auto with pipeline size 1: there is no other stage to give layers to; "
+        "raise --pipeline-model-parallel-size or drop the flag",
+    )
+    yield (
+        moves and schedule in ("file", "megatron"),
+        f"--repartition auto with {order}, which cannot be simulated under another partition: use "
+        "adaptive or another schedule of this project",
+    )
+    transport = config.transport
+    yield (
+        transport.forced is not None and schedule == "megatron",
+        f"{given.transport} with {order}, whose messages are megatron-core's own: drop it or use "
+        "a schedule of this project",
+    )
+    for what, value in (
+        (given.rdma_device, transport.rdma_device),
+        (given.rdma_gid_index, transport.rdma_gid_index),
+        (given.rdma_mtu_bytes, transport.rdma_mtu_bytes),
+    ):
+        yield (
+            transport.forced not in (None, "rdma") and value is not None,
+            f"{what} has no effect with {given.transport}: drop it or use --transport rdma",
+        )
+    yield (
+        schedule == "varuna" and config.recompute.recompute_granularity != "full",
+        f"{order} keeps the inputs of many microbatches and repeats their forwards: add "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    )
 
 
-def _check_microbatch_groups(config: TrainerConfig) -> None:
+def _microbatch_groups(config: TrainerConfig, given: _Given) -> Rules:
     """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
-    pipeline = config.parallel.pipeline_model_parallel_size
-    group = config.parallel.microbatch_group_size_per_vp_stage or pipeline
-    if group < pipeline:
-        raise ConfigError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the pipeline "
-            f"size {pipeline}: give {pipeline} at least or drop the flag"
-        )
-    per_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    schedule, parallel = config.schedule.pipeline_schedule, config.parallel
+    if schedule != "interleaved" and not (schedule == "megatron" and parallel.num_chunks > 1):
+        return
+    pipeline = parallel.pipeline_model_parallel_size
+    group = parallel.microbatch_group_size_per_vp_stage or pipeline
+    yield (
+        group < pipeline,
+        f"{given.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}: give "
+        f"{pipeline} at least or drop the flag",
+    )
+    per_step = config.batch.micro_batch_size * parallel.data_parallel_size
     for size in config.batch.batch_sizes():
         count = size // per_step
-        rest = count % group
-        if count < group or 0 < rest < pipeline:
-            schedule = config.schedule.pipeline_schedule
-            raise ConfigError(
-                f"--pipeline-schedule {schedule} with {count} microbatches (global batch {size}): "
-                f"they must fill groups of {group}, the last of {pipeline} "
-                f"at least; choose a global batch that is a multiple of {group * per_step}, or "
-                "adaptive"
-            )
-
-
-def check_sizes(widths: Sequence[int], world_size: int, pipeline: int, of_each: int = 1) -> None:
-    """The ranks of all stages must be those of the job.
-
-    Args:
-        widths: copies of each stage.
-        world_size: processes of the job.
-        pipeline: stages.
-        of_each: ranks of each copy.
-
-    Raises:
-        ConfigError: they are not, or there are other stages.
-    """
-    given = f"--stage-data-parallel-sizes {format_partition(widths)}"
-    if len(widths) != pipeline:
-        raise ConfigError(
-            f"{given} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
-            f"{pipeline}: give one number for each stage"
-        )
-    if sum(widths) * of_each != world_size:
-        raise ConfigError(
-            f"{given} needs {sum(widths) * of_each} processes, this run has {world_size}: start as "
-            "many or change the sizes"
+        yield (
+            count < group or 0 < count % group < pipeline,
+            f"{given.pipeline_schedule} with {count} microbatches (global batch {size}): they "
+            f"must fill groups of {group}, the last of {pipeline} at least; choose a global batch "
+            f"that is a multiple of {group * per_step}, or adaptive",
         )
 
 
-def check_widths(config: TrainerConfig) -> None:
-    """Refuse what stages of unequal widths cannot do.
-
-    Raises:
-        ConfigError: the first such setting, by name.
-    """
-    widths = config.parallel.unequal_sizes
-    if widths is None:
-        return
-    parallel, schedule = config.parallel, config.schedule
-    given = f"--stage-data-parallel-sizes {format_partition(widths)}"
-    for what, is_given in (
-        (f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}",
-         parallel.tensor_model_parallel_size > 1),
-        (f"--context-parallel-size {parallel.context_parallel_size}",
-         parallel.context_parallel_size > 1),
-        (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
+def _optimizer_state(config: TrainerConfig) -> Rules:
+    parallel = config.parallel
+    yield (
+        parallel.use_distributed_optimizer and config.optimizer.optimizer == "sgd",
+        "--use-distributed-optimizer with --optimizer sgd: megatron-core splits only the state of "
+        "adam; drop one of them",
+    )
+    for flag, is_given in (
         ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
-        ("--ddp-average-in-collective", parallel.ddp_average_in_collective),
-        ("--repartition auto", schedule.repartition != "off"),
-        (f"--trace-dir {schedule.trace_dir}", schedule.trace_dir is not None),
-        (f"--record-schedule {schedule.record_schedule}", schedule.record_schedule is not None),
-        (f"--replay-schedule {schedule.replay_schedule}", schedule.replay_schedule is not None),
-    ):  # fmt: skip
-        if is_given:
-            raise ConfigError(
-                f"{given} with {what}: stages of unequal sizes do without it; drop it, or use the "
-                "same number of ranks for each stage"
-            )
-    if schedule.pipeline_schedule not in UNEQUAL_SCHEDULES:
-        raise ConfigError(
-            f"{given} with --pipeline-schedule {schedule.pipeline_schedule}, which is made for "
-            f"stages of equal sizes: use one of {', '.join(UNEQUAL_SCHEDULES)}"
+        ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
+    ):
+        yield (
+            parallel.overlap_param_gather and not is_given,
+            f"--overlap-param-gather works only with {flag}: add it as well",
         )
+
+
+def _precision(config: TrainerConfig, given: _Given) -> Rules:
+    own = config.precision
+    half = own.fp16 or own.bf16
+    for flag, is_given, needed, fulfilled in (
+        (given.fp16_lm_cross_entropy, own.fp16_lm_cross_entropy, "--fp16", own.fp16),
+        (given.grad_reduce_in_bf16, own.grad_reduce_in_bf16, "--bf16", own.bf16),
+        (given.fp32_residual_connection, own.fp32_residual_connection, "--fp16 or --bf16", half),
+        (given.loss_scale, own.loss_scale is not None, "--fp16", own.fp16),
+    ):
+        yield (
+            is_given and not fulfilled,
+            f"{flag} works only with {needed}: add it or drop the flag",
+        )
+    yield (
+        own.min_loss_scale > own.initial_loss_scale,
+        f"{given.min_loss_scale} is above {given.initial_loss_scale}: lower it or raise the other",
+    )
+
+
+def _learning_rate(config: TrainerConfig, given: _Given) -> Rules:
+    """Learning rate and weight decay."""
+    own, run = config.optimizer, config.run
+    for what, value in ((given.min_lr, own.min_lr), (given.lr_warmup_init, own.lr_warmup_init)):
+        yield (
+            value > own.lr,
+            f"{what} is above {given.lr}: the rate never leaves this range; lower it",
+        )
+    yield (
+        own.decoupled_min_lr is not None and own.decoupled_lr is None,
+        "--decoupled-min-lr has no effect by itself: add --decoupled-lr",
+    )
+    yield (
+        (own.decoupled_min_lr or 0) > (own.decoupled_lr or 0),
+        f"{given.decoupled_min_lr} is above {given.decoupled_lr}: lower it",
+    )
+    unit, length = "iters", own.lr_decay_iters or run.train_iters or 0
+    warmup, last_part = own.lr_warmup_iters, own.lr_wsd_decay_iters
+    if run.train_iters is None:
+        unit, length = "samples", own.lr_decay_samples or run.train_samples or 0
+        warmup, last_part = own.lr_warmup_samples, own.lr_wsd_decay_samples
+    yield (
+        warmup >= length,
+        f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
+        f"lower it or raise --lr-decay-{unit}",
+    )
+    if own.lr_decay_style == "WSD":
+        yield (
+            last_part is None,
+            f"--lr-decay-style WSD needs the length of its last part: add --lr-wsd-decay-{unit}",
+        )
+        yield (
+            (last_part or 0) > length,
+            f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: "
+            "lower it",
+        )
+    start, end = own.start_weight_decay, own.end_weight_decay
+    constant = own.weight_decay_incr_style == "constant"
+    yield (
+        constant and (start is not None or end is not None),
+        "--start-weight-decay and --end-weight-decay have no effect with "
+        f"{given.weight_decay_incr_style}: use --weight-decay, or linear or cosine",
+    )
+    yield (
+        not constant and (start is None or end is None),
+        f"{given.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay: add "
+        "both",
+    )
+    yield (
+        (start or 0) > (end or 0),
+        f"{given.start_weight_decay} is above {given.end_weight_decay}: the weight decay can only "
+        "grow; swap them",
+    )
+
+
+def _recompute(config: TrainerConfig) -> Rules:
+    own = config.recompute
+    granularity, full = own.recompute_granularity, own.recompute_granularity == "full"
+    parts = (own.recompute_method, own.recompute_num_layers)
+    yield (
+        own.recompute_activations and granularity != "selective",
+        f"--recompute-activations contradicts --recompute-granularity {granularity}: it means "
+        "selective; keep one of them",
+    )
+    yield (
+        full and None in parts,
+        "--recompute-granularity full needs to know which layers: add --recompute-method and "
+        "--recompute-num-layers, for example uniform and 1",
+    )
+    yield (
+        full and own.recompute_modules is not None,
+        "--recompute-modules has no effect with --recompute-granularity full: use selective or "
+        "drop the modules",
+    )
+    yield (
+        not full and parts != (None, None),
+        "--recompute-method and --recompute-num-layers have no effect with "
+        f"--recompute-granularity {granularity or 'none'}: use full or drop them",
+    )
+    yield (
+        granularity is None and own.recompute_modules is not None,
+        "--recompute-modules has no effect by itself: add --recompute-granularity selective",
+    )
+    if own.distribute_saved_activations:
+        flag = "--distribute-saved-activations"
+        yield (
+            not full,
+            f"{flag} works only with --recompute-granularity full: add it or drop the flag",
+        )
+        yield (
+            config.parallel.tensor_model_parallel_size == 1,
+            f"{flag} with --tensor-model-parallel-size 1 splits nothing: raise it or drop the flag",
+        )
+        yield (
+            config.parallel.sequence_parallel,
+            f"{flag} does not work with --sequence-parallel, which splits them already: drop it",
+        )
+
+
+def _data(config: TrainerConfig, given: _Given) -> Rules:
+    data = config.data
+    yield (
+        not (data.data_path or data.mock_data or data.has_path_per_split),
+        "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
+    )
+    yield (
+        data.has_path_per_split and not data.train_data_path and not config.run.skip_train,
+        "--valid-data-path and --test-data-path leave nothing to train on: add --train-data-path",
+    )
+    yield (
+        data.reset_attention_mask and not data.create_attention_mask_in_dataloader,
+        "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each other: "
+        "a mask that ends at documents comes with the data; keep one of them",
+    )
+    yield (
+        data.split is not None and not _is_split(data.split),
+        f"--split {data.split!r} is not a list of one to three shares of at least 0 and a sum "
+        "above 0: write training, validation and test as in 949,50,1",
+    )
+    takes_ids = data.tokenizer_type == "NullTokenizer"
+    yield (
+        takes_ids and data.vocab_size is None,
+        f"{given.tokenizer_type} does not know the number of ids: add --vocab-size",
+    )
+    files = {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file}
+    missing = [flag for flag, value in files.items() if value is None]
+    yield (
+        not takes_ids and missing,
+        f"{given.tokenizer_type} needs --vocab-file and --merge-file: add "
+        f"{' and '.join(missing)}, or use NullTokenizer with --vocab-size",
+    )
+
+
+def _is_split(text: str) -> bool:
+    """Returns whether a text is one to three shares that are not all 0."""
+    try:
+        shares = [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        return False
+    return 1 <= len(shares) <= _MAX_SPLITS and min(shares) >= 0 and 0 < sum(shares) < float("inf")
+
+
+def _run(config: TrainerConfig, given: _Given) -> Rules:
+    run, checkpoint = config.run, config.checkpoint
+    yield (
+        checkpoint.save is not None and checkpoint.save_interval is None,
+        f"{given.save} does not say how often: add --save-interval",
+    )
+    yield (
+        checkpoint.save_local is not None and checkpoint.save is None,
+        f"{given.save_local} is where checkpoints are on their way to --save, which is missing: "
+        "add --save DIR on storage that all nodes share",
+    )
+    yield (
+        run.train_samples is not None and run.train_samples < config.batch.global_batch_size,
+        f"{given.train_samples} is less than one batch of {config.batch.global_batch_size}: raise "
+        "it",
+    )
+    yield (
+        run.profile_step_end <= run.profile_step_start,
+        f"{given.profile_step_end} is not after {given.profile_step_start}: raise it",
+    )
+    highest = max(run.profile_ranks)
+    yield (
+        highest >= config.world_size,
+        f"--profile-ranks {highest} does not exist among {config.world_size} ranks: give ranks "
+        f"from 0 to {config.world_size - 1}",
+    )
+
+
+def check_output_folders(config: TrainerConfig) -> None:
+    """Every folder the run writes to can be made or written; nothing is left behind.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    record = config.schedule.record_schedule
+    for flag, folder in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--trace-dir", config.schedule.trace_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+        ("--record-schedule", record and Path(record).absolute().parent),
+    ):
+        if folder is not None:
+            _require_writable(flag, Path(folder))
+
+
+def _require_writable(flag: str, folder: Path) -> None:
+    """Try to make a file in the nearest part of the path that exists."""
+    try:
+        nearest = folder.absolute()
+        while not nearest.exists():
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise NotADirectoryError(0, f"{nearest} is a file")
+        with tempfile.TemporaryDirectory(prefix=".write-check-", dir=nearest):
+            pass
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
+        raise ConfigError(
+            f"{flag} {folder} cannot be written ({why}): name a folder that this user may write"
+        ) from None

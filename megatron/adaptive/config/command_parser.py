@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["CommandParser"]
+__all__ = ["CommandParser", "count"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -53,3 +53,10 @@ class CommandParser(argparse.ArgumentParser):
             hint = hint or f"there are {', '.join(known)}"
             self.error(f"{name} is not an option: {hint}")
         return options
+
+
+def count(word: str) -> int:
+    """Reads a whole number from 1 on; the ``type`` of an option."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return int(word)

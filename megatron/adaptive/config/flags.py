@@ -135,6 +135,18 @@ class FieldSpec:
             return " ".join(str(item) for item in self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    def text_of(self, value: Any) -> str:
+        """Writes the flag as on a command line that gives it this value."""
+        if self.is_switch:
+            return self.name
+        if isinstance(value, float):
+            return f"{self.name} {value:g}"
+        if isinstance(value, tuple):
+            # A tuple with a conversion of its own is one word.
+            separator = "-" if self.flag is not None and self.flag.convert else " "
+            value = separator.join(map(str, value))
+        return f"{self.name} {value}"
+
     def convert(self, word: str) -> Any:
         """Turn one word of the command line into a value of this field.
 

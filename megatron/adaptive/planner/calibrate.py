@@ -20,12 +20,12 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
+from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import OURS, Runtime
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, Prediction
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.messages import match_messages
@@ -397,15 +397,12 @@ def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredRun:
-    """A measured run, with all that is needed to predict it.
+class MeasuredRun(PlanInputs):
+    """A measured run, with all that is needed to predict it; its profile was measured apart.
 
     Attributes:
         name: of the run within its set.
         plan: what ran where.
-        model: its layers.
-        cluster: the nodes and links.
-        profile: durations, measured apart from the run.
         seconds: of one step; None where only memory counts.
         peak_bytes: on the fullest GPU; None where unknown.
         doubt: why a figure is left out; empty for none.
@@ -414,9 +411,6 @@ class MeasuredRun:
 
     name: str
     plan: Plan
-    model: Model
-    cluster: Cluster
-    profile: Profile
     seconds: float | None
     peak_bytes: float | None = None
     doubt: str = ""
@@ -505,7 +499,7 @@ def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
     rows = tuple(
         ComparedRun(
             measured=one,
-            predicted=predict(one.plan, one.model, one.cluster, one.profile, one.runtime),
+            predicted=predict(one.plan, one, one.runtime),
         )
         for one in runs
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.layers import in_flight
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_space import StageClass
 from megatron.adaptive.planner.shapes import ShapeChoice, Tables
 from megatron.adaptive.planner.timing import run_steps, steps_of
@@ -50,11 +50,10 @@ def candidates(
     classes: tuple[StageClass, ...],
     choice: ShapeChoice,
     tables: Tables,
-    model: Model,
-    cluster: Cluster,
+    inputs: PlanInputs,
 ) -> Iterator[InterleavedPipeline]:
     """Yields interleaved pipelines on all nodes, equal ones side by side, in all type orders."""
-    if model.splits:
+    if inputs.model.splits:
         return
     speeds = []
     for one in classes:
@@ -63,12 +62,12 @@ def candidates(
             table = tables.layers(node, one, choice)
             work.append(float((table.forward_s + table.backward_s + table.weight_s).sum()))
         speeds.append(1 / max(*work, 1e-30))
-    for ranks in _orders(classes, cluster):
+    for ranks in _orders(classes, inputs.cluster):
         pp = len(ranks)
         if pp < 2 or choice.microbatches % pp:
             continue
         share = 1 / sum(speeds[c] for c in ranks)
-        for chunks in range(2, min(_MOST_CHUNKS, model.num_layers // pp) + 1):
+        for chunks in range(2, min(_MOST_CHUNKS, inputs.model.num_layers // pp) + 1):
             guess = (choice.microbatches + (pp - 1) / chunks) * share
             yield InterleavedPipeline(
                 classes=classes, choice=choice, ranks=ranks, chunks=chunks, guess_s=guess

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.planner.plan import Replica, StagePlace
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 
 __all__ = [
     "all_reduce_s",
@@ -38,22 +37,21 @@ def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int =
     return 2 * (ranks - 1) * link.seconds(message_bytes / ranks, pairs)
 
 
-def link_between(cluster: Cluster, profile: Profile, one: int, other: int) -> LinkSpeed:
+def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
     """Returns the link of two nodes as measured, or as the cluster file has it."""
-    a, b = cluster.nodes[one], cluster.nodes[other]
+    a, b = inputs.cluster.nodes[one], inputs.cluster.nodes[other]
     if one == other:
-        return profile.intra_links.get(a.name, a.intra)
+        return inputs.profile.intra_links.get(a.name, a.intra)
     for pair in ((a.name, b.name), (b.name, a.name)):
-        if pair in profile.links:
-            return profile.links[pair]
-    return cluster.link_of_types(a, b)
+        if pair in inputs.profile.links:
+            return inputs.profile.links[pair]
+    return inputs.cluster.link_of_types(a, b)
 
 
 def boundary_s(
     sender: StagePlace,
     receiver: StagePlace,
-    cluster: Cluster,
-    profile: Profile,
+    inputs: PlanInputs,
     bytes_per_sample: float,
     *,
     sliced: bool = False,
@@ -65,8 +63,7 @@ def boundary_s(
     Args:
         sender: the stage that sends.
         receiver: the stage that receives.
-        cluster: the nodes.
-        profile: for measured links.
+        inputs: what is trained where, and how long it takes.
         bytes_per_sample: of the tensor between the stages.
         sliced: whether each tensor-parallel rank sends its part, as with sequence parallelism;
             otherwise each sends the whole tensor.
@@ -83,7 +80,7 @@ def boundary_s(
     for (one, other), (_, size) in flows.items():
         if size <= 0:
             continue
-        link = link_between(cluster, profile, one, other)
+        link = link_between(inputs, one, other)
         busy = size / link.bandwidth(size, leaving[one, one == other])
         if link.latency_s + busy > sum(worst):
             worst = (link.latency_s, busy)
@@ -119,9 +116,7 @@ def _flows(
 def reduce_s(
     places: tuple[StagePlace, ...],
     rank: int,
-    cluster: Cluster,
-    profile: Profile,
-    model: Model,
+    inputs: PlanInputs,
     parameters: float,
 ) -> float:
     """Returns the seconds of one pipeline rank's gradient reduction between its replicas.
@@ -132,34 +127,32 @@ def reduce_s(
     Args:
         places: where all pipeline ranks lie.
         rank: the one asked for.
-        cluster: the nodes.
-        profile: for measured links.
-        model: for the bytes of numbers.
+        inputs: what is trained where, and how long it takes.
         parameters: that one GPU of the rank holds.
     """
-    size = max(parameters, 0.0) * model.precision.reduce_bytes
+    size = max(parameters, 0.0) * inputs.model.precision.reduce_bytes
     ranks = len(places[rank].replicas)
-    measured = measured_all_reduce(places[rank], cluster, profile)
+    measured = measured_all_reduce(places[rank], inputs)
     if measured is not None:
         link, pairs = measured
         return link.seconds(size, pairs)
-    segments = ring_segments(places, rank, cluster, profile)
+    segments = ring_segments(places, rank, inputs)
     return max((all_reduce_s(link, size, ranks, pairs) for link, pairs in segments), default=0.0)
 
 
-def measured_all_reduce(
-    place: StagePlace, cluster: Cluster, profile: Profile
-) -> tuple[LinkSpeed, int] | None:
+def measured_all_reduce(place: StagePlace, inputs: PlanInputs) -> tuple[LinkSpeed, int] | None:
     """Returns the measured all-reduce between replicas on one node, and the number at a time."""
     replicas = place.replicas
     if len(replicas) < 2 or any(one.node != replicas[0].node for one in replicas):
         return None
-    found = profile.all_reduce.get((cluster.nodes[replicas[0].node].name, len(replicas)))
+    found = inputs.profile.all_reduce.get(
+        (inputs.cluster.nodes[replicas[0].node].name, len(replicas))
+    )
     return None if found is None else (found, max(one.tp for one in replicas))
 
 
 def ring_segments(
-    places: tuple[StagePlace, ...], rank: int, cluster: Cluster, profile: Profile
+    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs
 ) -> set[tuple[LinkSpeed, int]]:
     """Returns the links of a ring over a pipeline rank's replicas, and the rings on each."""
     crossing: dict[int, int] = {}
@@ -170,7 +163,7 @@ def ring_segments(
     segments = set()
     for one, other in _ring(places[rank].replicas):
         pairs = max(one.tp, other.tp) if one.node == other.node else crossing[one.node]
-        segments.add((link_between(cluster, profile, one.node, other.node), pairs))
+        segments.add((link_between(inputs, one.node, other.node), pairs))
     return segments
 
 
@@ -194,17 +187,17 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
     return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
 
 
-def embedding_s(places: tuple[StagePlace, ...], model: Model, cluster: Cluster, tp: int) -> float:
+def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
     """Returns the seconds in which first and last stage add up the gradients of tied embeddings."""
-    if len(places) < 2 or not model.tied_parameters:
+    if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     # They are added up as they were accumulated, whatever replicas exchange.
-    size = model.tied_parameters / tp * model.precision.gradient_bytes
+    size = inputs.model.tied_parameters / tp * inputs.model.precision.gradient_bytes
     pairs = list(zip(places[0].replicas, places[-1].replicas, strict=False))
     leaving = Counter(one.node for one, other in pairs if one.node != other.node)
     segments = {
         (
-            cluster.link(one.node, other.node),
+            inputs.cluster.link(one.node, other.node),
             (leaving[one.node] if one.node != other.node else 1) * max(one.tp, other.tp),
         )
         for one, other in pairs

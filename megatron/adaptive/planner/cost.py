@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import (
     boundary_s,
     embedding_s,
@@ -38,7 +37,6 @@ from megatron.adaptive.planner.microbatch_assignment import (
     held_of,
     hop_s,
 )
-from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import (
     Limit,
     Plan,
@@ -47,7 +45,7 @@ from megatron.adaptive.planner.plan import (
     StagePlace,
     StagePrediction,
 )
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
@@ -58,9 +56,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S
 __all__ = ["StageSums", "binding", "predict"]
 
 
-def predict(
-    plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime = OURS
-) -> Prediction:
+def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
     """Predicts a step of a plan.
 
     A plan that does not fit into memory is predicted as if it did; ``Prediction.fits`` and the
@@ -68,25 +64,23 @@ def predict(
 
     Args:
         plan: what runs where.
-        model: its layers.
-        cluster: the nodes and links.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         runtime: how the training program behaves.
 
     Raises:
         ConfigError: the profile lacks a duration, or the partition does not cover the model.
         ScheduleError: the schedule refuses the degrees.
     """
-    stages = StageSums.of(plan, model, cluster, profile, runtime)
+    stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
     reduce = np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
     optimizer = np.array(stages.optimizer_s)
-    tied = embedding_s(plan.places, model, cluster, plan.tp)
+    tied = embedding_s(plan.places, inputs, plan.tp)
     ends = times.end_s + reduce + optimizer
     last = int(ends.argmax())
-    gpus = {cluster.nodes[node].gpu for node in plan.nodes}
-    beside = max(profile.step_s.get(gpu, 0.0) for gpu in gpus)
-    jitter = _jitter_s(plan, stages, profile.action_sigma)
+    gpus = {inputs.cluster.nodes[node].gpu for node in plan.nodes}
+    beside = max(inputs.profile.step_s.get(gpu, 0.0) for gpu in gpus)
+    jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
     whole = seconds - beside - jitter
@@ -97,8 +91,10 @@ def predict(
         seconds=seconds,
         parts=parts,
         stages=predicted,
-        tokens_per_s=plan.global_batch * model.tokens_per_sample / seconds if seconds else 0.0,
-        price_per_hour=sum(cluster.nodes[node].price_per_hour for node in plan.nodes),
+        tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
+        if seconds
+        else 0.0,
+        price_per_hour=sum(inputs.cluster.nodes[node].price_per_hour for node in plan.nodes),
         estimated=stages.estimated,
         binding=binding(parts, predicted),
     )
@@ -137,14 +133,13 @@ class StageSums:
     estimated: bool
 
     @classmethod
-    def of(
-        cls, plan: Plan, model: Model, cluster: Cluster, profile: Profile, runtime: Runtime
-    ) -> StageSums:
+    def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
         """Adds up what the layers of every stage take."""
-        if sum(plan.partition) != model.num_layers or min(plan.partition) < 0:
+        if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
-                f" model {model.name} has {model.num_layers}: give every layer one stage"
+                f" model {inputs.model.name} has {inputs.model.num_layers}: give every layer one"
+                " stage"
             )
         placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
@@ -152,21 +147,18 @@ class StageSums:
             tuple(placement.stage_of(rank, chunk) for chunk in range(plan.chunks))
             for rank in range(plan.pp)
         )
-        tables = [_tables(plan, place, model, cluster, profile) for place in plan.places]
-        durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, cluster, profile)
+        tables = [_tables(plan, place, inputs) for place in plan.places]
+        durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, inputs)
         parameters, memories, updates = [], [], []
         for rank, stages in enumerate(stages_of):
             rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
             parameters.append(max(float(table.parameters[rows].sum()) for table in tables[rank]))
-            memories.append(_memory(plan, rank, rows, tables[rank], model, cluster, runtime))
-            updates.append(_update_s(plan, rank, parameters[-1], cluster, profile))
+            memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
+            updates.append(_update_s(plan, rank, parameters[-1], inputs))
         reduce = tuple(
-            reduce_s(plan.places, rank, cluster, profile, model, parameters[rank])
-            for rank in range(plan.pp)
+            reduce_s(plan.places, rank, inputs, parameters[rank]) for rank in range(plan.pp)
         )
-        latency, occupancy, message_bytes = _messages(
-            plan, placement, bounds, model, cluster, profile, runtime
-        )
+        latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
         return cls(
             durations_s=durations,
             launch_s=launch,
@@ -193,16 +185,15 @@ def _durations(
     stages_of: tuple[tuple[int, ...], ...],
     bounds: Any,
     tables: list[list[LayerTable]],
-    cluster: Cluster,
-    profile: Profile,
+    inputs: PlanInputs,
 ) -> tuple[Any, Any, Any]:
     """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
     durations = np.zeros((3, len(plan.partition)))
     work = np.zeros((3, len(plan.partition)))
     tp_s = np.zeros(len(plan.partition))
     for rank, stages in enumerate(stages_of):
-        gpus = {cluster.nodes[one.node].gpu for one in plan.places[rank].replicas}
-        action = max(profile.launch_s.get(gpu, 0.0) for gpu in gpus)
+        gpus = {inputs.cluster.nodes[one.node].gpu for one in plan.places[rank].replicas}
+        action = max(inputs.profile.launch_s.get(gpu, 0.0) for gpu in gpus)
         for stage in stages:
             part = slice(bounds[stage], bounds[stage + 1])
             for table in tables[rank]:
@@ -216,16 +207,13 @@ def _durations(
     return durations, durations - work, tp_s
 
 
-def _tables(
-    plan: Plan, place: StagePlace, model: Model, cluster: Cluster, profile: Profile
-) -> list[LayerTable]:
+def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> list[LayerTable]:
     """Returns one table for each kind of replica of a pipeline rank."""
-    kinds = {(cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
+    kinds = {(inputs.cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
     return [
         layer_table(
-            model,
-            profile,
-            cluster.nodes[one.node],
+            inputs,
+            inputs.cluster.nodes[one.node],
             tp=one.tp,
             micro_batch=place.micro_batch,
             recompute=plan.recompute,
@@ -240,8 +228,7 @@ def _memory(
     rank: int,
     rows: list[int],
     tables: list[LayerTable],
-    model: Model,
-    cluster: Cluster,
+    inputs: PlanInputs,
     runtime: Runtime,
 ) -> StageMemory:
     """Returns the memory of the replica of a pipeline rank that has the least left."""
@@ -250,17 +237,19 @@ def _memory(
         held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
     else:
         held = held_of(plan, widths)[rank]
-    kinds = {(cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas}
+    kinds = {
+        (inputs.cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas
+    }
     found = [
         stage_memory(
-            model,
+            inputs.model,
             parameters=float(table.parameters[rows].sum()),
             kept_bytes=float(table.kept_bytes[rows].sum()),
             held=held,
             workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0)),
             dp=len(plan.places[rank].replicas),
             distributed_optimizer=plan.distributed_optimizer,
-            limit_bytes=cluster.nodes[one.node].memory_bytes,
+            limit_bytes=inputs.cluster.nodes[one.node].memory_bytes,
             runtime=runtime,
         )
         for one, table in zip(kinds.values(), tables, strict=True)
@@ -268,14 +257,12 @@ def _memory(
     return max(found, key=lambda one: one.total_bytes - one.limit_bytes)
 
 
-def _update_s(
-    plan: Plan, rank: int, parameters: float, cluster: Cluster, profile: Profile
-) -> float:
+def _update_s(plan: Plan, rank: int, parameters: float, inputs: PlanInputs) -> float:
     place = plan.places[rank]
     return max(
         optimizer_s(
-            profile,
-            cluster.nodes[one.node].gpu,
+            inputs.profile,
+            inputs.cluster.nodes[one.node].gpu,
             parameters,
             dp=len(place.replicas),
             distributed_optimizer=plan.distributed_optimizer,
@@ -288,27 +275,25 @@ def _messages(
     plan: Plan,
     placement: Placement,
     bounds: Any,
-    model: Model,
-    cluster: Cluster,
-    profile: Profile,
+    inputs: PlanInputs,
     runtime: Runtime,
 ) -> tuple[Any, Any, Any]:
     """Returns latency, occupancy and bytes of the messages between stages, ``[2, stages]`` each."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         one, other = placement.locate(stage)[0], placement.locate(stage + 1)[0]
-        size = model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
-        size *= model.precision.element_bytes
+        size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
+        size *= inputs.model.precision.element_bytes
         whole[0, stage] = whole[1, stage + 1] = size * plan.places[one].micro_batch
         if one == other:
             continue
         for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
             ends = plan.places[sender], plan.places[receiver]
             if dealt_widths(plan) is not None:
-                both = hop_s(*ends, cluster, profile, size)
+                both = hop_s(*ends, inputs, size)
             else:
                 sliced = plan.sequence_parallel or runtime.sliced_messages
-                both = boundary_s(*ends, cluster, profile, size, sliced=sliced)
+                both = boundary_s(*ends, inputs, size, sliced=sliced)
             latency[kind, row], occupancy[kind, row] = both
     return latency, occupancy, whole
 

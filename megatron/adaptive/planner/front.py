@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, PlanRow, placement_text, plan_document
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, check_request, scheduled, whole_partition
 from megatron.adaptive.planner.search import Found, Searcher
 from megatron.adaptive.planner.search_space import Objective
@@ -30,32 +28,30 @@ _COLOUR = "#1f77b4"
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 
-def find_front(
-    model: Model, cluster: Cluster, profile: Profile, request: Request
-) -> tuple[PlanRow, ...]:
+def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     """Finds the plans that no other beats in both time and price of a step, fastest first.
 
     Args:
-        model: what is trained.
-        cluster: the largest; every part of it counts.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         request: what is asked for; which of time and cost is least does not matter.
 
     Raises:
         ConfigError: the cluster has no prices, or no plan keeps the limits.
     """
-    if not any(node.price_per_hour for node in cluster.types):
+    if not any(node.price_per_hour for node in inputs.cluster.types):
         raise ConfigError(
             "--pareto weighs speed against price, but no node type has one: give price_per_hour in"
             " the cluster file"
         )
-    options = replace(request.options, partition=whole_partition(request.options.partition, model))
-    check_request(request, options, model, cluster)
-    searcher = Searcher(model, cluster, profile, global_batch=request.global_batch, options=options)
+    options = replace(
+        request.options, partition=whole_partition(request.options.partition, inputs.model)
+    )
+    check_request(request, options, inputs)
+    searcher = Searcher(inputs, global_batch=request.global_batch, options=options)
     found = pareto(searcher, request.objective).found
     if not found:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
-    rows = [scheduled(one.plan, model, cluster, profile, request.schedules) for one in found]
+    rows = [scheduled(one.plan, inputs, request.schedules) for one in found]
     return tuple(_front(rows))
 
 
@@ -68,30 +64,29 @@ def _front(rows: Sequence[PlanRow]) -> list[PlanRow]:
     return kept
 
 
-def write_front(rows: Sequence[PlanRow], model: Model, cluster: Cluster, folder: Path) -> None:
+def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
     """Writes the front as chart, picture and plan files.
 
     Args:
         rows: the plans, fastest first.
-        model: what is planned.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
         folder: gets ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    documents = [plan_document(row.plan, model, cluster, row.prediction) for row in rows]
+    documents = [plan_document(row.plan, inputs, row.prediction) for row in rows]
     files = {f"plan-{number}": document for number, document in enumerate(documents, start=1)}
     prices = [
         row.prediction.price_per_hour / 3600 / row.prediction.tokens_per_s * 1e6 for row in rows
     ]
     speeds = [row.prediction.tokens_per_s for row in rows]
     labels = [
-        f"{placement_text(row.plan, cluster)}; tp {row.plan.tp}, dp {row.plan.dp},"
+        f"{placement_text(row.plan, inputs.cluster)}; tp {row.plan.tp}, dp {row.plan.dp},"
         f" pp {row.plan.pp}, microbatch {row.plan.micro_batch}"
         for row in rows
     ]
-    title = f"{model.name}, {rows[0].plan.global_batch} samples for a step"
+    title = f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in {**files, "front": documents}.items():

@@ -23,7 +23,7 @@ from megatron.adaptive.planner.cluster import Gpu, NodeType, find_gpu
 from megatron.adaptive.planner.communication import all_reduce_s
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import StageMemory
-from megatron.adaptive.planner.profile import LayerTimes, Profile
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.validate import peak_units
@@ -39,6 +39,8 @@ __all__ = [
     "layer_table",
     "make_estimator",
     "optimizer_s",
+    "range_largest",
+    "range_sums",
     "stage_memory",
     "state_bytes",
 ]
@@ -182,8 +184,7 @@ class LayerTable:
 
 
 def layer_table(
-    model: Model,
-    profile: Profile,
+    inputs: PlanInputs,
     node: NodeType,
     *,
     tp: int,
@@ -197,11 +198,11 @@ def layer_table(
         ConfigError: the profile lacks a duration.
     """
     rows = {
-        name: _kind_row(kind, model, profile, node, tp, micro_batch, recompute, sequence_parallel)
-        for name, kind in model.kinds.items()
-        if name in model.layers
+        name: _kind_row(kind, inputs, node, tp, micro_batch, recompute, sequence_parallel)
+        for name, kind in inputs.model.kinds.items()
+        if name in inputs.model.layers
     }
-    table = np.array([rows[name][0] for name in model.layers], dtype=np.float64).T
+    table = np.array([rows[name][0] for name in inputs.model.layers], dtype=np.float64).T
     return LayerTable(
         forward_s=table[0],
         backward_s=table[1],
@@ -217,19 +218,18 @@ def layer_table(
 
 def _kind_row(
     kind: LayerKind,
-    model: Model,
-    profile: Profile,
+    inputs: PlanInputs,
     node: NodeType,
     tp: int,
     micro_batch: int,
     recompute: str,
     sequence_parallel: bool,
 ) -> tuple[tuple[float, ...], bool]:
-    times = profile.times(kind.name, node.gpu, tp, micro_batch)
+    times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch)
     once = 0.0
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         once = all_reduce_s(
-            profile.intra_links.get(node.name, node.intra), kind.tp_bytes * micro_batch, tp
+            inputs.profile.intra_links.get(node.name, node.intra), kind.tp_bytes * micro_batch, tp
         )
     forward = times.forward_s + once
     backward, comm = times.backward_input_s + once, 2 * once
@@ -239,7 +239,7 @@ def _kind_row(
     elif recompute == "selective" and kind.forward_flops:
         backward += times.forward_s * kind.attention_flops / kind.forward_flops
     kept = layer_kept_bytes(
-        kind, profile, node.gpu, tp=tp, micro_batch=micro_batch, recompute=recompute
+        kind, inputs.profile, node.gpu, tp=tp, micro_batch=micro_batch, recompute=recompute
     )
     if sequence_parallel and recompute == "none":
         kept -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / tp)
@@ -262,6 +262,21 @@ def optimizer_s(
     """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
     each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
     return each * parameters / (dp if distributed_optimizer else 1)
+
+
+def range_sums(values: Any) -> Any:
+    """Returns ``[begin, end]`` sums of a row, ``[n + 1, n + 1]``."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return total[None, :] - total[:, None]
+
+
+def range_largest(values: Any) -> Any:
+    """Returns ``[begin, end]`` the largest of a row, ``[n + 1, n + 1]``; 0 for none."""
+    count = len(values)
+    found = np.zeros((count + 1, count + 1))
+    for begin in range(count if np.any(values) else 0):
+        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
+    return found
 
 
 MATRIX_SHARE = 0.7

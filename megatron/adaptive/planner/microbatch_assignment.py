@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.communication import boundary_s
 from megatron.adaptive.planner.plan import Plan, StagePlace
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.timing import ScheduleTimes
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.widths import Widths
@@ -63,8 +62,7 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def hop_s(
     sender: StagePlace,
     receiver: StagePlace,
-    cluster: Cluster,
-    profile: Profile,
+    inputs: PlanInputs,
     bytes_per_sample: float,
 ) -> tuple[float, float]:
     """Times one message between a replica of one stage and one of the next.
@@ -76,8 +74,7 @@ def hop_s(
         boundary_s(
             replace(sender, replicas=(one,)),
             replace(receiver, replicas=(other,)),
-            cluster,
-            profile,
+            inputs,
             bytes_per_sample,
         )
         for one in sender.replicas

@@ -17,7 +17,7 @@ from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import registry
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "placement_text",
     "plan_document",
     "table",
-    "write_conf",
     "write_plan",
 ]
 
@@ -298,9 +297,7 @@ def place_ranks(
     return tuple(places)
 
 
-def plan_document(
-    plan: Plan, model: Model, cluster: Cluster, prediction: Prediction
-) -> dict[str, Any]:
+def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
     """Returns a plan as its file holds it.
 
     Plans whose stages have unequal widths also say those of each stage; the trainer runs those
@@ -308,15 +305,15 @@ def plan_document(
     """
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
-        "model": model.name,
-        "precision": model.precision.name,
+        "model": inputs.model.name,
+        "precision": inputs.model.precision.name,
         "degrees": {
             "tensor": plan.tp,
             "pipeline": plan.pp,
             "data": plan.dp,
             "chunks": plan.chunks,
         },
-        "placement": placement_groups(plan, cluster),
+        "placement": placement_groups(plan, inputs.cluster),
         "micro_batch_size": plan.micro_batch,
         "global_batch_size": plan.global_batch,
         "schedule": plan.schedule,
@@ -326,7 +323,7 @@ def plan_document(
         "sequence_parallel": plan.sequence_parallel,
     }
     if plan.pp * plan.chunks > 1:
-        document["partition"] = list(model.counted(plan.partition))
+        document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
         document["stages"] = [
             {
@@ -361,13 +358,17 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
     return groups
 
 
-def write_plan(document: Mapping[str, Any], path: Path) -> None:
-    """Writes a plan file.
+def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:
+    """Writes a plan file, or variables of ``conf.sh``.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or ``conf.sh`` cannot say such stages.
     """
-    _write(json.dumps(document, indent=2) + "\n", path)
+    text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
@@ -389,22 +390,6 @@ def conf_text(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_conf(document: Mapping[str, Any], path: Path) -> None:
-    """Writes a plan as variables of ``conf.sh``.
-
-    Raises:
-        ConfigError: the file cannot be written, or the trainer cannot run such stages.
-    """
-    _write(conf_text(document), path)
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
-
-
 _GB = 1e9
 _BAR = 30
 
@@ -417,13 +402,12 @@ class PlanRow:
     prediction: Prediction
 
 
-def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float = 0.0) -> str:
+def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
     """Returns plans as a table, best first.
 
     Args:
         rows: the plans.
-        model: what is planned.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
         tokens: of the whole run, for its price and time; 0 leaves them out.
     """
     priced = any(row.prediction.price_per_hour for row in rows)
@@ -435,7 +419,7 @@ def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float
     lines = [head]
     for number, row in enumerate(rows, start=1):
         plan, seen = row.plan, row.prediction
-        steps = tokens / (plan.global_batch * model.tokens_per_sample)
+        steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
         full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
         chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
         cells = [
@@ -452,15 +436,11 @@ def table(rows: Sequence[PlanRow], model: Model, cluster: Cluster, tokens: float
         cells += [seconds_text(steps * seen.seconds)] * bool(tokens)
         cells += [f"{steps * seen.price_per_step:,.0f}"] * (priced and tokens > 0)
         lines.append(cells)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
+    text, indent = _aligned(lines), " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
-        layers = format_partition(model.counted(row.plan.partition))
-        places = placement_text(row.plan, cluster)
-        text.insert(2 * number, f"{'':{widths[0]}}  layers {layers} on {places}")
+        layers = format_partition(inputs.model.counted(row.plan.partition))
+        places = placement_text(row.plan, inputs.cluster)
+        text.insert(2 * number, f"{indent}  layers {layers} on {places}")
     return "\n".join(text)
 
 
@@ -482,7 +462,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
 
 
-def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
+def explain(row: PlanRow, inputs: PlanInputs) -> str:
     """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
     plan, seen = row.plan, row.prediction
     lines = [f"a step of {seconds_text(seen.seconds)}:"]
@@ -491,31 +471,24 @@ def explain(row: PlanRow, model: Model, cluster: Cluster) -> str:
         bar = "█" * round(_BAR * share)
         lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
     lines.append("")
-    lines.append(_stage_table(plan, seen, model, cluster))
+    lines.append(_stage_table(plan, seen, inputs))
     if seen.binding is not None:
         lines += ["", f"held back by {seen.binding.what}: {seen.binding.text}"]
     return "\n".join(lines)
 
 
-def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -> str:
+def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
     head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
     head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
     lines = [head]
-    counted = model.counted(plan.partition)
+    counted = inputs.model.counted(plan.partition)
     placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
     for rank, (place, stage) in enumerate(zip(plan.places, seen.stages, strict=True)):
-        names = dict.fromkeys(cluster.nodes[replica.node].name for replica in place.replicas)
+        names = dict.fromkeys(inputs.cluster.nodes[replica.node].name for replica in place.replicas)
         layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
         memory = stage.memory
-        held = (
-            memory.parameter_bytes,
-            memory.gradient_bytes,
-            memory.optimizer_bytes,
-            memory.activation_bytes,
-            memory.workspace_bytes,
-            memory.total_bytes,
-            memory.limit_bytes,
-        )
+        *parts, limit_bytes = vars(memory).values()
+        held = (*parts, memory.total_bytes, limit_bytes)
         times = (stage.forward_s, stage.backward_s, stage.send_s)
         lines.append(
             [
@@ -525,11 +498,15 @@ def _stage_table(plan: Plan, seen: Prediction, model: Model, cluster: Cluster) -
                 *(f"{value / _GB:.2f}" for value in held),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
+    return "\n".join(_aligned(lines))
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
-    )
+    ]
 
 
 def _replicas(plan: Plan) -> str:

@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import LinkSpeed
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
+from megatron.adaptive.planner.model import Model
 
-__all__ = ["LayerTimes", "Profile", "Source"]
+__all__ = ["LayerTimes", "Profile", "PlanInputs", "Source"]
 
 Source = Literal["measured", "estimated"]
 
@@ -182,3 +183,18 @@ def _beyond(
 
     seconds = {name: line(getattr(low, name), getattr(high, name)) for name in _PARTS}
     return replace(whole, **seconds)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What is trained where, and how long it takes.
+
+    Attributes:
+        model: its layers.
+        cluster: the nodes and links.
+        profile: durations.
+    """
+
+    model: Model
+    cluster: Cluster
+    profile: Profile

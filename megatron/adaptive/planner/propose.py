@@ -25,7 +25,7 @@ from megatron.adaptive.planner.plan import (
     StageMemory,
     seconds_text,
 )
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
 from megatron.adaptive.planner.search_space import Objective
 
@@ -115,37 +115,31 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
     return replace(given, optimizer_s_per_parameter=optimizer, layers=layers)
 
 
-def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) -> Proposal:
+def propose(inputs: PlanInputs, request: Request) -> Proposal:
     """Finds the best plans.
 
     Args:
-        model: what is trained.
-        cluster: on which nodes.
-        profile: see :func:`complete_profile`.
+        inputs: what is trained where, and how long it takes.
         request: what is asked for.
 
     Raises:
         ConfigError: nothing fits, limits contradict each other, or an option is wrong; says which,
             and what would help.
     """
-    options = replace(request.options, partition=whole_partition(request.options.partition, model))
-    check_request(request, options, model, cluster)
-    searcher = Searcher(model, cluster, profile, global_batch=request.global_batch, options=options)
+    options = replace(
+        request.options, partition=whole_partition(request.options.partition, inputs.model)
+    )
+    check_request(request, options, inputs)
+    searcher = Searcher(inputs, global_batch=request.global_batch, options=options)
     result = searcher.search(request.objective)
     if not result.found:
         if request.objective == Objective(least=request.objective.least):
-            raise ConfigError(
-                explain_memory(model, cluster, profile, request.global_batch, options)
-            )
+            raise ConfigError(explain_memory(inputs, request.global_batch, options))
         anything = searcher.search(Objective())
         if not anything.found:
-            raise ConfigError(
-                explain_memory(model, cluster, profile, request.global_batch, options)
-            )
+            raise ConfigError(explain_memory(inputs, request.global_batch, options))
         raise ConfigError(explain_limits(searcher, request.objective))
-    rows = [
-        scheduled(found.plan, model, cluster, profile, request.schedules) for found in result.found
-    ]
+    rows = [scheduled(found.plan, inputs, request.schedules) for found in result.found]
     goal = request.objective
 
     def value(row: PlanRow) -> float:
@@ -154,21 +148,17 @@ def propose(model: Model, cluster: Cluster, profile: Profile, request: Request) 
     return Proposal(rows=tuple(sorted(rows, key=value)), result=result)
 
 
-def scheduled(
-    plan: Plan, model: Model, cluster: Cluster, profile: Profile, schedules: Sequence[str]
-) -> PlanRow:
+def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow:
     """Gives a pipeline the order of work that is fastest for it and fits.
 
     Args:
         plan: as the search found it.
-        model: what is trained.
-        cluster: on which nodes.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         schedules: orders to choose from; that of the search stays where none of them is possible.
     """
-    row = PlanRow(plan=plan, prediction=predict(plan, model, cluster, profile))
+    row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if (run := as_run(plan)) != plan:
-        row = PlanRow(plan=run, prediction=predict(run, model, cluster, profile))
+        row = PlanRow(plan=run, prediction=predict(run, inputs))
         plan = run
     if plan.pp == 1 or plan.chunks > 1:
         return row
@@ -176,7 +166,7 @@ def scheduled(
     for name in schedules:
         candidate = replace(plan, schedule=name)
         try:
-            seen = predict(candidate, model, cluster, profile)
+            seen = predict(candidate, inputs)
         except ScheduleError:
             continue  # not with these stages or so few microbatches
         if seen.fits:
@@ -222,18 +212,18 @@ def whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]
     return whole
 
 
-def check_request(request: Request, options: SearchOptions, model: Model, cluster: Cluster) -> None:
+def check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
     """Refuses contradictory requests before anything is searched.
 
     Args:
         request: what is asked for.
         options: its options, the partition over all layers.
-        model: what is trained.
-        cluster: on which nodes.
+        inputs: what is trained where, and how long it takes.
 
     Raises:
         ConfigError: two options contradict each other, the model or the nodes.
     """
+    model, cluster = inputs.model, inputs.cluster
     if request.global_batch < 1:
         raise ConfigError(f"--global-batch-size {request.global_batch}: give at least 1")
     stages = len(options.partition)
@@ -297,18 +287,16 @@ _FEW_LEVELS = 500
 _MOST_CPU_S = 2.0
 
 
-def explain_memory(
-    model: Model, cluster: Cluster, profile: Profile, global_batch: int, options: SearchOptions
-) -> str:
+def explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
     """Names the stage of the nearest plan that lacks memory, and what would make it fit.
 
     Args:
-        model: what is planned.
-        cluster: the nodes that do not suffice.
-        profile: durations.
+        inputs: what is trained where, and how long it takes.
         global_batch: samples of a step.
         options: the restrictions under which nothing fits.
     """
+
+    model, cluster = inputs.model, inputs.cluster
 
     def found(cluster: Cluster, options: SearchOptions) -> Plan | None:
         """Searches with all that saves memory."""
@@ -321,13 +309,15 @@ def explain_memory(
             most_levels=_FEW_LEVELS,
             most_cpu_s=_MOST_CPU_S,
         )
-        searcher = Searcher(model, cluster, profile, global_batch=global_batch, options=lean)
+        searcher = Searcher(
+            replace(inputs, cluster=cluster), global_batch=global_batch, options=lean
+        )
         rows = searcher.search().found
         return rows[0].plan if rows else None
 
     def lacking(plan: Plan) -> tuple[int, StageMemory]:
         """Returns the stage that lacks most."""
-        stages = predict(plan, model, cluster, profile).stages
+        stages = predict(plan, inputs).stages
         stage = max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
         return stage, stages[stage].memory
 

@@ -24,10 +24,17 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
+from megatron.adaptive.planner.layers import (
+    Runtime,
+    in_flight,
+    layer_table,
+    range_largest,
+    range_sums,
+    state_bytes,
+)
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
@@ -67,9 +74,10 @@ class Running:
         """Returns the placement of the stages."""
         return registry.placement_for(self.schedule, pipeline_size, self.chunks)
 
-    def profile(self, pipeline_size: int) -> Profile:
-        """Returns the durations of a pipeline of that size."""
-        return self.whole if pipeline_size == 1 or self.split is None else self.split
+    def inputs(self, pipeline_size: int) -> PlanInputs:
+        """Returns model, cluster and the durations of a pipeline of that size."""
+        profile = self.whole if pipeline_size == 1 or self.split is None else self.split
+        return PlanInputs(self.model, self.cluster, profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,16 +209,17 @@ class _Shape:
         seconds, needed = np.zeros((2, count + 1, count + 1))
         nodes = [running.cluster.nodes[one.node] for one in self._places[rank].replicas]
         for node in {one.name: one for one in nodes}.values():
-            table = layer_table(
-                running.model, running.profile(self._size), node,
-                tp=1, micro_batch=self._micro_batch,
-            )  # fmt: skip
+            inputs = running.inputs(self._size)
+            table = layer_table(inputs, node, tp=1, micro_batch=self._micro_batch)
             seconds = np.maximum(
-                seconds, _sums(table.forward_s + table.backward_s + table.weight_s)
+                seconds, range_sums(table.forward_s + table.backward_s + table.weight_s)
             )
             state = sum(state_bytes(running.model, dp=1, distributed_optimizer=False))
-            fixed = _sums(table.parameters * state) + _sums(table.kept_bytes) * self._held[rank]
-            needed = np.maximum(needed, fixed + _largest(table.workspace_bytes))
+            fixed = (
+                range_sums(table.parameters * state)
+                + range_sums(table.kept_bytes) * self._held[rank]
+            )
+            needed = np.maximum(needed, fixed + range_largest(table.workspace_bytes))
         return seconds, needed, min(one.memory_bytes for one in nodes)
 
     def best(self, given: tuple[int, ...] | None) -> Option:
@@ -270,8 +279,7 @@ class _Shape:
             chunks=chunks,
             schedule=running.schedule,
         )
-        profile = running.profile(self._size)
-        return predict(plan, running.model, running.cluster, profile, _RUNTIME).seconds
+        return predict(plan, running.inputs(self._size), _RUNTIME).seconds
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
@@ -315,22 +323,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
         weights: of each piece.
         num_stages: each of one piece at least.
     """
-    return least_largest([_sums(weights)] * num_stages)
-
-
-def _sums(values: Any) -> Any:
-    """Returns ``[begin, end]`` sums of a row."""
-    before = np.concatenate([[0.0], np.cumsum(values)])
-    return before[None, :] - before[:, None]
-
-
-def _largest(values: Any) -> Any:
-    """Returns ``[begin, end]`` the largest of a row; 0 of none."""
-    count = len(values)
-    found = np.zeros((count + 1, count + 1))
-    for begin in range(count):
-        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
-    return found
+    return least_largest([range_sums(weights)] * num_stages)
 
 
 def _nothing_divides(

@@ -24,9 +24,8 @@ from megatron.adaptive.planner.chunks import candidates, interleave
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import in_flight
-from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, StagePlace
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_space import (
     Best,
     Collector,
@@ -84,28 +83,25 @@ class Searcher:
     """Searches on one cluster; several searches share what they computed.
 
     Args:
-        model: what is trained.
-        cluster: on which nodes.
-        profile: how long it takes.
+        inputs: what is trained where, and how long it takes.
         global_batch: samples of a step.
         options: what may be chosen.
     """
 
     def __init__(
         self,
-        model: Model,
-        cluster: Cluster,
-        profile: Profile,
+        inputs: PlanInputs,
         *,
         global_batch: int,
         options: SearchOptions | None = None,
     ) -> None:
-        self.model, self.cluster, self.profile = model, cluster, profile
+        self.inputs = inputs
+        self.model, self.cluster, self.profile = inputs.model, inputs.cluster, inputs.profile
         self.options = options or SearchOptions()
         self.global_batch = global_batch
-        self._tables = Tables(model, cluster, profile)
+        self._tables = Tables(inputs)
         self._levels: dict[Any, DpStates] = {}
-        self._counts = tuple(group.count for group in cluster.groups)
+        self._counts = tuple(group.count for group in inputs.cluster.groups)
         self._whole = True
         self._until = math.inf
         self.timed = 0
@@ -392,9 +388,7 @@ class Searcher:
         tries = [
             one
             for shape in shapes
-            for one in candidates(
-                shape.classes, shape.choice, self._tables, self.model, self.cluster
-            )
+            for one in candidates(shape.classes, shape.choice, self._tables, self.inputs)
             if not self.options.pp or len(one.ranks) in self.options.pp
         ]
         tries.sort(key=lambda one: one.guess_s)
@@ -407,7 +401,7 @@ class Searcher:
                 continue
             classes = [one.classes[c] for c in one.ranks]
             plan = self._plan(classes, one.choice, list(cuts), one.chunks)
-            seen = predict(plan, self.model, self.cluster, self.profile)
+            seen = predict(plan, self.inputs)
             if seen.fits and seen.seconds < best.most_seconds(price):
                 key = (plan.tp, plan.dp, plan.pp, plan.micro_batch, one.chunks, one.ranks)
                 best.add(key, plan, seen.seconds, price)

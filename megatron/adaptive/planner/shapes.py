@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import Cluster, NodeType
+from megatron.adaptive.planner.cluster import NodeType
 from megatron.adaptive.planner.communication import (
     all_reduce_s,
     boundary_s,
@@ -28,10 +28,16 @@ from megatron.adaptive.planner.communication import (
     measured_all_reduce,
     ring_segments,
 )
-from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s, stage_memory
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.layers import (
+    LayerTable,
+    layer_table,
+    optimizer_s,
+    range_largest,
+    range_sums,
+    stage_memory,
+)
 from megatron.adaptive.planner.plan import StagePlace
-from megatron.adaptive.planner.profile import Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_space import StageClass, place_on
 
 __all__ = ["ShapeChoice", "DpStates", "Tables", "make_dp_states"]
@@ -199,29 +205,28 @@ class Tables:
     """Makes the arrays and keeps what several shapes have in common.
 
     Args:
-        model: what is trained.
-        cluster: on which nodes.
-        profile: how long it takes.
+        inputs: what is trained where, and how long it takes.
     """
 
-    def __init__(self, model: Model, cluster: Cluster, profile: Profile) -> None:
-        self.model, self.cluster, self.profile = model, cluster, profile
+    def __init__(self, inputs: PlanInputs) -> None:
+        self.inputs = inputs
+        self.model, self.cluster, self.profile = inputs.model, inputs.cluster, inputs.profile
         self._first = np.concatenate(
-            [[0], np.cumsum([group.count for group in cluster.groups])]
+            [[0], np.cumsum([group.count for group in inputs.cluster.groups])]
         ).tolist()
         self._layers: dict[Any, LayerTable] = {}
         self._reduce: dict[Any, Any] = {}
         self._messages: dict[Any, tuple[float, float]] = {}
         self._ranges: dict[Any, Any] = {}
         self._places: dict[Any, StagePlace | None] = {}
-        n = model.num_layers
+        n = inputs.model.num_layers
         cuts = np.arange(n + 1)
         crossing = np.zeros((n + 1, n + 1), dtype=bool)
-        for at in model.splits:
+        for at in inputs.model.splits:
             crossing |= (cuts[:, None] < at) & (cuts[None, :] > at)
         self.crossing = crossing
-        outputs = [model.layer(i).output_elements for i in range(n)]
-        self._sizes = [0.0, *(size * model.precision.element_bytes for size in outputs)]
+        outputs = [inputs.model.layer(i).output_elements for i in range(n)]
+        self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
         """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
@@ -254,8 +259,7 @@ class Tables:
         key = (node.name, one.tp, one.micro_batch, choice.recompute, choice.sequence_parallel)
         if key not in self._layers:
             self._layers[key] = layer_table(
-                self.model,
-                self.profile,
+                self.inputs,
                 node,
                 tp=one.tp,
                 micro_batch=one.micro_batch,
@@ -290,8 +294,7 @@ class Tables:
     def _sums(self, key: Any, values: Any) -> Any:
         """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
         if key not in self._ranges:
-            total = np.concatenate([[0.0], np.cumsum(values)])
-            self._ranges[key] = total[None, :] - total[:, None]
+            self._ranges[key] = range_sums(values)
         return self._ranges[key]
 
     def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
@@ -326,7 +329,7 @@ class Tables:
             parameters=parameters,
             kept_bytes=0.0,
             held=0.0,
-            workspace_bytes=_largest(table.workspace_bytes),
+            workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
             limit_bytes=node.memory_bytes,
@@ -341,9 +344,9 @@ class Tables:
             assert place is not None
             # Sums of equal layers differ by rounding only.
             values, where = np.unique(np.round(parameters, 3), return_inverse=True)
-            segments = ring_segments((place,), 0, self.cluster, self.profile)
+            segments = ring_segments((place,), 0, self.inputs)
             sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
-            measured = measured_all_reduce(place, self.cluster, self.profile)
+            measured = measured_all_reduce(place, self.inputs)
             if measured is None:
                 times = [
                     max(
@@ -400,11 +403,7 @@ class Tables:
             if pair is None:
                 return 0.0, 0.0
             self._messages[key] = boundary_s(
-                *pair,
-                self.cluster,
-                self.profile,
-                size,
-                sliced=choice.sequence_parallel,
+                *pair, self.inputs, size, sliced=choice.sequence_parallel
             )
         return self._messages[key]
 
@@ -430,17 +429,6 @@ class Tables:
                     # It does not depend on microbatches.
                     key = ("tied", one.nodes, other.nodes, one.tp, one.dp, other.tp, other.dp, kind)
                     if key not in self._reduce:
-                        self._reduce[key] = embedding_s(pair, self.model, self.cluster, one.tp)
+                        self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
                     tied[kind, a, b] = self._reduce[key]
         return tied
-
-
-def _largest(values: Any) -> Any:
-    """Returns ``[n + 1, n + 1]`` largest of every range; 0 for none."""
-    n = len(values)
-    if not np.any(values):
-        return np.zeros((n + 1, n + 1))
-    found = np.zeros((n + 1, n + 1))
-    for low in range(n):
-        found[low, low + 1 :] = np.maximum.accumulate(values[low:])
-    return found

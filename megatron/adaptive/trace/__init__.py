@@ -12,8 +12,7 @@ Reading side:
 
 - ``index``     where a file has what, found without reading the spans; lines of spans as numbers
 - ``table``     spans of a rank as columns
-- ``clock``     how far two clocks are apart, from exchanges of messages
-- ``align``     all ranks of a run on one clock
+- ``clock``     how far clocks are apart, and all ranks of a run on one
 - ``read``      a folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``messages``  each send with its receive
 - ``figures``   figures of a whole run, read by several processes

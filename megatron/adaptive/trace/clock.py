@@ -1,7 +1,15 @@
-"""One clock for all ranks: how far the clocks of other machines are from that of a reference.
+"""One clock for all ranks: how far the clocks of a run are apart, found when its trace is read.
 
-Two hosts' monotonic clocks differ by anything and drift apart by tens of microseconds a second. An
-exchange of two messages bounds the offset::
+Every start of a process has a monotonic clock, named in its header; ranks of one machine share it.
+Those of two machines differ by anything and drift apart by tens of microseconds a second. One of
+them is the reference: that of the rank the samples were taken against, else of the first rank. Of
+each other clock is known, from best to worst:
+
+- what samples say, corrected by the run's messages: none arrives before it was sent,
+- what messages between it and a known clock allow,
+- what both machines believed the time of day to be.
+
+A sample is an exchange of two messages (see ``clock_sync``), which bounds the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
@@ -9,10 +17,10 @@ exchange of two messages bounds the offset::
 
 Delays are long where a thread had to wait for a processor, so of every second only the fastest
 exchanges count, each the less the slower it was. Through them goes a line, or, where a clock was
-corrected on the way, a line with bends. What remains is settled by the run's own messages: none
-arrives before it was sent.
+corrected on the way, a line with bends.
 
-This module computes; samples are taken in ``clock_sync`` and read with the trace.
+Where a run has several clocks its times are moved onto the reference's time of day, so that they
+mean something to a reader; with one clock they stay what they are.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -21,14 +29,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.index import FileIndex
+from megatron.adaptive.trace.messages import Messages
 from megatron.adaptive.trace.table import Ints
 
-__all__ = ["ClockFit", "fit_clock", "settle", "shift"]
+__all__ = ["Alignment", "ClockFit", "ClockState", "align", "fit_clock", "refine", "settle", "shift"]
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
@@ -100,15 +111,7 @@ class ClockFit:
 
     def plus(self, offset_ns: int) -> ClockFit:
         """The same with a constant added to every reading."""
-        return ClockFit(
-            pivot_ns=self.pivot_ns,
-            base_ns=self.base_ns + offset_ns,
-            knots_ns=self.knots_ns,
-            offsets_ns=self.offsets_ns,
-            residual_ns=self.residual_ns,
-            delay_ns=self.delay_ns,
-            num_samples=self.num_samples,
-        )
+        return replace(self, base_ns=self.base_ns + offset_ns)
 
 
 def shift(offset_ns: int) -> ClockFit:
@@ -139,11 +142,11 @@ def fit_clock(samples: Sequence[tuple[int, int, int, int]] | Ints) -> ClockFit:
     sigmas = STAMP_NS + np.maximum(delays - delays.min(), 0.0) / 2
     windows = len(np.unique(np.floor(at / WINDOW_NS)))
     knots, values = _line(at, offsets, sigmas, 2)
-    deviation = np.abs(_between(knots, values, at) - offsets)
+    deviation = np.abs(np.interp(at, knots, values) - offsets)
     bends = min(windows // WINDOWS_PER_BEND + 1, MAX_KNOTS)
     if bends > 2 and np.median(deviation / sigmas) > BENT:
         knots, values = _line(at, offsets, sigmas, bends)
-        deviation = np.abs(_between(knots, values, at) - offsets)
+        deviation = np.abs(np.interp(at, knots, values) - offsets)
     return ClockFit(
         pivot_ns=pivot,
         base_ns=base,
@@ -220,13 +223,12 @@ def _line(at: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floa
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(at[0], at[-1], count)
-    design = _hats(at, knots)
+    # How much of each knot's value a point has.
+    design = np.stack([np.interp(at, knots, one) for one in np.eye(count)], axis=1)
     # The slope of every piece is a further observation, weak but never silent.
-    step = length / (count - 1)
-    slopes = (np.eye(count, k=1) - np.eye(count))[:-1]
-    matrix = np.concatenate([design, slopes])
+    matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
-    prior = np.full(count - 1, step * DRIFT_PRIOR)
+    prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
     weights = 1 / sigmas
     for _ in range(6):
         scale = np.concatenate([weights, 1 / prior])
@@ -237,21 +239,166 @@ def _line(at: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floa
     return knots, values
 
 
-def _hats(at: Floats, knots: Floats) -> Floats:
-    """``[points, knots]``: how much of each knot's value a point has."""
-    count = len(knots)
-    place = (at - knots[0]) / (knots[1] - knots[0])
-    left = np.clip(np.floor(place), 0, count - 2).astype(np.int64)
-    share = place - left
-    design: Floats = np.zeros((len(at), count))
-    rows = np.arange(len(at))
-    design[rows, left] = 1 - share
-    design[rows, left + 1] = share
-    return design
+@dataclass(frozen=True, kw_only=True)
+class ClockState:
+    """Describes a clock of the run.
+
+    Attributes:
+        name: as the headers have it.
+        ranks: global ranks that have it.
+        how: ``reference``, ``samples``, ``messages`` or ``time of day``.
+        fit: turns its readings into the common time.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    how: str
+    fit: ClockFit
 
 
-def _between(knots: Floats, values: Floats, at: Floats) -> Floats:
-    if len(knots) == 1:
-        return np.full(len(at), values[0])
-    found: Floats = _hats(at, knots) @ values
-    return found
+@dataclass(frozen=True)
+class Alignment:
+    """The clocks of a run.
+
+    Attributes:
+        clocks: the reference first.
+        contradiction_ns: by how much the worst message still seems to arrive before it was sent.
+    """
+
+    clocks: tuple[ClockState, ...]
+    contradiction_ns: int = 0
+
+    def fit_of(self, name: str) -> ClockFit:
+        """Returns the fit that turns readings of a clock into the common time."""
+        return next(clock.fit for clock in self.clocks if clock.name == name)
+
+    @property
+    def residual_ns(self) -> float:
+        """The largest median residual of a clock that was measured, 0 where none was."""
+        return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
+
+    def describe(self) -> str:
+        """Some words: how many clocks there are and how well they agree."""
+        measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
+        if len(self.clocks) <= 1:
+            return "one for all ranks"
+        if not measured:
+            return f"{len(self.clocks)} clocks, none measured"
+        drift = max((fit.drift_ppm for fit in measured), key=abs)
+        return (
+            f"{len(self.clocks)} clocks, {len(measured)} measured: residual "
+            f"{self.residual_ns / 1e3:.1f} us, error below "
+            f"{max(fit.delay_ns for fit in measured) / 2e3:.1f} us, drift up to {drift:+.1f} ppm"
+        )
+
+    def warnings(self) -> list[str]:
+        """Returns warnings about the clocks, a line each."""
+        lines = []
+        for how, advice in (
+            ("messages", "were not measured: messages place them, to within their travel time"),
+            ("time of day", "were not measured: the machines' time of day places them"),
+        ):
+            ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
+            if ranks:
+                lines.append(f"the clocks of ranks {_ranks(ranks)} {advice}")
+        if self.contradiction_ns:
+            lines.append(
+                f"the clocks contradict the messages: one arrives {self.contradiction_ns / 1e3:.1f}"
+                " us before it is sent"
+            )
+        return lines
+
+
+def align(files: Mapping[int, FileIndex], names: Mapping[tuple[int, int], str]) -> Alignment:
+    """Align clocks by samples, else by the time of day.
+
+    Args:
+        files: by global rank.
+        names: of clocks, by global rank and number of the header.
+    """
+    headers: dict[str, TraceHeader] = {}
+    ranks: dict[str, list[int]] = {}
+    for (rank, number), name in sorted(names.items()):
+        headers.setdefault(name, files[rank].headers[number])
+        if rank not in ranks.setdefault(name, []):
+            ranks[name].append(rank)
+    judge, samples = _samples(files, names)
+    measured = {name: fit_clock(found) for name, found in samples.items()}
+    if judge is None or judge in files:
+        first = min(files) if judge is None else judge
+        reference = names[first, len(files[first].headers) - 1]
+        lead = headers[reference].unix_ns - headers[reference].monotonic_ns
+    else:
+        reference = f"that of rank {judge}"
+        name, fit = next(iter(measured.items()))
+        lead = headers[name].unix_ns - int(fit.apply(np.array([headers[name].monotonic_ns]))[0])
+    home = ranks.get(reference, ())
+    several = set(headers) != {reference}
+    clocks = [
+        ClockState(
+            name=reference,
+            ranks=tuple(home),
+            how="reference",
+            fit=shift(lead if several else 0),
+        )
+    ]
+    for name, header in headers.items():
+        if name == reference:
+            continue
+        how, fit = "time of day", shift(header.unix_ns - header.monotonic_ns)
+        if name in measured:
+            how, fit = "samples", measured[name].plus(lead)
+        clocks.append(ClockState(name=name, ranks=tuple(ranks[name]), how=how, fit=fit))
+    return Alignment(tuple(clocks))
+
+
+def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
+    """Correct clocks by messages of the run.
+
+    Args:
+        alignment: what :func:`align` found.
+        names: of the clock that each rank has in these messages.
+        messages: with times as ``alignment`` has them.
+    """
+    numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
+    clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
+    clock_of[list(names)] = [numbers[name] for name in names.values()]
+    ways = np.stack([clock_of[messages.source], clock_of[messages.target]], axis=1)
+    took = messages.arrived_ns - messages.sent_ns
+    slack = {
+        (int(a), int(b)): int(took[(ways == (a, b)).all(axis=1)].min())
+        for a, b in np.unique(ways, axis=0)
+        if a != b
+    }
+    unsure = [n for n, clock in enumerate(alignment.clocks) if clock.how == "time of day"]
+    moves, left = settle(slack, len(alignment.clocks), unsure)
+    clocks = []
+    for number, clock in enumerate(alignment.clocks):
+        met = any(number in pair for pair in slack)
+        clocks.append(
+            replace(
+                clock,
+                fit=clock.fit.plus(moves[number]),
+                how="messages" if number in unsure and met else clock.how,
+            )
+        )
+    return Alignment(tuple(clocks), left)
+
+
+def _samples(
+    files: Mapping[int, FileIndex], names: Mapping[tuple[int, int], str]
+) -> tuple[int | None, dict[str, list[tuple[int, int, int, int]]]]:
+    """The rank that all clocks were measured against, and the samples of each clock."""
+    judge: int | None = None
+    samples: dict[str, list[tuple[int, int, int, int]]] = {}
+    for rank, file in sorted(files.items()):
+        for number, record in file.samples:
+            judge = record.reference if judge is None else judge
+            if record.reference == judge:
+                samples.setdefault(names[rank, number], []).extend(record.samples)
+    return judge, samples
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

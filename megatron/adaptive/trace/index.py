@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,8 +22,6 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     COLUMNS,
     DRAWN_ACTIONS,
-    KINDS,
-    REASONS,
     ClockSamples,
     IterationStart,
     SpanFormat,
@@ -81,13 +79,42 @@ def index_file(path: Path) -> FileIndex:
     Raises:
         TraceError: the file cannot be read, is no trace file, is damaged or of another version.
     """
-    index = FileIndex(path)
+    index, place = FileIndex(path), _Place(path)
     try:
         with path.open("rb") as file:
-            _Walk(index, file).run()
+            while line := file.readline():
+                if not line.endswith(b"\n"):
+                    index.truncated_lines = 1
+                    break
+                record = parse_line(line, place)
+                if isinstance(record, TraceHeader):
+                    index.headers.append(record)
+                elif not index.headers:
+                    raise TraceError(f"{place} stands before the header; this is no trace file")
+                elif isinstance(record, IterationStart):
+                    index.blocks.append(_block(index, file, record))
+                elif isinstance(record, ClockSamples):
+                    index.samples.append((len(index.headers) - 1, record))
+                place.offset = file.tell()
     except OSError as error:
         raise _unreadable(path, error) from error
     return index
+
+
+def _block(index: FileIndex, file: BinaryIO, marker: IterationStart) -> Block:
+    """Returns the block below a marker; the file goes from its beginning to behind it."""
+    offset, size = file.tell(), marker.size_bytes
+    if ends_at(file, offset + size, os.fstat(file.fileno()).st_size):
+        file.seek(offset + size)
+        return Block(marker, len(index.headers) - 1, offset, size)
+    file.seek(offset)
+    size = 0
+    while (line := file.readline()).endswith(b"\n") and not line.startswith(b"{"):
+        size += len(line)
+    file.seek(offset + size)
+    block = Block(marker, len(index.headers) - 1, offset, size)
+    table = read_blocks(index, [block])  # whoever edited it should hear of it now
+    return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
@@ -155,65 +182,6 @@ def _line_number(path: Path, offset: int) -> int:
 
 def _unreadable(path: Path, error: OSError) -> TraceError:
     return TraceError(f"cannot read {path}: {error.strerror or error}")
-
-
-class _Walk:
-    """Goes through a file, from object to object.
-
-    Args:
-        index: filled in.
-        file: the file, at its beginning.
-    """
-
-    def __init__(self, index: FileIndex, file: BinaryIO) -> None:
-        self._index = index
-        self._file = file
-        self._size = os.fstat(file.fileno()).st_size
-
-    def run(self) -> None:
-        """Fills in the index."""
-        place = _Place(self._index.path)
-        while line := self._file.readline():
-            if not line.endswith(b"\n"):
-                self._index.truncated_lines = 1
-                break
-            self._take(parse_line(line, place), place)
-            place.offset = self._file.tell()
-
-    def _take(
-        self, record: TraceHeader | IterationStart | ClockSamples | None, place: _Place
-    ) -> None:
-        index = self._index
-        if isinstance(record, TraceHeader):
-            index.headers.append(record)
-        elif not index.headers:
-            raise TraceError(f"{place} stands before the header; this is no trace file")
-        elif isinstance(record, IterationStart):
-            self._block(record)
-        elif isinstance(record, ClockSamples):
-            index.samples.append((len(index.headers) - 1, record))
-
-    def _block(self, marker: IterationStart) -> None:
-        """Notes the spans below a marker and goes behind them."""
-        offset, size = self._file.tell(), marker.size_bytes
-        whole = ends_at(self._file, offset + size, self._size)
-        if not whole:
-            size = self._measure(offset)
-        block = Block(marker, len(self._index.headers) - 1, offset, size, whole)
-        if not whole:
-            table = read_blocks(self._index, [block])  # whoever edited it should hear of it now
-            whole = len(table) == sum(marker.counts)
-            block = Block(marker, block.segment, offset, size, whole, table)
-        self._index.blocks.append(block)
-        self._file.seek(offset + size)
-
-    def _measure(self, offset: int) -> int:
-        """Returns the size of the whole lines from ``offset`` on that are no objects."""
-        self._file.seek(offset)
-        size = 0
-        while (line := self._file.readline()).endswith(b"\n") and not line.startswith(b"{"):
-            size += len(line)
-        return size
 
 
 def ends_at(file: BinaryIO, end: int, size: int) -> bool:
@@ -307,27 +275,14 @@ def _as_ours(numbers: Ints, form: SpanFormat) -> Ints:
             else:
                 ours[:, place] = _MISSING.get(column, 0)
         numbers = ours
-    kind, of, reason = (COLUMNS.index(name) for name in ("kind", "of", "reason"))
-    if form.kinds != KINDS:
-        kinds = np.array([KIND.get(word, OTHER) for word in form.kinds])
-        numbers[:, kind] = _renamed(numbers[:, kind], kinds, OTHER)
-        numbers[:, of] = _renamed(numbers[:, of], kinds, -1)
-    else:
-        _bound(numbers[:, kind], len(KINDS), OTHER)
-        _bound(numbers[:, of], len(KINDS), -1)
-    if form.reasons != REASONS:
-        reasons = np.array([REASON.get(word, 0) for word in form.reasons])
-        numbers[:, reason] = _renamed(numbers[:, reason], reasons, 0)
-    else:
-        _bound(numbers[:, reason], len(REASONS), 0)
+    kinds = np.array([KIND.get(word, OTHER) for word in form.kinds])
+    reasons = np.array([REASON.get(word, 0) for word in form.reasons])
+    for column, words, otherwise in (
+        ("kind", kinds, OTHER),
+        ("of", kinds, -1),
+        ("reason", reasons, 0),
+    ):
+        values = numbers[:, COLUMNS.index(column)]
+        known = (values >= 0) & (values < len(words))
+        values[:] = np.where(known, words[np.where(known, values, 0)], otherwise)
     return numbers
-
-
-def _renamed(values: Ints, names: Ints, otherwise: int) -> Ints:
-    known = (values >= 0) & (values < len(names))
-    renamed: Ints = np.where(known, names[np.where(known, values, 0)], otherwise)
-    return renamed
-
-
-def _bound(values: Ints, limit: int, otherwise: int) -> None:
-    values[(values < 0) | (values >= limit)] = otherwise

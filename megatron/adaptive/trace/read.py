@@ -1,7 +1,7 @@
 """Reads the trace files of a run back.
 
 A folder holds one file per rank. Reading it finds out what is there (see ``index``) and puts all
-ranks on one clock (see ``align``); spans are read when they are asked for, as a table per rank, of
+ranks on one clock (see ``clock``); spans are read when they are asked for, as a table per rank, of
 all iterations or only some. A resumed run goes on in the same files; an iteration that was done
 again after a restart replaces its first form. Every irregularity but a line cut off at the end of a
 file is refused by name.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.align import Alignment, align, refine
-from megatron.adaptive.trace.clock import ClockFit, shift
+from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.messages import match_messages
@@ -93,10 +92,9 @@ class RankTrace:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
-    @property
-    def spans(self) -> Mapping[int, tuple[Span, ...]]:
-        """Spans by iteration as objects, read and made when they are looked up."""
-        return _Spans(self)
+    def spans(self, iteration: int) -> tuple[Span, ...]:
+        """Spans of an iteration as objects; none where it was not recorded."""
+        return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
         """The spans of some iterations; those that it lacks are left out.
@@ -150,24 +148,6 @@ class RankTrace:
                 held.clear()
             held.append(block)
         return found
-
-
-class _Spans(Mapping[int, tuple[Span, ...]]):
-    """A rank's spans by iteration."""
-
-    def __init__(self, trace: RankTrace) -> None:
-        self._trace = trace
-
-    def __getitem__(self, iteration: int) -> tuple[Span, ...]:
-        if iteration not in self._trace.num_microbatches:
-            raise KeyError(iteration)
-        return self._trace.table([iteration]).spans()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._trace.iterations)
-
-    def __len__(self) -> int:
-        return len(self._trace.iterations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +246,8 @@ def trace_files(folder: Path) -> dict[int, Path]:
     """The trace files directly in a folder, by rank; empty if the folder has none."""
     if not folder.is_dir():
         return {}
-    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in sorted(matches, key=_by_name) if match}
+    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def read_run(folder: str | os.PathLike[str], ranks: Iterable[int] | None = None) -> RunTrace:
@@ -341,17 +321,16 @@ def _check_headers(rank: int, index: FileIndex) -> None:
 
 
 def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
-    kinds: tuple[tuple[str, Callable[[TraceHeader], str]], ...] = (
-        ("runs", lambda header: repr(header.run)),
-        ("shapes", lambda header: "x".join(map(str, header.shape))),
-    )
-    for kind, name_of in kinds:
-        groups: dict[str, list[int]] = {}
-        for rank, index in files.items():
-            groups.setdefault(name_of(index.headers[-1]), []).append(rank)
-        if len(groups) > 1:
+    headers = {rank: index.headers[-1] for rank, index in files.items()}
+    for kind, names in (
+        ("runs", {rank: repr(header.run) for rank, header in headers.items()}),
+        ("shapes", {rank: "x".join(map(str, header.shape)) for rank, header in headers.items()}),
+    ):
+        different = dict.fromkeys(names.values())
+        if len(different) > 1:
             listed = "; ".join(
-                f"{name} (ranks {describe_numbers(ranks)})" for name, ranks in groups.items()
+                f"{name} (ranks {describe_numbers(r for r, n in names.items() if n == name)})"
+                for name in different
             )
             raise TraceError(
                 f"{folder} mixes {kind}: {listed}; keep the files of one and move the rest"
@@ -397,8 +376,7 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     if not fit.is_identity:
         start_ns, end_ns = fit.apply(start_ns), fit.apply(end_ns)
     end_ns = np.maximum(start_ns, end_ns)
-    columns = {name: getattr(table, name) for name in TraceTable.__dataclass_fields__}
-    return TraceTable(**{**columns, "start_ns": start_ns, "end_ns": end_ns})
+    return replace(table, start_ns=start_ns, end_ns=end_ns)
 
 
 def _count(trace: RankTrace, block: Block, kind: str) -> int:
@@ -410,7 +388,3 @@ def _count(trace: RankTrace, block: Block, kind: str) -> int:
     table = block.table if block.table is not None else read_blocks(trace.index, [block])
     done = table.of_kind(kind)
     return len(set(zip(done.chunk.tolist(), done.microbatch.tolist(), strict=True)))
-
-
-def _by_name(pair: tuple[re.Match[str] | None, Path]) -> str:
-    return pair[1].name

@@ -136,7 +136,12 @@ def format_table(summary: StepSummary) -> str:
             f"{rank.bubble_fraction:.1%}",
         ]
         table.append([*line, *(_time_text(rank.times.get(kind)) for kind in kinds), peak])
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    return _aligned(table)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    """Lines of a table, its first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
         cells = [row[0].ljust(widths[0])]
@@ -232,11 +237,4 @@ def format_parts(labels: Sequence[str], parts: Floats) -> str:
     for label, row, whole in zip(labels, parts, step.tolist(), strict=True):
         cells = [f"{row[number]:.2f} ({row[number] / whole:.0%})" for number in shown]
         table.append([label, *cells])
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in table
-    )
+    return _aligned(table)

@@ -142,32 +142,13 @@ class TraceTable:
 
     def spans(self) -> tuple[Span, ...]:
         """The rows as objects, waits put down to the actions that ended them as well."""
-        columns = [getattr(self, field.name).tolist() for field in fields(self)]
-        rows = zip(*columns, wait_before(self).tolist(), strict=True)
-        return tuple(
-            Span(
-                *(_NAMES[kind], chunk, microbatch, start, end, iteration),
-                *(wait, size, held, piece, depth, peer),
-                of="" if of < 0 else _NAMES[of],
-                reason=REASONS[reason],
-            )
-            for (
-                iteration,
-                kind,
-                chunk,
-                microbatch,
-                piece,
-                start,
-                end,
-                size,
-                held,
-                depth,
-                peer,
-                of,
-                reason,
-                wait,
-            ) in rows
-        )
+        columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
+        columns["wait_ns"] = wait_before(self).tolist()
+        columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
+        columns["of"] = ["" if of < 0 else _NAMES[of] for of in columns["of"]]
+        columns["reason"] = [REASONS[reason] for reason in columns["reason"]]
+        rows = zip(*columns.values(), strict=True)
+        return tuple(Span(**dict(zip(columns, row, strict=True))) for row in rows)
 
 
 def wait_before(table: TraceTable) -> Ints:
