@@ -144,6 +144,7 @@ def test_a_flag_of_megatron_lm_is_refused_by_name_with_a_reason(
         ("--ckpt-format torch", ("--ckpt-format", "'torch'", "torch_dist")),
         ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer", "NullTokenizer")),
         ("--optimizer muon", ("'muon'", "adam")),
+        ("--dataloader-type cyclic", ("'cyclic' is refused",)),
         ("--position-embedding-type mrope", ("'mrope'", "rope")),
         ("--pipeline-schedule fastest", ("'fastest'", "megatron, 1f1b", "adaptive, auto")),
         ("--timing-log-level 3", ("3", "0, 1, 2")),

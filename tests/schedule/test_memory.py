@@ -27,7 +27,7 @@ def test_default_cap_covers_the_best_static_schedule(ranks: int, chunks: int, ro
     static = make_schedule("1f1b" if chunks == 1 else "interleaved", placement, microbatches)
     assert max(peak_units(static)) <= cap + 1e-9
     assert 1.0 <= cap <= microbatches
-    check_cap(cap, num_chunks=chunks)
+    check_cap(cap, (1 / chunks,) * chunks)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> 
 
 def test_a_cap_below_the_least_names_the_least() -> None:
     with pytest.raises(ScheduleError, match=r"cap 0.5 is below.*least cap is 1 \(one microbatch"):
-        check_cap(0.5, num_chunks=2)
+        check_cap(0.5, (0.5, 0.5))
     with pytest.raises(ScheduleError, match="least cap is 4"):
-        check_cap(3.5, num_chunks=2, activation_units=(1.0, 3.0))
+        check_cap(3.5, (1.0, 3.0))
     with pytest.raises(ScheduleError, match="cap nan"):
-        check_cap(float("nan"), num_chunks=1)
+        check_cap(float("nan"), (1.0,))
 
 
 def on_one_rank(words: str) -> Schedule:

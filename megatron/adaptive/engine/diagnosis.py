@@ -56,15 +56,18 @@ class RunningDiagnosis:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", _WATCH, folder, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process: subprocess.Popen[bytes] | None = process
+        self._questions, self._found = process.stdin, process.stdout
+        for pipe in (self._questions, self._found):
             os.set_blocking(pipe.fileno(), False)
 
     def after_iteration(self, iteration: int) -> None:
@@ -81,38 +84,32 @@ class RunningDiagnosis:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        assert process.stdout is not None
         rest = b""
         try:
             if self._waiting:
-                os.set_blocking(process.stdout.fileno(), True)
+                os.set_blocking(self._found.fileno(), True)
                 rest = process.communicate(timeout=_LAST_S)[0]
         except (OSError, subprocess.TimeoutExpired):
             pass  # whoever ends a job does not wait for advice
         finally:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
+            for pipe in (self._questions, self._found):
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._take(rest)
 
     def _ask(self, last: int) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         try:
-            os.write(self._process.stdin.fileno(), f"{self._next} {last}\n".encode())
+            os.write(self._questions.fileno(), f"{self._next} {last}\n".encode())
             self._waiting = True
             self._next = last + 1
         except OSError:
             self.close()
 
     def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
         try:
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            data = os.read(self._found.fileno(), 1 << 16)
         except BlockingIOError:
             return
         except OSError:

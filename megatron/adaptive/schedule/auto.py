@@ -10,7 +10,8 @@ faster than the best under the present one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
@@ -21,14 +22,9 @@ from megatron.adaptive.schedule.compare import (
     evaluate,
     make_candidate,
 )
-from megatron.adaptive.schedule.memory import default_cap, least_cap, with_rounding
+from megatron.adaptive.schedule.memory import default_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.registry import (
-    is_rule,
-    make_schedule,
-    placement_for,
-    splits_backward,
-)
+from megatron.adaptive.schedule.registry import is_rule, make_schedule
 from megatron.adaptive.schedule.workload import StageProfile
 
 __all__ = ["ScheduleChoice", "candidates", "choose"]
@@ -83,38 +79,30 @@ def candidates(
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
     """
+    found = []
+    for name in STATIC:
+        candidate = make_candidate(name, num_ranks, num_chunks, num_microbatches)
+        placement = candidate.placement
+        if placement.num_chunks != num_chunks or (candidate.weight_pieces and not splittable):
+            continue
+        if num_chunks > 1 and placement.kind not in placements:
+            continue
+        with contextlib.suppress(ScheduleError):  # not for this pipeline
+            make_schedule(name, placement, num_microbatches)
+            found.append(candidate)
     cuts = sorted({0, 1, 2, pieces}) if splittable else [0]
-    found = list(_static(num_ranks, num_chunks, num_microbatches, placements, splittable))
     for kind in placements:
         placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
         usual = default_cap(placement, num_microbatches)
-        caps = {usual, usual / 1.5, min(most, float(num_microbatches))}
-        for cap in sorted(c for c in caps if least_cap((1.0,)) <= c <= with_rounding(most)):
-            for cut in cuts:
-                for name in RULES:
-                    found.append(
-                        Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
-                    )
+        caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
+        found += [
+            Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
+            for cap in caps
+            if 1.0 <= cap <= with_rounding(most)
+            for cut in cuts
+            for name in RULES
+        ]
     return found
-
-
-def _static(
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    placements: Sequence[PlacementKind],
-    splittable: bool,
-) -> Iterable[Candidate]:
-    for name in STATIC:
-        placement = placement_for(name, num_ranks, num_chunks)
-        try:
-            make_schedule(name, placement, num_microbatches)
-        except ScheduleError:
-            continue  # not for this pipeline
-        if placement.num_chunks != num_chunks or (splits_backward(name) and not splittable):
-            continue
-        if num_chunks == 1 or placement.kind in placements:
-            yield make_candidate(name, num_ranks, num_chunks, num_microbatches)
 
 
 def choose(
@@ -142,7 +130,9 @@ def choose(
     Raises:
         ScheduleError: memory does not allow any candidate.
     """
-    outcomes = []
+    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
+    seeds = range(DRAWS if spread else 1)
+    outcomes: list[CandidateOutcome] = []
     for kind, limit in most.items():
         offered = candidates(
             num_ranks=present.num_ranks,
@@ -153,84 +143,57 @@ def choose(
             splittable=splittable,
             pieces=pieces,
         )
-        outcomes += _simulated(offered, num_microbatches, profile, limit, compiled=compiled)
+        found = (evaluate(o, num_microbatches, profile, seeds, compiled=compiled) for o in offered)
+        outcomes += [o for o in found if o.peak_units <= with_rounding(limit)]
     if not outcomes:
-        raise _no_room(present, max(most.values()))
+        raise ScheduleError(
+            f"memory for {max(most.values()):g} microbatches: no schedule of {present.num_ranks}"
+            f" ranks with {present.num_chunks} chunks fits; lower --micro-batch-size or recompute"
+            " activations"
+        )
     outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
-    near = [o for o in outcomes if o.candidate.placement.kind == present.kind]
-    far = [o for o in outcomes if o.candidate.placement.kind != present.kind]
-    here, elsewhere = _prefer_fixed(near), _prefer_fixed(far)
+    here, elsewhere = (
+        _fastest([o for o in outcomes if (o.candidate.placement.kind == present.kind) == is_here])
+        for is_here in (True, False)
+    )
+
+    def choice(best: CandidateOutcome, fixed: CandidateOutcome | None) -> ScheduleChoice:
+        limit = most[best.candidate.placement.kind]
+        reason = _reason(best, fixed, profile, limit)
+        return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
+
     if elsewhere is None or (
-        here is not None and elsewhere.mean_s >= here.mean_s * (1 - PLACEMENT_GAIN)
+        here is not None and elsewhere[0].mean_s >= here[0].mean_s * (1 - PLACEMENT_GAIN)
     ):
         assert here is not None
-        return replace(_choice(here, near, profile, most), outcomes=tuple(outcomes))
-    moved = _choice(elsewhere, far, profile, most)
+        return choice(*here)
+    moved = choice(*elsewhere)
     if here is None:
         return moved
     return replace(
         moved,
-        outcomes=tuple(outcomes),
-        reason=f"{moved.reason}; in a {present.kind} at best {here.mean_s * 1e3:.4g} ms",
-        gain=1 - elsewhere.mean_s / here.mean_s,
-        stay=_choice(here, near, profile, most),
+        reason=f"{moved.reason}; in a {present.kind} at best {here[0].mean_s * 1e3:.4g} ms",
+        gain=1 - elsewhere[0].mean_s / here[0].mean_s,
+        stay=choice(*here),
     )
 
 
-def _no_room(present: Placement, most: float) -> ScheduleError:
-    return ScheduleError(
-        f"memory for {most:g} microbatches: no schedule of {present.num_ranks} ranks with"
-        f" {present.num_chunks} chunks fits; lower --micro-batch-size or recompute activations"
-    )
-
-
-def _simulated(
-    offered: Sequence[Candidate],
-    num_microbatches: int,
-    profile: StageProfile,
-    most: float,
-    *,
-    compiled: bool,
-) -> list[CandidateOutcome]:
-    """Simulate candidates; returns those that fit memory."""
-    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
-    seeds = range(DRAWS if spread else 1)
-    found = (
-        evaluate(candidate, num_microbatches, profile, seeds, compiled=compiled)
-        for candidate in offered
-    )
-    return [outcome for outcome in found if outcome.peak_units <= with_rounding(most)]
-
-
-def _choice(
-    best: CandidateOutcome,
+def _fastest(
     outcomes: Sequence[CandidateOutcome],
-    profile: StageProfile,
-    most: Mapping[PlacementKind, float],
-) -> ScheduleChoice:
-    limit = most[best.candidate.placement.kind]
-    return ScheduleChoice(
-        best=best.candidate,
-        outcomes=tuple(outcomes),
-        reason=_reason(best, outcomes, profile, limit),
-    )
-
-
-def _prefer_fixed(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome | None:
-    """The fastest; the best fixed order where a rule gains too little over it."""
+) -> tuple[CandidateOutcome, CandidateOutcome | None] | None:
+    """What to take and the best fixed order, which it is where a rule gains too little over it."""
     if not outcomes:
         return None
     fastest = outcomes[0]
     fixed = next((o for o in outcomes if not is_rule(o.candidate.name)), None)
     if fixed is not None and fastest.mean_s > fixed.mean_s * (1 - GAIN):
-        return fixed
-    return fastest
+        return fixed, fixed
+    return fastest, fixed
 
 
 def _reason(
-    best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
+    best: CandidateOutcome, fixed: CandidateOutcome | None, profile: StageProfile, most: float
 ) -> str:
-    fixed = next((o for o in outcomes if not is_rule(o.candidate.name)), None)
     text = (
         f"auto takes {best.candidate}: {best.mean_s * 1e3:.4g} ms simulated a step, bubble"
         f" {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of memory"

@@ -32,17 +32,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.machine import MEMORY_SCALE
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = [
-    "check_activation_units",
-    "check_cap",
-    "check_kept_fraction",
-    "default_activation_units",
-    "default_cap",
-    "least_cap",
-    "scaled",
-    "scaled_cap",
-    "with_rounding",
-]
+__all__ = ["check_cap", "default_activation_units", "default_cap", "scaled_cap", "with_rounding"]
 
 # Relative: sums of fractions such as thirds miss their limit by less.
 _ROUNDING = 1e-9
@@ -58,50 +48,9 @@ def default_activation_units(num_chunks: int) -> tuple[float, ...]:
     return (1.0 / num_chunks,) * num_chunks
 
 
-def check_activation_units(activation_units: Sequence[float], num_chunks: int) -> None:
-    """Refuse sizes that do not describe a rank's chunks.
-
-    Raises:
-        ScheduleError: wrong number of entries, or one that is negative or not finite.
-    """
-    if len(activation_units) != num_chunks:
-        raise ScheduleError(
-            f"{len(activation_units)} activation sizes for {num_chunks} chunks:"
-            " give one per local chunk"
-        )
-    for chunk, units in enumerate(activation_units):
-        if not (math.isfinite(units) and units >= 0):
-            raise ScheduleError(
-                f"activation size {units} of chunk {chunk}: must be finite and not negative"
-            )
-
-
-def least_cap(activation_units: Sequence[float]) -> float:
-    """The smallest cap under which a step can finish: one microbatch in every local chunk."""
-    return float(sum(activation_units))
-
-
 def with_rounding(cap: float) -> float:
     """``cap`` with the slack that sums of rounded amounts need when compared with it."""
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
-
-
-def check_kept_fraction(kept_fraction: float) -> None:
-    """Refuse a part that is not between nothing and all.
-
-    Raises:
-        ScheduleError: it is not in 0 to 1.
-    """
-    if not 0 <= kept_fraction <= 1:
-        raise ScheduleError(
-            f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
-            " microbatch's activations for the weight gradient"
-        )
-
-
-def scaled(units: float) -> int:
-    """An amount of activations as ``machine`` counts it."""
-    return round(units * MEMORY_SCALE)
 
 
 def scaled_cap(cap: float) -> int:
@@ -109,26 +58,21 @@ def scaled_cap(cap: float) -> int:
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
 
-def check_cap(
-    cap: float, *, num_chunks: int, activation_units: Sequence[float] | None = None
-) -> None:
+def check_cap(cap: float, activation_units: Sequence[float]) -> None:
     """Refuse a cap that no order of actions can keep.
 
     Args:
         cap: most activations a rank may hold, in the unit of ``activation_units``.
-        num_chunks: chunks per rank.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
+        activation_units: size of one microbatch per local chunk.
 
     Raises:
-        ScheduleError: the cap is not a number or below the least cap, which the message names.
+        ScheduleError: the cap is not a number or below one microbatch in every local chunk.
     """
-    if activation_units is None:
-        activation_units = default_activation_units(num_chunks)
-    least = least_cap(activation_units)
+    least = sum(activation_units)
     if math.isnan(cap) or with_rounding(cap) < least:
         raise ScheduleError(
-            f"activation cap {cap:g} is below what any order needs:"
-            f" the least cap is {least:g} (one microbatch in each of {num_chunks} chunks)"
+            f"activation cap {cap:g} is below what any order needs: the least cap is {least:g} (one"
+            f" microbatch in each of {len(activation_units)} chunks)"
         )
 
 

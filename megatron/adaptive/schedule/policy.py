@@ -52,14 +52,9 @@ class RulePolicy:
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
-        self._name = name
+        self.name = name
         self.rule = rule
         self.hint = tuple(hint)
-
-    @property
-    def name(self) -> str:
-        """The policy's name."""
-        return self._name
 
     def pick(self, state: RankState) -> Action | None:
         """Choose by the rule; None if nothing is ready that it wants."""
@@ -83,12 +78,7 @@ class Follow:
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
         self.order = tuple(order)
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The schedule's name."""
-        return self._name
+        self.name = name
 
     def pick(self, state: RankState) -> Action | None:
         """Return the next action of the list if it is ready.
@@ -100,7 +90,7 @@ class Follow:
         if position >= len(self.order):
             if position < state.num_actions:
                 raise ScheduleError(
-                    f"rank {state.rank}: the order of {self._name} ends after {position} of"
+                    f"rank {state.rank}: the order of {self.name} ends after {position} of"
                     f" {state.num_actions} actions: list each action of the rank once"
                 )
             return None
@@ -109,7 +99,7 @@ class Follow:
             return action
         if not state.is_possible(action):
             raise ScheduleError(
-                f"rank {state.rank}: position {position} of {self._name} lists {action}:"
+                f"rank {state.rank}: position {position} of {self.name} lists {action}:"
                 f" {state.why_not(action)}"
             )
         return None

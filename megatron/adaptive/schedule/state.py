@@ -6,20 +6,14 @@ nothing (a policy does), sends nothing and measures nothing: executor and simula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
 from megatron.adaptive.schedule.machine import HEAD, MEMORY_SCALE, lane_count
-from megatron.adaptive.schedule.memory import (
-    check_activation_units,
-    check_cap,
-    check_kept_fraction,
-    default_activation_units,
-    scaled,
-    scaled_cap,
-)
+from megatron.adaptive.schedule.memory import check_cap, default_activation_units, scaled_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import check_num_microbatches, check_weight_pieces
 
@@ -75,14 +69,27 @@ class RankState:
     ) -> None:
         check_num_microbatches(num_microbatches)
         check_weight_pieces(weight_pieces)
-        check_kept_fraction(kept_fraction)
+        if not 0 <= kept_fraction <= 1:
+            raise ScheduleError(
+                f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
+                " microbatch's activations for the weight gradient"
+            )
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
         if activation_units is None:
             activation_units = default_activation_units(chunks)
-        check_activation_units(activation_units, chunks)
+        if len(activation_units) != chunks:
+            raise ScheduleError(
+                f"{len(activation_units)} activation sizes for {chunks} chunks:"
+                " give one per local chunk"
+            )
+        for chunk, units in enumerate(activation_units):
+            if not (math.isfinite(units) and units >= 0):
+                raise ScheduleError(
+                    f"activation size {units} of chunk {chunk}: must be finite and not negative"
+                )
         if cap is not None:
-            check_cap(cap, num_chunks=chunks, activation_units=activation_units)
+            check_cap(cap, activation_units)
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -105,16 +112,16 @@ class RankState:
         s[machine.FORWARD_ONLY] = int(forward_only)
         room = 0
         for chunk in reversed(range(chunks)):
-            units = scaled(activation_units[chunk])
-            room += units
-            s[HEAD + machine.UNITS * chunks + chunk] = units
-            s[HEAD + machine.KEPT * chunks + chunk] = scaled(
-                activation_units[chunk] * kept_fraction
-            )
-            s[HEAD + machine.ROOM * chunks + chunk] = room
-            s[HEAD + machine.IS_LAST * chunks + chunk] = int(
-                stages[chunk] == placement.num_stages - 1
-            )
+            units = activation_units[chunk] * MEMORY_SCALE
+            room += round(units)
+            blocks = {
+                machine.UNITS: round(units),
+                machine.KEPT: round(units * kept_fraction),
+                machine.ROOM: room,
+                machine.IS_LAST: int(stages[chunk] == placement.num_stages - 1),
+            }
+            for block, value in blocks.items():
+                s[HEAD + block * chunks + chunk] = value
         if stages[0] == 0:  # its forwards need no input
             flags = HEAD + machine.FLAGS * chunks
             s[flags : flags + num_microbatches] = [1] * num_microbatches

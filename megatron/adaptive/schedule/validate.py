@@ -13,7 +13,11 @@ from typing import Any, NoReturn
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, action_table
-from megatron.adaptive.schedule.memory import check_cap, with_rounding
+from megatron.adaptive.schedule.memory import (
+    check_cap,
+    default_activation_units,
+    with_rounding,
+)
 from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
@@ -57,7 +61,6 @@ def validate(
         _check_order(schedule, rank)
     _check_flow(schedule)
     if cap is not None:
-        check_cap(cap, num_chunks=placement.num_chunks, activation_units=activation_units)
         _check_memory(schedule, cap, activation_units, kept_fraction)
 
 
@@ -176,13 +179,13 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _missing(schedule: Schedule, rank: int) -> list[Action]:
-    listed = set(schedule.orders[rank])
+    listed, placement = set(schedule.orders[rank]), schedule.placement
     return [
         action
         for kind in _kinds(schedule)
         for of_chunk in action_table(
             kind,
-            schedule.placement.num_chunks,
+            placement.num_chunks,
             schedule.num_microbatches,
             schedule.weight_pieces if kind is ActionKind.W else 1,
         )
@@ -244,6 +247,7 @@ def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
 def _check_memory(
     schedule: Schedule, cap: float, units: Sequence[float] | None, kept_fraction: float
 ) -> None:
+    check_cap(cap, units or default_activation_units(schedule.placement.num_chunks))
     for rank, order in enumerate(schedule.orders):
         held = _held_units(schedule, rank, units, kept_fraction)
         for position, total in enumerate(held):

@@ -319,11 +319,13 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
             _check_number(f"{what} time of stage {stage}", value)
 
 
-def _check_number(what: str, value: float) -> None:
-    if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
+def _check_number(what: str, value: Any) -> float:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (known and math.isfinite(value) and 0 <= value <= _LONGEST_S):
         raise ScheduleError(
-            f"{what} is {value}: it must be finite, not negative and at most {_LONGEST_S}"
+            f"{what} is {value}: it must be a finite number, not negative and at most {_LONGEST_S}"
         )
+    return float(value)
 
 
 def load_profile(path: Path, *, num_stages: int) -> StageProfile:
@@ -340,63 +342,54 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ScheduleError(f"profile {path} cannot be read: {error}") from error
-    if not isinstance(data, dict) or data.get("version") != _VERSION:
-        raise ScheduleError(
-            f"profile {path} has version {data.get('version') if isinstance(data, dict) else None}:"
-            f" this program reads version {_VERSION}"
-        )
+    try:
+        return _parse(data, num_stages)
+    except ScheduleError as error:
+        raise ScheduleError(f"profile {path}: {error}") from error
+
+
+def _parse(data: Any, num_stages: int) -> StageProfile:
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != _VERSION:
+        raise ScheduleError(f"it has version {version}: this program reads version {_VERSION}")
     unknown = sorted(set(data) - set(_NAMES))
     if unknown:
-        raise ScheduleError(f"profile {path} has {unknown[0]!r}: known are {', '.join(_NAMES)}")
-    lists = {name: _read_list(path, data, name, num_stages) for name in _LISTS}
-    numbers = {name: _read_number(path, name, data.get(name, 0.0)) for name in _NUMBERS}
-    link = Link(latency_s=numbers.pop("latency_s"), occupancy_s=numbers.pop("occupancy_s"))
+        raise ScheduleError(f"it has {unknown[0]!r}: known are {', '.join(_NAMES)}")
+    lists = {name: _numbers(data, name, num_stages) for name in _LISTS}
+    numbers = {name: _check_number(name, data.get(name, 0.0)) for name in _NUMBERS}
+    delays = {name: numbers.pop(name) for name in ("latency_s", "occupancy_s")}
     factors = lists.pop("rank_factors")
+    links = {}
+    entries = data.get("links", [])
+    for at, entry in enumerate(entries if isinstance(entries, list) else [None]):
+        if not isinstance(entry, dict) or not {"from", "to"} <= set(entry) <= {
+            *delays,
+            "from",
+            "to",
+        }:
+            raise ScheduleError(
+                f"it has links[{at}] = {entry}: it must have from and to (ranks) and latency_s,"
+                " occupancy_s or both"
+            )
+        one = {name: entry.get(name, usual) for name, usual in delays.items()}
+        links[int(entry["from"]), int(entry["to"])] = Link(**one)
     return StageProfile(
         times=StageTimes(**lists),
-        link=link,
-        links=_read_links(path, data.get("links", []), link),
+        link=Link(**delays),
+        links=links,
         rank_factors=factors or None,
         **numbers,
     )
 
 
-def _read_list(path: Path, data: dict[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
+def _numbers(data: dict[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
     values = data.get(name)
     if values is None and name not in ("forward_s", "backward_s"):
         return ()
-    given = len(values) if isinstance(values, list) else 0
-    if not given or (name != "rank_factors" and given != num_stages):
+    values = values if isinstance(values, list) else []
+    if not values or (name != "rank_factors" and len(values) != num_stages):
         raise ScheduleError(
-            f"profile {path} has {given} values of {name}: it needs a list of {num_stages}, one"
+            f"it has {len(values)} values of {name}: it needs a list of {num_stages}, one"
             " per stage in pipeline order"
         )
-    assert isinstance(values, list)
-    return tuple(_read_number(path, f"{name}[{at}]", value) for at, value in enumerate(values))
-
-
-def _read_number(path: Path, name: str, value: Any) -> float:
-    sound = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not sound or not 0 <= value < float("inf"):
-        raise ScheduleError(
-            f"profile {path} has {name} = {value}: it must be a finite number, not negative"
-        )
-    return float(value)
-
-
-def _read_links(path: Path, entries: Any, link: Link) -> dict[tuple[int, int], Link]:
-    links = {}
-    for at, entry in enumerate(entries if isinstance(entries, list) else [None]):
-        known = {"from", "to", "latency_s", "occupancy_s"}
-        if not isinstance(entry, dict) or not {"from", "to"} <= set(entry) <= known:
-            raise ScheduleError(
-                f"profile {path} has links[{at}] = {entry}: it must have from and to (ranks) and"
-                " latency_s, occupancy_s or both"
-            )
-        links[int(entry["from"]), int(entry["to"])] = Link(
-            latency_s=_read_number(path, "latency_s", entry.get("latency_s", link.latency_s)),
-            occupancy_s=_read_number(
-                path, "occupancy_s", entry.get("occupancy_s", link.occupancy_s)
-            ),
-        )
-    return links
+    return tuple(_check_number(f"{name}[{at}]", value) for at, value in enumerate(values))
