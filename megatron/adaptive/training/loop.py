@@ -48,8 +48,6 @@ class Trainer:
         local: where checkpoints are written first.
     """
 
-    COMPLETE = COMPLETE
-
     def __init__(
         self,
         run: Run,
@@ -116,7 +114,7 @@ class Trainer:
         self._stop.finish()
         for hook in self._hooks:
             hook.at_end()
-        return self.COMPLETE if early is None else early
+        return COMPLETE if early is None else early
 
     def evaluate_at_end(self) -> None:
         """Validates and tests once more, as Megatron-LM does after the last iteration."""

@@ -58,7 +58,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     try:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, ValueError) as error:
-        raise _no_rendezvous(environment, error) from error
+        raise no_rendezvous(environment, error) from error
     threading.excepthook = _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     lost: list[PeerLostError] = []
@@ -80,7 +80,8 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.training import finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.training import Checkpoints, finish_former, make_local_disk
+    from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -100,7 +101,10 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        progress = _load(job, run, local)
+        # Not kept: it refers to the run, which the trainer may replace.
+        progress = Checkpoints(
+            job, job.config, run.chunks, run.optimizer, run.scheduler, local
+        ).load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -118,20 +122,13 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
             del run  # the trainer's, which may replace it
             reason = trainer.train()
             log.ends(reason)
-            if reason == Trainer.COMPLETE:
+            if reason == COMPLETE:
                 trainer.evaluate_at_end()
         finally:
             log.close()
         trainer.run.tracing.close()
         if trainer.run.wiring is not None:
             trainer.run.wiring.close()
-
-
-def _load(job: Any, run: Any, local: Any) -> Any:
-    """Loads the run's checkpoint; keeps no reference to the run, which the trainer may replace."""
-    from megatron.adaptive.checkpoint.training import Checkpoints
-
-    return Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler, local).load()
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
@@ -149,7 +146,7 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
     return connect
 
 
-def _no_rendezvous(environment: Environment, error: Exception) -> Exception:
+def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     """Returns one line on a failure before the ranks were connected, or ``error``."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:

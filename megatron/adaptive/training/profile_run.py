@@ -41,7 +41,7 @@ from megatron.adaptive.engine.stages import (  # noqa: E402
     MegatronStages,
     default_process_groups,
 )
-from megatron.adaptive.errors import ConfigError, SetupError, TransportError  # noqa: E402
+from megatron.adaptive.errors import ConfigError, SetupError  # noqa: E402
 from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config  # noqa: E402
@@ -56,6 +56,7 @@ from megatron.adaptive.profiling.timing import (  # noqa: E402
     time_microbatches,
 )
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.training.pretrain import no_rendezvous  # noqa: E402
 
 __all__ = ["ProfileOptions", "Figures", "layer_samples", "profile_layers"]
 
@@ -122,10 +123,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     try:
         job = start_job(_mesh_config(options, 1, world), environment, accelerator)
     except (dist.DistError, ValueError) as error:
-        raise TransportError(
-            f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
-            f"{environment.master_port} ({str(error).splitlines()[0]}): start with torchrun"
-        ) from error
+        raise no_rendezvous(environment, error) from error
     try:
         gpu = gpu_name(accelerator)
         facts = node_facts(accelerator, environment.local_world_size)
