@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -247,16 +248,17 @@ def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{'schedule':9} {'step s':>8}  bubble  peak")
     for name, step in steps.items():
         peaks = "-".join(
-            f"{max(step.peaks[rank] for rank in widths.ranks_of(stage)):g}"
+            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
             for stage in range(stages)
         )
-        print(f"{name:9} {step.seconds:8.4g}  {step.bubble_fraction:6.1%}  {peaks}")
+        bubble = statistics.fmean(step.bubble_fraction)
+        print(f"{name:9} {step.makespan_s:8.4g}  {bubble:6.1%}  {peaks}")
     return [
         {
             "schedule": name,
-            "makespans_s": [step.seconds],
-            "bubble_fraction": step.bubble_fraction,
-            "peak_microbatches": list(step.peaks),
+            "makespans_s": [step.makespan_s],
+            "bubble_fraction": statistics.fmean(step.bubble_fraction),
+            "peak_microbatches": list(step.peak_units),
             "orders": [" ".join(map(str, order)) for order in step.orders],
         }
         for name, step in steps.items()
