@@ -156,10 +156,9 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     info = indexed.IndexedInfo(
         prefix="p", dtype=np.dtype("<u2"), num_sequences=1, num_documents=1, num_tokens=1
     )
-    monkeypatch.setattr(indexed, "check_indexed", lambda prefix: info)
     monkeypatch.setattr(np, "memmap", refuse)
     with pytest.raises(DataError, match=r"p\.bin: cannot be read \(Permission denied\)"):
-        check_vocabulary_fits("p", 10)
+        check_vocabulary_fits(info, 10)
 
 
 def test_unknown_subcommand_names_the_nearest() -> None:
