@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -111,24 +109,17 @@ def losses(folder: Path, *, times: int) -> dict[str, Any]:
     try:
         for number in range(times):
             epoch, name = 2 * number + 1, f"c{number}"
-            wait_for_steps(job, epoch, 6)
+            job.trained(epoch, 6)
             job.until(lambda name=name: is_present(job, name), f"node {name}", LIMIT_S)
             time.sleep(moments.random() * 0.2)
-            agent = psutil.Process(job.agent(name))
-            for one in [agent, *agent.children(recursive=True)]:
-                one.kill()
-            wait_for_steps(job, epoch + 1, 2)
+            job.lose(name)
+            job.trained(epoch + 1, 2)
             lost.append(max(job.steps(epoch)) - job.steps(epoch + 1)[0] + 1)
             job.change(["a", "b", f"c{number + 1}"])
     finally:
         job.close()
     restored = job.said().count("was restored from copies in memory")
     return {"lost_steps": max(lost), "lost": lost, "restored": restored}
-
-
-def wait_for_steps(job: ElasticJob, epoch: int, count: int) -> None:
-    """Wait until an epoch has done some steps."""
-    job.until(lambda: len(job.steps(epoch)) >= count, f"steps of epoch {epoch}", LIMIT_S)
 
 
 def is_present(job: ElasticJob, name: str) -> bool:

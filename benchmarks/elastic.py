@@ -20,11 +20,9 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,8 @@ from benchmarks.elasticity.nodes import why_not  # noqa: E402
 from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
-from tests.cluster.jobs import FLAGS, ElasticJob, environment  # noqa: E402
+from benchmarks.gpt_rank import train  # noqa: E402
+from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 
 PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15
@@ -88,7 +87,7 @@ def main() -> int:
             figures |= regained
             goals += reached
         if "pieces" in parts:
-            figures |= pieces(Path(folder) / "pieces", environment(), quick=options.quick)
+            figures |= pieces(Path(folder), quick=options.quick)
         if "soak" in parts and (reason := why_not()) is not None:
             print(f"soak: skipped: {reason}")
         elif "soak" in parts:
@@ -108,11 +107,11 @@ def morphs(folder: Path, *, quick: bool) -> dict[str, Any]:
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
-        job.until(lambda: len(job.steps(1)) > SAVE_INTERVAL, "the first checkpoint", LIMIT_S)
+        job.trained(1, SAVE_INTERVAL + 1)
         for names in ("abc", "ab", "abc", "ab", "a", "ab")[: 2 if quick else 6]:
             shape_on(job, names)
         epoch = len(job.state()["epochs"])
-        job.until(lambda: len(job.steps(epoch)) > SAVE_INTERVAL, "another checkpoint", LIMIT_S)
+        job.trained(epoch, SAVE_INTERVAL + 1)
         os.kill(job.agent("b"), signal.SIGKILL)
         done = max(job.steps(epoch))
         job.until(lambda: max(job.steps(epoch + 1), default=0) > done + 5, "the rest", LIMIT_S)
@@ -127,7 +126,7 @@ def morphs(folder: Path, *, quick: bool) -> dict[str, Any]:
         print(f"{one['shape']:28} {one['reason'][:36]:36} {', '.join(parts)} s")
     lines = [line for line in job.lines() if "iteration" in line]
     last = max(line["iteration"] for line in lines)
-    expected = undisturbed(job, folder / "undisturbed", last)
+    expected = job.undisturbed(folder / "undisturbed", SAVE_INTERVAL, last)
     worst = max(
         abs(line["loss"] / expected[line["iteration"]] - 1)
         for line in lines
@@ -146,33 +145,21 @@ def morphs(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Change the machines and wait for some steps on them."""
+    """Change the machines and wait for some steps on them, and for the times of the morph."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
-    job.until(lambda: len(job.steps(epoch)) >= 5, f"steps on {names}", LIMIT_S)
-
-    def is_told() -> bool:
-        return any("whole" in one["phases_s"] for one in job.state()["epochs"][epoch - 1 :])
-
-    job.until(is_told, "times of the morph")
-
-
-def undisturbed(job: ElasticJob, folder: Path, last: int) -> dict[int, float]:
-    """Losses of one process that goes on alone from the job's first checkpoint."""
-    words = ["--pipeline-model-parallel-size", "1", "--exit-interval", str(last)]
-    words += ["--load", str(job.checkpoints), "--ckpt-step", str(SAVE_INTERVAL)]
-    lines = train(1, [*ENDLESS, *words], folder)
-    return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
+    job.trained(epoch, 5)
+    job.until(lambda: "whole" in job.epoch(epoch)["phases_s"], "times of the morph")
 
 
 def start(folder: Path) -> float:
     """Seconds from the start of four processes to a loaded model."""
-    saved = folder / "saved"
+    saved, words = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
-    train(4, [*ENDLESS, *shape], folder / "first")
+    train([*words, *shape], folder / "first", 4, LIMIT_S)
     begin_ns = time.time_ns()
     again = ["--load", str(saved), "--exit-interval", "1"]
-    lines = train(4, [*ENDLESS, *again], folder / "second")
+    lines = train([*words, *again], folder / "second", 4, LIMIT_S)
     return float(next(line["unix_ns"] for line in lines if "loaded_s" in line) - begin_ns) / 1e9
 
 
@@ -202,7 +189,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
     signal.signal(signal.SIGTERM, _end)
     folder = folder / "soak"
     folder.mkdir(parents=True)
-    with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], environment(), say) as job:
+    with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], say) as job:
         found = job.run(events, minutes * 60)
     told = ", ".join(f"{value} {name}" for name, value in found.figures.items())
     print(found.table())
@@ -226,19 +213,6 @@ def _end(number: int, frame: object) -> None:
 def say(text: str) -> None:
     """Print at once: a soak takes long."""
     print(text, flush=True)
-
-
-def train(processes: int, words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Train under torchrun, or alone; returns the lines of its progress."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "megatron.adaptive", "launch", "--standalone"]
-        command += ["--nproc-per-node", str(processes)]
-    command += [TRAINER, *FLAGS, *words, "--progress-dir", str(folder)]
-    subprocess.run(
-        command, env=environment(), check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL
-    )
-    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +14,95 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tests.cluster.jobs import environment  # noqa: E402
 from tests.multiprocess.launch import kill_tree  # noqa: E402
 
-__all__ = ["ORDERS", "GptRank", "run_ranks"]
+__all__ = ["ORDERS", "GptRank", "measure", "rank_main", "run_ranks", "train"]
 
 ORDERS = ((True, False, False, True), (False, True, True, False))
 """Kinds of the turns of a round: what drifts evenly hits both alike."""
 
 
-def run_ranks(script: str, ranks: int, rounds: int, option: str, limit_s: float) -> dict[str, Any]:
-    """Run a script as a job of several ranks.
+def run_ranks(
+    words: Sequence[str],
+    ranks: int,
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a script as a job of ranks of this machine; none of them outlives it.
 
     Args:
-        script: it takes ``--rounds``, ``--output`` and the option.
+        words: the script and its arguments.
+        ranks: how many; one needs no launcher.
+        limit_s: everything is killed after it.
+        variables: further environment.
+
+    Raises:
+        RuntimeError: a rank failed, or the time limit passed.
+    """
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "megatron.adaptive", "launch", "--standalone"]
+        command += ["--nproc-per-node", str(ranks)]
+    job = subprocess.Popen(
+        [*command, *words],
+        env={**environment(), **(variables or {})},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        status = job.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{words[0]}: its ranks took more than {limit_s:g} s") from None
+    finally:
+        kill_tree(job)
+    if status:
+        raise RuntimeError(f"{words[0]}: its ranks ended with status {status}")
+
+
+def train(
+    words: Sequence[str],
+    folder: Path,
+    ranks: int,
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Trains as :func:`run_ranks`; returns the lines of the progress, which is in a folder."""
+    run_ranks([*words, "--progress-dir", str(folder)], ranks, limit_s, variables)
+    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+
+
+def measure(script: str, ranks: int, rounds: int, limit_s: float) -> dict[str, Any]:
+    """Has ranks take turns; returns what the first one wrote, see :func:`rank_main`.
+
+    Args:
+        script: which calls :func:`rank_main`.
         ranks: how many.
         rounds: that they measure.
-        option: which names a folder for what the ranks write.
         limit_s: everything is killed after it.
-
-    Returns:
-        What the first rank wrote.
 
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        job = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
-                *("--nproc-per-node", str(ranks), str(Path(script).resolve())),
-                *("--rounds", str(rounds), "--output", str(output)),
-                *(option, str(Path(folder) / "written")),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            status = job.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{script}: its ranks took more than {limit_s:g} s") from None
-        finally:
-            kill_tree(job)
-        if status:
-            raise RuntimeError(f"{script}: its ranks ended with status {status}")
+        run_ranks([str(Path(script).resolve()), str(rounds), str(output)], ranks, limit_s)
         result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         return result
+
+
+def rank_main(make: Callable[[Path], GptRank]) -> None:
+    """Is one rank: measures as the command line says, and writes the result on the first rank.
+
+    Args:
+        make: makes the rank from a folder for what it writes.
+    """
+    rounds, output = int(sys.argv[1]), Path(sys.argv[2])
+    rank = make(output.parent / "written")
+    result = rank.measure(rounds)
+    rank.close()
+    if rank.is_first:
+        output.write_text(json.dumps({**result, **rank.facts(result)}), encoding="utf-8")
 
 
 class GptRank:
@@ -103,6 +143,14 @@ class GptRank:
     def is_first(self) -> bool:
         """Whether this rank reports."""
         return bool(self._job.is_first)
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Take turns; returns what was measured, of all ranks together."""
+        raise NotImplementedError
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Return what the first rank has to add to a result when all are closed."""
+        return {}
 
     def close(self) -> None:
         """End the job; collective."""

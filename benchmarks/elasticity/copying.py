@@ -8,11 +8,11 @@ machine does hits all alike. Processor time is that of ranks and keepers.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
+import contextlib
+import multiprocessing
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.elasticity.saving import MICROBATCHES, MODEL, RANKS, WINDOW  # noqa: E402
-from benchmarks.gpt_rank import GptRank, run_ranks  # noqa: E402
+from benchmarks.gpt_rank import GptRank, rank_main  # noqa: E402
+from benchmarks.gpt_rank import measure as measure_ranks  # noqa: E402
 
 SECRET = "of the benchmark"
 
@@ -41,26 +42,30 @@ def measure(rounds: int, limit_s: float = 400.0) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    return run_ranks(__file__, RANKS, rounds, "--folder", limit_s)
+    return measure_ranks(__file__, RANKS, rounds, limit_s)
 
 
 class Rank(GptRank):
-    """One rank of the job, with its keeper."""
+    """One rank of the job, with its keeper in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: Path) -> None:
         super().__init__([*MODEL])
         from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
         from megatron.adaptive.checkpoint.training import RunState
 
         self.told = ""
-        self._keeper = _KeeperProcess()
-        ports = self._job.gather(self._keeper.told["port"])
+        spawn = multiprocessing.get_context("spawn")
+        self._keeper, theirs = spawn.Pipe()
+        spawn.Process(target=keep, args=(theirs,)).start()
+        theirs.close()
+        address, port = self._keeper.recv()
+        ports = self._job.gather(port)
         own = self._job.rank
         other = (own + 1) % RANKS
-        buddy = {"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]}
-        self._keeper.ask({"run": "benchmark", "secret": SECRET, "buddy": buddy})
+        self._keeper.send({"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]})
+        self._keeper.recv()
         settings = SnapshotSettings(
-            address=self._keeper.told["address"],
+            address=address,
             run="benchmark",
             node=f"node{own}",
             domain=f"node{own}",
@@ -90,6 +95,9 @@ class Rank(GptRank):
             )
             for name, each in (("each", True), ("tenth", False))
         }
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"told": self.told}
 
     def close(self) -> None:
         self._copies.close()
@@ -127,68 +135,23 @@ class Rank(GptRank):
         )
 
     def _processor_s(self) -> float:
-        return time.process_time() + float(self._keeper.ask({})["processor_s"])
+        self._keeper.send(None)
+        return time.process_time() + float(self._keeper.recv())
 
 
-class _KeeperProcess:
-    """A keeper in a process of its own."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--keeper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.told = self._answer()
-
-    def ask(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Tell it of new ranks, or nothing; returns what it says of itself."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """Let it end."""
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-
-def keep() -> None:
-    """Be a keeper until the standard input ends."""
+def keep(link: Connection) -> None:
+    """Is a keeper for a buddy, if one is named; answers with its processor time."""
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 
     keeper = SnapshotKeeper("127.0.0.1")
-    print(json.dumps({"address": keeper.address, "port": keeper.port}), flush=True)
-    for line in sys.stdin:
-        if told := json.loads(line):
-            keeper.prepare(told["run"], told["secret"], Buddy(**told["buddy"]))
-        print(json.dumps({"processor_s": time.process_time()}), flush=True)
+    link.send((keeper.address, keeper.port))
+    with contextlib.suppress(EOFError):
+        while True:
+            if buddy := link.recv():
+                keeper.prepare("benchmark", SECRET, Buddy(**buddy))
+            link.send(time.process_time())
     keeper.close()
 
 
-def main() -> None:
-    """Be one rank, or a keeper."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keeper", action="store_true", help="be a keeper")
-    parser.add_argument("--rounds", type=int, help="of eight windows each")
-    parser.add_argument("--output", type=Path, help="where the result goes")
-    parser.add_argument("--folder", type=Path, help="is not used")
-    options = parser.parse_args()
-    if options.keeper:
-        keep()
-        return
-    rank = Rank()
-    result = rank.measure(options.rounds)
-    rank.close()
-    if rank.is_first:
-        options.output.write_text(json.dumps({**result, "told": rank.told}), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rank_main(Rank)

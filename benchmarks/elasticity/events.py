@@ -7,43 +7,31 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
-from .nodes import Node, Nodes, go_on, stop
+from .nodes import Node, Nodes, send
 
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of event.
-
-    Attributes:
-        weight: how often it comes.
-        short_s: range of how long it lasts where that is less than the time limit of silence.
-        long_s: the same where it is more; the one or the other.
-    """
-
-    weight: int
-    short_s: tuple[float, float] = (0.0, 0.0)
-    long_s: tuple[float, float] = (0.0, 0.0)
+Undo = Callable[[], object]
 
 
-KINDS = {
-    "kill-rank": Kind(weight=14),
-    "kill-agent": Kind(weight=14),
-    "kill-node": Kind(weight=8),
-    "power-off": Kind(weight=5),
-    "stop-rank": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
-    "stop-agent": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
-    "stop-node": Kind(weight=6, short_s=(1, 8), long_s=(22, 32)),
-    "cut": Kind(weight=8, short_s=(1, 8), long_s=(22, 32)),
-    "unplug": Kind(weight=5, short_s=(1, 8), long_s=(22, 32)),
-    "disk-full": Kind(weight=9, short_s=(2, 8), long_s=(10, 30)),
-    "notice": Kind(weight=15),
+WEIGHTS = {
+    "kill-rank": 14,
+    "kill-agent": 14,
+    "kill-node": 8,
+    "power-off": 5,
+    "stop-rank": 8,
+    "stop-agent": 8,
+    "stop-node": 6,
+    "cut": 8,
+    "unplug": 5,
+    "disk-full": 9,
+    "notice": 15,
 }
+"""How often each kind of event comes."""
+LASTS_S = ((1.0, 8.0), (22.0, 32.0))
+"""Ranges of how long it lasts, where it does: less than the time limit of silence, and more."""
 
 
 class Events:
@@ -76,12 +64,42 @@ class Events:
         Returns:
             What was done, ``None`` where there is nothing to do it to.
         """
-        kind = KINDS[name]
-        lasts_s = self._draw.uniform(*self._draw.choice((kind.short_s, kind.long_s)))
-        what = getattr(self, "_" + name.replace("-", "_"))(node, lasts_s)
-        if what is None:
-            return None
-        return f"{name} {what}" + (f" for {lasts_s:.1f} s" if lasts_s else "")
+        what = node.name
+        undo: Undo | None = None
+        if name in ("kill-rank", "kill-agent", "stop-rank", "stop-agent"):
+            processes = node.ranks() if name.endswith("rank") else node.helpers()
+            if not processes:
+                return None
+            one = self._draw.choice(processes)
+            what += f", {role(one)}"
+            send([one], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
+            undo = None if name.startswith("kill") else partial(send, [one], signal.SIGCONT)
+        elif name == "kill-node":
+            node.off()
+        elif name == "power-off":
+            node.cut(silently=True)
+            node.off()
+        elif name == "stop-node":
+            processes = node.processes()
+            send(processes, signal.SIGSTOP)
+            undo = partial(send, processes, signal.SIGCONT)
+        elif name in ("cut", "unplug"):
+            node.cut(silently=name == "cut")
+            undo = node.mend
+        elif name == "disk-full":
+            self._nodes.fill()
+            what, undo = "the shared folder", self._nodes.free
+        else:
+            number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
+            if not (runner := node.helpers()[:1]):
+                return None
+            send(runner, number)
+            what += f", {number.name}"
+        if undo is None:
+            return f"{name} {what}"
+        lasts_s = self._draw.uniform(*self._draw.choice(LASTS_S))
+        self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
+        return f"{name} {what} for {lasts_s:.1f} s"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
         """End what has lasted long enough; whether there was any."""
@@ -92,78 +110,6 @@ class Events:
             self._note(entry[1])
             entry[2]()
         return bool(due)
-
-    def _kill_rank(self, node: Node, _: float) -> str | None:
-        return self._kill_one(node, node.ranks())
-
-    def _kill_agent(self, node: Node, _: float) -> str | None:
-        return self._kill_one(node, node.helpers())
-
-    def _kill_one(self, node: Node, processes: list[psutil.Process]) -> str | None:
-        if not processes:
-            return None
-        one = self._draw.choice(processes)
-        name = role(one)
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-        return f"{node.name}, {name}"
-
-    def _kill_node(self, node: Node, _: float) -> str:
-        node.off()
-        return node.name
-
-    def _power_off(self, node: Node, _: float) -> str:
-        node.cut(silently=True)
-        node.off()
-        return node.name
-
-    def _stop_rank(self, node: Node, lasts_s: float) -> str | None:
-        return self._stop_some(node, node.ranks(), lasts_s)
-
-    def _stop_agent(self, node: Node, lasts_s: float) -> str | None:
-        return self._stop_some(node, node.helpers(), lasts_s)
-
-    def _stop_some(self, node: Node, processes: list[psutil.Process], lasts_s: float) -> str | None:
-        if not processes:
-            return None
-        one = self._draw.choice(processes)
-        name = role(one)
-        stop([one])
-        self._later(lasts_s, f"{node.name}, {name} goes on", lambda: go_on([one]))
-        return f"{node.name}, {name}"
-
-    def _stop_node(self, node: Node, lasts_s: float) -> str:
-        processes = node.processes()
-        stop(processes)
-        self._later(lasts_s, f"{node.name} goes on", lambda: go_on(processes))
-        return node.name
-
-    def _cut(self, node: Node, lasts_s: float) -> str:
-        node.cut(silently=True)
-        self._later(lasts_s, f"{node.name} is connected", node.mend)
-        return node.name
-
-    def _unplug(self, node: Node, lasts_s: float) -> str:
-        node.cut(silently=False)
-        self._later(lasts_s, f"{node.name} is connected", node.mend)
-        return node.name
-
-    def _disk_full(self, _: Node, lasts_s: float) -> str:
-        self._nodes.fill()
-        self._later(lasts_s, "the disk has room", self._nodes.free)
-        return "the shared folder"
-
-    def _notice(self, node: Node, _: float) -> str | None:
-        runner = node.helpers()[:1]
-        if not runner:
-            return None
-        number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
-        with contextlib.suppress(psutil.Error):
-            runner[0].send_signal(number)
-        return f"{node.name}, {number.name}"
-
-    def _later(self, after_s: float, name: str, undo: Undo) -> None:
-        self._undo.append((time.monotonic() + after_s, name, undo))
 
 
 def role(process: psutil.Process) -> str:

@@ -251,18 +251,11 @@ def fill(path: Path) -> None:
         os.close(file)
 
 
-def stop(processes: Sequence[psutil.Process]) -> None:
-    """Stop processes, as a debugger or a frozen machine does."""
+def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to processes, those that are still there."""
     for one in processes:
         with contextlib.suppress(psutil.Error):
-            one.send_signal(signal.SIGSTOP)
-
-
-def go_on(processes: Sequence[psutil.Process]) -> None:
-    """Let them go on, those that are still there."""
-    for one in processes:
-        with contextlib.suppress(psutil.Error):
-            one.send_signal(signal.SIGCONT)
+            one.send_signal(number)
 
 
 def _ip(*words: str) -> None:

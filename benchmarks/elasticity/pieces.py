@@ -2,7 +2,7 @@
 
 Two processes of this machine. The model is profiled, the planner chooses as it does for a
 ``Pipeline`` without sizes, and its best shapes are trained in. Run as a program it is one rank of
-that, and its arguments are a folder for what it tells, the name of a model, and steps.
+that, and its arguments are the name of a model, steps, and a file for what it tells.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpt_rank import run_ranks  # noqa: E402
+
 EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
 STEPS, QUICK_STEPS, WARM_UP = 30, 10, 3
@@ -25,22 +28,19 @@ SIZES = {"mlp": 256, "vit": 16}
 """Samples of a step of each model of ``examples/cutpoint``."""
 
 
-def pieces(folder: Path, environment: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
+def pieces(folder: Path, *, quick: bool) -> dict[str, Any]:
     """Compare them; prints a line for each model and shape.
 
     Args:
         folder: for what the ranks tell.
-        environment: of the ranks.
         quick: with fewer steps.
     """
     found: dict[str, Any] = {}
     for name, samples in SIZES.items():
-        (folder / name).mkdir(parents=True)
-        command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
-        command += ["--nproc-per-node", str(PROCESSES), str(Path(__file__).resolve())]
-        command += [str(folder / name), name, str(QUICK_STEPS if quick else STEPS)]
-        _run(command, environment)
-        found[name] = json.loads((folder / name / "told.json").read_text())
+        told = folder / f"{name}.json"
+        words = [str(Path(__file__).resolve()), name, str(QUICK_STEPS if quick else STEPS)]
+        run_ranks([*words, str(told)], PROCESSES, LIMIT_S)
+        found[name] = json.loads(told.read_text())
         for one in found[name]:
             predicted, measured = one["predicted_s"] * 1e3, one["measured_s"] * 1e3
             low, _, high = (value * 1e3 for value in one["quartiles_s"])
@@ -52,20 +52,7 @@ def pieces(folder: Path, environment: Mapping[str, str], *, quick: bool) -> dict
     return {"pieces": found}
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a launcher; none of its ranks outlives it."""
-    from tests.multiprocess.launch import kill_tree
-
-    job = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
-    try:
-        status = job.wait(LIMIT_S)
-    finally:
-        kill_tree(job)
-    if status:
-        raise RuntimeError(f"{' '.join(command)}: ended with status {status}")
-
-
-def _rank(folder: Path, name: str, steps: int) -> None:
+def _rank(name: str, steps: int, target: Path) -> None:
     import torch
 
     from megatron.adaptive import Pipeline
@@ -113,8 +100,8 @@ def _rank(folder: Path, name: str, steps: int) -> None:
                 }
             )
             if torch.distributed.get_rank() == 0:
-                (folder / "told.json").write_text(json.dumps(told))
+                target.write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    _rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

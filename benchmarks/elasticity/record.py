@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron.adaptive.trace.progress import ProgressTail
 
 _STEP = re.compile(
     r" iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \|.*? lm loss: ([-+.\dEenaif]+) \|"
@@ -65,37 +66,30 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._epochs: dict[str, Epoch] = {}
-        self._read: dict[str, int] = {}
-        self.torn = 0
+        self._epochs: dict[str, tuple[Epoch, ProgressTail]] = {}
 
     @property
     def epochs(self) -> list[Epoch]:
         """Those that have begun, in the order of time."""
-        begun = [one for one in self._epochs.values() if one.start is not None]
+        begun = [one for one, _ in self._epochs.values() if one.start is not None]
         return sorted(begun, key=lambda one: one.begun_ns)
 
     def refresh(self) -> None:
         """Read what was written since."""
         for path in self._folder.glob("epoch-*/progress.jsonl"):
             name = path.parent.name
-            epoch = self._epochs.setdefault(name, Epoch(name=name, steps=[], saved=[]))
-            with path.open("rb") as file:
-                file.seek(self._read.get(name, 0))
-                new = file.read()
-            whole = new.rfind(b"\n") + 1
-            self._read[name] = self._read.get(name, 0) + whole
-            for line in new[:whole].splitlines():
-                try:
-                    _take(epoch, json.loads(line))
-                except ValueError:
-                    self.torn += 1  # the disk was full
+            if name not in self._epochs:
+                tail = ProgressTail(path, kept=None)
+                self._epochs[name] = Epoch(name=name, steps=[], saved=[]), tail
+            epoch, tail = self._epochs[name]
+            for line in tail.refresh():
+                _take(epoch, line)
 
     def steps_since(self, unix_ns: int) -> list[Step]:
         """Steps that were done after a moment."""
         return [
             step
-            for one in self._epochs.values()
+            for one, _ in self._epochs.values()
             for step in one.steps[-9:]
             if step.unix_ns > unix_ns
         ]
@@ -103,9 +97,8 @@ class Record:
     @property
     def last(self) -> int:
         """The greatest iteration that was done."""
-        return max(
-            (one.steps[-1].iteration for one in self._epochs.values() if one.steps), default=0
-        )
+        done = (one.steps[-1].iteration for one, _ in self._epochs.values() if one.steps)
+        return max(done, default=0)
 
 
 def _take(epoch: Epoch, told: Mapping[str, Any]) -> None:

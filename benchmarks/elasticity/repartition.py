@@ -12,14 +12,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpt_rank import train
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.repartition import Loads, simulated_step
 from megatron.adaptive.schedule.compare import make_candidate
@@ -27,7 +25,6 @@ from megatron.adaptive.schedule.placement import Placement
 
 __all__ = ["repartition"]
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("timed_layers.py")
 GOAL_SHARE, GOAL_STEPS = 0.8, 2.0
 LIMIT_S = 400.0
@@ -148,9 +145,5 @@ def _train(
     words: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Train on four ranks; returns the lines of the progress."""
-    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), str(WORKER), *COMMON, *words]
-    command += ["--train-iters", str(steps), "--progress-dir", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
+    return train(words, folder, RANKS, LIMIT_S, settings)

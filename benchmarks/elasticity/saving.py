@@ -8,8 +8,6 @@ ranks are taken: where training uses every processor, the second is the cause of
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpt_rank import GptRank, run_ranks  # noqa: E402
+from benchmarks.gpt_rank import GptRank, rank_main  # noqa: E402
+from benchmarks.gpt_rank import measure as measure_ranks  # noqa: E402
 
 RANKS = 2
 WINDOW = 10
@@ -50,7 +49,7 @@ def measure(rounds: int, limit_s: float = 900.0) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    return run_ranks(__file__, RANKS, rounds, "--save", limit_s)
+    return measure_ranks(__file__, RANKS, rounds, limit_s)
 
 
 def costs(result: dict[str, Any], unit: str = "s") -> list[float]:
@@ -74,6 +73,7 @@ class Rank(GptRank):
         self._checkpoints = Checkpoints(
             self._job, self._job.config, run.chunks, run.optimizer, run.scheduler
         )
+        self._folder = folder
         self._waited_s: list[float] = []
 
     def measure(self, rounds: int) -> dict[str, Any]:
@@ -83,6 +83,11 @@ class Rank(GptRank):
         self._waited_s.clear()
         told = self.turns(rounds, self._window, ("saving", "plain"))
         return {**told, "waited_s": self._waited_s}
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        latest = max(self._folder.glob("iter_*"))
+        size = sum(file.stat().st_size for file in latest.iterdir())
+        return {"size_bytes": size, "step_s": statistics.median(result["plain_s"])}
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
         """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
@@ -118,22 +123,5 @@ class Rank(GptRank):
         self._waited_s.append(time.perf_counter() - start)
 
 
-def main() -> None:
-    """Be one rank."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, required=True, help="of four windows each")
-    parser.add_argument("--output", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints")
-    options = parser.parse_args()
-    rank = Rank(options.save)
-    result = rank.measure(options.rounds)
-    rank.close()
-    if rank.is_first:
-        latest = max(options.save.glob("iter_*"))
-        result["size_bytes"] = sum(file.stat().st_size for file in latest.iterdir())
-        result["step_s"] = statistics.median(result["plain_s"])
-        options.output.write_text(json.dumps(result), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rank_main(Rank)

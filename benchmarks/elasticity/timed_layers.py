@@ -3,8 +3,8 @@
 Several ranks then share a processor and each still works at a speed of its own, as on devices.
 What a layer computes, and so the losses, is as ever. The environment says:
 
-``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; nothing
-                   sleeps without it
+``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
+                   or a JSON object of them by the node's name in the job; nothing sleeps without it
 ``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
 ``SLOW_FACTOR``    how many times longer
 ``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
@@ -14,10 +14,12 @@ What a layer computes, and so the losses, is as ever. The environment says:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,73 +28,34 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
-import torch  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
+from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
-class _Slot:
-    """The time that one layer takes for one microbatch, whatever it computes meanwhile."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._start_s = 0.0
-
-    def begin(self) -> None:
-        """Work begins."""
-        self._start_s = time.perf_counter()
-
-    def end(self, times: int) -> None:
-        """Wait until the work has taken its time, so many times over."""
-        time.sleep(max(0.0, self._start_s + times * self._seconds - time.perf_counter()))
-
-
-class _Before(torch.autograd.Function):
-    """Stands before a layer, where forward begins and backward ends."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:  # type: ignore[override]
-        ctx.slot = slot
-        slot.begin()
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.slot.end(2)
-        return gradient, None
-
-
-class _Behind(torch.autograd.Function):
-    """Stands behind a layer, where forward ends and backward begins."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:  # type: ignore[override]
-        ctx.slot = slot
-        slot.end(1)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.slot.begin()
-        return gradient, None
-
-
 def time_layers(seconds: float) -> None:
-    """Let every transformer layer of this process take so long."""
-    forward = TransformerLayer.forward
+    """Let every transformer layer of this process take so long, and backwards twice as long."""
+    for name, times in (("forward", 1), ("backward", 2)):
+        setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds))
 
-    def timed(layer: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> Any:
-        slot = _Slot(seconds)
-        output, context = forward(layer, _Before.apply(hidden_states, slot), *given, **named)
-        return _Behind.apply(output, slot), context
 
-    TransformerLayer.forward = timed
+def _timed(work: Callable[..., Any], layer_s: float) -> Callable[..., Any]:
+    @functools.wraps(work)
+    def timed(stages: Any, chunk: int, *others: Any) -> Any:
+        end_s = time.perf_counter()
+        for one in stages._chunks[chunk].modules():
+            end_s += layer_s * isinstance(one, TransformerLayer)
+        found = work(stages, chunk, *others)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return found
+
+    return timed
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
@@ -147,7 +110,9 @@ def _asked(partition: tuple[int, ...], times: RankTimes) -> Move:
 
 
 if __name__ == "__main__":
-    layer_s = float(os.environ.get("LAYER_MS", "0")) / 1e3
+    given = json.loads(os.environ.get("LAYER_MS", "0"))
+    layer_ms = given[os.environ["MEGATRON_ADAPTIVE_NODE"]] if isinstance(given, dict) else given
+    layer_s = layer_ms / 1e3
     if os.environ["RANK"] in os.environ.get("SLOW_RANKS", "").split(","):
         layer_s *= float(os.environ["SLOW_FACTOR"])
     if layer_s:

@@ -1,6 +1,8 @@
 """The trainer with steps that take a while, as if the model were large, at no cost of processors.
 
-Seconds that each step waits are in ``SOAK_STEP_S``; what is computed stays the same.
+Seconds that each step waits are in ``SOAK_STEP_S``; what is computed stays the same. With
+``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` it only loads checkpoints, one after the
+other as training does.
 """
 
 from __future__ import annotations
@@ -8,19 +10,26 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron.adaptive.cli.pretrain_gpt import run
+from megatron.adaptive import accelerator as device
+
+device.install()  # before megatron-core is imported
+device.quiet_libraries()
+
+from megatron.adaptive.checkpoint.training import Checkpoints  # noqa: E402
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.setup import build_run  # noqa: E402
+from megatron.adaptive.gpt.step import Step  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
     """Let each step of this process begin with a wait."""
-    from megatron.adaptive import accelerator as device
-
-    device.install()  # before megatron-core is imported
-    device.quiet_libraries()
-    from megatron.adaptive.gpt.step import Step
-
     train = Step.train
 
     def slow(self: Step, *arguments: Any) -> Any:
@@ -30,6 +39,26 @@ def slow_down(seconds: float) -> None:
     Step.train = slow  # type: ignore[method-assign]
 
 
+def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
+    """Load checkpoints into one model; exits with a message where one is not what it says."""
+    config = parse(words, world_size=1, last_wins=True)
+    job = start_job(config, Environment.read({}), device.detect(0))
+    built = build_run(job)
+    for iteration in iterations:
+        one = replace(config, checkpoint=replace(config.checkpoint, ckpt_step=iteration))
+        progress = Checkpoints(job, one, built.chunks, built.optimizer, built.scheduler).load()
+        assert progress is not None
+        done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
+        if done != (iteration, iteration * config.batch.global_batch_size, 0):
+            sys.exit(f"the checkpoint of iteration {iteration} says {done}")
+    if built.wiring is not None:
+        built.wiring.close()
+    end_job()
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--reload":
+        reload([int(word) for word in sys.argv[2].split(",") if word], sys.argv[3:])
+        sys.exit()
     slow_down(float(os.environ.get("SOAK_STEP_S", "0")))
     sys.exit(run())

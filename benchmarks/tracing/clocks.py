@@ -46,11 +46,11 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
     with closing(ClockServer()) as server:
         for _ in range(repetitions):
             for offset_s, drift_ppm in WRONG:
-                sampled = _sample(server, offset_s, drift_ppm, seconds)
+                sampled = sample(server, offset_s, drift_ppm, seconds)
                 fit = fit_clock(sampled["samples"])
                 true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
                 errors = np.abs(
-                    fit.apply(_wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
+                    fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
                 )
                 found["error_us"].append(float(np.median(errors)) / 1e3)
                 found["residual_us"].append(fit.residual_ns / 1e3)
@@ -58,9 +58,14 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
     return found
 
 
-def _sample(
+def sample(
     server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
 ) -> dict[str, Any]:
+    """Let a process with a wrong clock sample; returns ``samples``, ``bursts`` and ``start_ns``.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
     numbers = (server.port, server.token.hex(), offset_s, drift_ppm, seconds)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tracing.clocks", *map(str, numbers)],
@@ -73,11 +78,10 @@ def _sample(
     )
     if done.returncode:
         raise RuntimeError(f"a process with a wrong clock failed: {done.stderr[-500:]}")
-    sampled: dict[str, Any] = json.loads(done.stdout)
-    return sampled
+    return dict(json.loads(done.stdout))
 
 
-def _wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
+def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
     """The reading of a wrong clock, which was off by the offset alone at ``start_ns``."""
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
@@ -89,7 +93,7 @@ def main() -> int:
 
     def now() -> int:
         true = np.array([time.monotonic_ns()])
-        return int(_wrong(true, start_ns, float(offset_s), float(drift_ppm))[0])
+        return int(wrong(true, start_ns, float(offset_s), float(drift_ppm))[0])
 
     bursts: list[ClockSamples] = []
     sampler = ClockSampler(
@@ -103,7 +107,7 @@ def main() -> int:
         sum(range(2000))  # a rank's own thread holds the interpreter's lock, too
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
-    print(json.dumps({"samples": samples, "start_ns": start_ns}))
+    print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))
     return 0
 
 

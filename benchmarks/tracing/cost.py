@@ -8,8 +8,6 @@ step to step, the latter hardly, so that a fraction of a percent shows in it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpt_rank import GptRank, run_ranks  # noqa: E402
+from benchmarks.gpt_rank import GptRank, rank_main  # noqa: E402
+from benchmarks.gpt_rank import measure as measure_ranks  # noqa: E402
 
 RANKS = 4
 WARMUPS = 4
@@ -47,7 +46,7 @@ def measure(rounds: int, limit_s: float = 1200.0) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    return run_ranks(__file__, RANKS, rounds, "--traces", limit_s)
+    return measure_ranks(__file__, RANKS, rounds, limit_s)
 
 
 def ratios(result: dict[str, Any], unit: str = "s") -> list[float]:
@@ -65,12 +64,21 @@ class Rank(GptRank):
 
     def __init__(self, traces: Path) -> None:
         super().__init__([*MODEL, "--trace-dir", str(traces)])
+        self._traces = traces
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Take turns; returns seconds per step, of all ranks together."""
         for number in range(WARMUPS):
             self._train(is_traced=number % 2 == 0)
         return self.turns(rounds, self._timed, ("traced", "plain"))
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        from megatron.adaptive.trace.read import read_run
+
+        trace = read_run(self._traces)
+        spans = sum(sum(b.marker.counts) for t in trace.ranks.values() for b in t.index.blocks)
+        step_s = statistics.median(result["plain_s"])
+        return {"spans": spans / max(1, len(trace.iterations)), "step_s": step_s}
 
     def _timed(self, is_traced: bool) -> tuple[float, float]:
         """One step; returns its seconds of all ranks and the processor seconds of this one."""
@@ -95,25 +103,5 @@ class Rank(GptRank):
         self.train()
 
 
-def main() -> None:
-    """Be one rank."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, required=True, help="of four steps each")
-    parser.add_argument("--output", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--traces", type=Path, required=True, help="folder for traces")
-    options = parser.parse_args()
-    rank = Rank(options.traces)
-    result = rank.measure(options.rounds)
-    rank.close()
-    if rank.is_first:
-        from megatron.adaptive.trace.read import read_run
-
-        trace = read_run(options.traces)
-        spans = sum(sum(b.marker.counts) for t in trace.ranks.values() for b in t.index.blocks)
-        result["spans"] = spans / max(1, len(trace.iterations))
-        result["step_s"] = statistics.median(result["plain_s"])
-        options.output.write_text(json.dumps(result), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rank_main(Rank)

@@ -34,6 +34,28 @@ FAULT_HELP = (
 )
 
 
+_SIZES: dict[str, tuple[str, ...]] = {
+    "slow-rank": ("factor",),
+    "slow-link": ("seconds",),
+    "spikes": ("factor", "probability"),
+    "slow-data": ("seconds",),
+}
+_NUMBERS = {
+    "--chunks": ("num_chunks", "chunks per rank"),
+    "--microbatches": ("num_microbatches", "microbatches per step and replica"),
+    "--iterations": ("iterations", "steps"),
+    "--weight-pieces": ("weight_pieces", "of a rule; 0: whole B"),
+    "--jitter": ("action_sigma", "of each action, lognormal"),
+    "--latency": ("latency_s", "of a message, seconds"),
+    "--occupancy": ("occupancy_s", "a message's time on its link, seconds"),
+    "--hosts": ("hosts", "machines, each with a clock of its own"),
+    "--clock-offset": ("clock_offset_s", "between clocks, at most, seconds"),
+    "--clock-drift": ("clock_drift_ppm", "between clocks, at most, millionths"),
+    "--seed": ("seed", "of everything random"),
+}
+"""Options that are fields of the run, and their meaning."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the traces and say how many spans there are.
 
@@ -49,21 +71,11 @@ def main(argv: Sequence[str]) -> int:
             "many ranks that every replica has all stages"
         )
     run = SyntheticRun(
+        **{name: getattr(options, name) for name, _ in _NUMBERS.values()},
+        schedule=options.schedule,
         num_ranks=options.pipeline,
         replicas=options.ranks // options.pipeline,
-        num_chunks=options.chunks,
-        num_microbatches=options.microbatches,
-        iterations=options.iterations,
-        schedule=options.schedule,
-        weight_pieces=options.weight_pieces,
-        action_sigma=options.jitter,
-        latency_s=options.latency,
-        occupancy_s=options.occupancy,
-        hosts=options.hosts,
-        clock_offset_s=options.clock_offset,
-        clock_drift_ppm=options.clock_drift,
         faults=tuple(parse_fault(text) for text in options.fault),
-        seed=options.seed,
     )
     if options.spans:
         run = replace(run, iterations=_iterations(run, options.spans))
@@ -99,21 +111,11 @@ def parse_fault(text: str) -> Fault:
     try:
         if kind not in FAULTS:
             raise ValueError(f"no fault {kind!r}")
-        if kind == "slow-link":
-            ends, seconds = values
-            source, to = (int(rank) for rank in ends.split("-"))
-            fault = Fault(kind="slow-link", rank=source, to=to, seconds=float(seconds))
-        elif kind == "slow-data":
-            rank, seconds = values
-            fault = Fault(kind="slow-data", rank=int(rank), seconds=float(seconds))
-        elif kind == "spikes":
-            rank, factor, probability = values
-            fault = Fault(
-                kind="spikes", rank=int(rank), factor=float(factor), probability=float(probability)
-            )
-        else:
-            rank, factor = values
-            fault = Fault(kind=cast(FaultKind, kind), rank=int(rank), factor=float(factor))
+        ranks, *numbers = values
+        source, _, to = ranks.partition("-")
+        ends = {"rank": int(source), "to": int(to) if kind == "slow-link" else -1}
+        sizes = dict(zip(_SIZES[kind], map(float, numbers), strict=True))
+        fault = Fault(kind=cast(FaultKind, kind), **ends, **sizes)  # type: ignore[arg-type]
         if when:
             first, _, last = when.partition("-")
             fault = replace(fault, first=int(first), last=int(last) if last else None)
@@ -141,21 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
     add("--ranks", type=_count, default=4, help="all ranks")
     add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
-    add("--chunks", type=_count, default=1, help="chunks per rank")
-    add("--microbatches", type=_count, default=8, help="microbatches per step and replica")
-    add("--iterations", type=_count, default=10, help="steps")
     add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
     add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
-    add("--weight-pieces", type=int, default=0, metavar="N", help="of a rule; 0: whole B")
-    add("--jitter", type=float, default=0.03, metavar="SIGMA", help="of each action, lognormal")
-    add("--latency", type=float, default=1e-4, metavar="S", help="of a message")
-    add("--occupancy", type=float, default=0.0, metavar="S", help="a message's time on its link")
-    add("--hosts", type=_count, default=1, help="machines, each with a clock of its own")
-    add("--clock-offset", type=float, default=0.0, metavar="S", help="between clocks, at most")
-    add("--clock-drift", type=float, default=0.0, metavar="PPM", help="between clocks, at most")
     add("--fault", action="append", default=[], help=FAULT_HELP)
-    add("--seed", type=int, default=0, help="of everything random")
     add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
+    for flag, (name, text) in _NUMBERS.items():
+        usual = getattr(SyntheticRun, name)
+        kind = _count if usual and type(usual) is int else type(usual)
+        add(flag, dest=name, type=kind, default=usual, metavar="N", help=text)
     return parser
 
 

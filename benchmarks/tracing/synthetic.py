@@ -47,6 +47,7 @@ COMPILE_FROM = 200_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
 SAMPLES_PER_BURST = 8
+REDUCE_NS = 2_000_000
 
 _PEER = COLUMNS.index("peer")
 
@@ -99,7 +100,6 @@ class SyntheticRun:
     """Describes the run to make up.
 
     Attributes:
-        run: its id.
         num_ranks: pipeline ranks.
         replicas: data-parallel replicas.
         num_chunks: chunks per rank, where the schedule leaves the choice.
@@ -114,7 +114,6 @@ class SyntheticRun:
         occupancy_s: a message's time on its link.
         data_s: reading a microbatch.
         optimizer_s: the update.
-        reduce_s: the reduction, from when the last rank is done.
         action_sigma: spread of each action, lognormal.
         microbatch_sigma: spread of each microbatch.
         rank_sigma: spread of the ranks' speeds, lognormal, the same in all iterations.
@@ -125,18 +124,13 @@ class SyntheticRun:
         layers: transformer layers of each stage, as the headers say them.
         head: what the last stage has to do besides, in layers.
         planned_head: what the headers say of it, ``None`` for the truth.
-        message_bytes: size of a message.
-        activation_bytes: what a forward keeps.
         hosts: machines, each with a clock of its own and its part of the ranks.
         clock_offset_s: clocks differ from the first host's by up to so much.
         clock_drift_ppm: and run faster or slower by up to so much.
-        time_of_day_s: the hosts' times of day are wrong by up to so much.
-        samples: whether they took clock samples.
         faults: what is wrong.
         seed: of everything random.
     """
 
-    run: str = "synthetic"
     num_ranks: int = 4
     replicas: int = 1
     num_chunks: int = 1
@@ -151,7 +145,6 @@ class SyntheticRun:
     occupancy_s: float = 0.0
     data_s: float = 0.0002
     optimizer_s: float = 0.004
-    reduce_s: float = 0.002
     action_sigma: float = 0.03
     microbatch_sigma: float = 0.0
     rank_sigma: float = 0.0
@@ -161,13 +154,9 @@ class SyntheticRun:
     layers: int = 4
     head: float = 0.0
     planned_head: float | None = None
-    message_bytes: int = 4 << 20
-    activation_bytes: int = 64 << 20
     hosts: int = 1
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
-    time_of_day_s: float = 0.0
-    samples: bool = True
     faults: tuple[Fault, ...] = ()
     seed: int = 0
 
@@ -278,13 +267,11 @@ class _Writer:
 
     def _header(self, rank: int) -> TraceHeader:
         run, host = self._run, self._host(rank)
-        wrong_s = np.random.default_rng((run.seed, host)).uniform(-1, 1) * run.time_of_day_s
         return TraceHeader(
-            run=run.run,
+            run="synthetic",
             rank=rank,
             world_size=run.world_size,
             pp_rank=rank // run.replicas,
-            tp_rank=0,
             dp_rank=rank % run.replicas,
             num_ranks=run.num_ranks,
             num_chunks=self._candidate.placement.num_chunks,
@@ -294,7 +281,7 @@ class _Writer:
             host=f"host{host}",
             pid=1000 + rank,
             monotonic_ns=int(self._local(host, START_NS)),
-            unix_ns=BOOT_UNIX_NS + START_NS + round(wrong_s * 1e9),
+            unix_ns=BOOT_UNIX_NS + START_NS,
             clock=f"clock of host{host}",
             layers=(run.layers,) * self._candidate.placement.num_stages,
             work=self._planned_work(),
@@ -334,8 +321,6 @@ class _Writer:
         rows = step_rows(
             result,
             self._policies,
-            message_bytes=run.message_bytes,
-            activation_bytes=run.activation_bytes,
             data_ns=np.rint(data_s * 1e9).astype(np.int64),
         )
         for part in rows:
@@ -412,7 +397,7 @@ class _Writer:
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
-        reduced_ns = done_ns + round(run.reduce_s * 1e9)
+        reduced_ns = done_ns + REDUCE_NS
         updated_ns = reduced_ns + round(run.optimizer_s * 1e9)
         sampled = set()
         for rank in range(run.world_size):
@@ -430,7 +415,7 @@ class _Writer:
             rows[:, 4:6] = self._local(host, rows[:, 4:6])
             start_ns = int(self._local(host, begin_ns))
             text = block_text(iteration, run.num_microbatches, start_ns, rows.tolist())
-            if host and host not in sampled and run.samples:
+            if host and host not in sampled:
                 sampled.add(host)
                 text += samples_line(self._exchanges(host, begin_ns))
             self._spans += len(rows)

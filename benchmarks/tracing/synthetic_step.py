@@ -20,6 +20,10 @@ __all__ = ["step_rows"]
 SEND_NS = 5_000
 """Time to hand a message to the transport."""
 
+MESSAGE_BYTES = 4 << 20
+ACTIVATION_BYTES = 64 << 20
+"""Kept by a forward."""
+
 PS_PER_NS = 1000
 _NEVER = -1
 
@@ -28,8 +32,6 @@ def step_rows(
     result: SimResult,
     policies: Sequence[Policy],
     *,
-    message_bytes: int,
-    activation_bytes: int,
     data_ns: Ints,
 ) -> list[Ints]:
     """Make the rows of each rank.
@@ -37,8 +39,6 @@ def step_rows(
     Args:
         result: the simulated step.
         policies: what chose its order, by rank.
-        message_bytes: size of every message.
-        activation_bytes: what a forward keeps.
         data_ns: ``[microbatches]``, how much of the first stage's forwards is reading.
 
     Returns:
@@ -50,9 +50,9 @@ def step_rows(
             [
                 _data(step, rank, data_ns),
                 _waits(step, rank),
-                _receives(step, rank, message_bytes),
-                _sends(step, rank, message_bytes),
-                _actions(step, rank, policies[rank], message_bytes, activation_bytes),
+                _receives(step, rank),
+                _sends(step, rank),
+                _actions(step, rank, policies[rank]),
             ]
         )
         for rank in range(result.placement.num_ranks)
@@ -134,9 +134,7 @@ def _rows(count: int, kind: str, **columns: Ints | int) -> Ints:
     return rows
 
 
-def _actions(
-    step: _Step, rank: int, policy: Policy, message_bytes: int, activation_bytes: int
-) -> Ints:
+def _actions(step: _Step, rank: int, policy: Policy) -> Ints:
     kind, chunk, microbatch, piece, start, end = step.actions[rank]
     stage = step.stage_of[rank][chunk]
     is_message = kind <= B
@@ -158,8 +156,8 @@ def _actions(
         piece=piece,
         start_ns=start,
         end_ns=end,
-        bytes=message_bytes * (came.astype(np.int64) + went),
-        in_flight_bytes=activation_bytes * held,
+        bytes=MESSAGE_BYTES * (came.astype(np.int64) + went),
+        in_flight_bytes=ACTIVATION_BYTES * held,
         queue_depth=np.maximum(
             0, np.searchsorted(inbox, start, "right") - np.searchsorted(taken, start, "right")
         ),
@@ -194,7 +192,7 @@ def _waits(step: _Step, rank: int) -> Ints:
     )
 
 
-def _messages(step: _Step, rank: int, stages: Ints) -> tuple[Ints, Ints, Ints]:
+def _messages(step: _Step, stages: Ints) -> tuple[Ints, Ints, Ints]:
     """Kind, stage and microbatch of the messages to some stages, in order of arrival."""
     flow, stage, microbatch = np.nonzero(step.sources >= 0)
     chosen = np.isin(stage, stages)
@@ -203,8 +201,8 @@ def _messages(step: _Step, rank: int, stages: Ints) -> tuple[Ints, Ints, Ints]:
     return flow[order], stage[order], microbatch[order]
 
 
-def _receives(step: _Step, rank: int, message_bytes: int) -> Ints:
-    place = _messages(step, rank, np.flatnonzero(step.rank_of == rank))
+def _receives(step: _Step, rank: int) -> Ints:
+    place = _messages(step, np.flatnonzero(step.rank_of == rank))
     flow, stage, microbatch = place
     return _rows(
         len(flow),
@@ -213,15 +211,15 @@ def _receives(step: _Step, rank: int, message_bytes: int) -> Ints:
         microbatch=microbatch,
         start_ns=step.arrivals[place],
         end_ns=step.starts[place],
-        bytes=message_bytes,
+        bytes=MESSAGE_BYTES,
         peer=step.sources[place],
         of=flow,
         reason=REASON["seen"],
     )
 
 
-def _sends(step: _Step, rank: int, message_bytes: int) -> Ints:
-    flow, stage, microbatch = _messages(step, rank, np.arange(len(step.rank_of)))
+def _sends(step: _Step, rank: int) -> Ints:
+    flow, stage, microbatch = _messages(step, np.arange(len(step.rank_of)))
     mine = step.sources[flow, stage, microbatch] == rank
     flow, stage, microbatch = flow[mine], stage[mine], microbatch[mine]
     done = step.ends[flow, stage - np.where(flow == F, 1, -1), microbatch]
@@ -233,7 +231,7 @@ def _sends(step: _Step, rank: int, message_bytes: int) -> Ints:
         microbatch=microbatch,
         start_ns=done,
         end_ns=np.minimum(done + SEND_NS, np.maximum(done, arrived)),
-        bytes=message_bytes,
+        bytes=MESSAGE_BYTES,
         peer=step.rank_of[stage],
         of=flow,
     )

@@ -123,7 +123,7 @@ class Rank:
 
     Args:
         rank: global; a pipeline position's replicas are next to each other.
-        run: what to do, see ``emulated.RealRun``.
+        run: what to do, a ``SyntheticRun`` and its ``folder``.
     """
 
     def __init__(self, rank: int, run: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Rank:
         self._policy = make_policies(run["schedule"], self._placement, count, cap=self._cap)[
             self.position
         ]
-        self._fault: dict[str, Any] = run["fault"] or {"kind": "", "rank": -1, "to": -1}
+        self._fault: dict[str, Any] = next(iter(run["faults"]), {"kind": "", "rank": -1, "to": -1})
         stages = self._placement.num_stages
         header = TraceHeader(
             run=Path(run["folder"]).name,
@@ -238,10 +238,10 @@ class Rank:
         """The step's work, and what each read of data takes."""
         run, fault = self._run, self._fault
         draws = draw(
-            Scenario(name=f"replica {self.replica}", jitter_sigma=run["sigma"]),
+            Scenario(name=f"replica {self.replica}", jitter_sigma=run["action_sigma"]),
             num_ranks=run["num_ranks"],
             num_microbatches=run["num_microbatches"],
-            times=Times(**run["times"]),
+            times=Times(**{kind: run[kind] for kind in ("forward_s", "backward_s", "weight_s")}),
             seed=run["seed"],
             repetition=iteration,
         )
@@ -252,7 +252,7 @@ class Rank:
         rng = random.Random(f"{run['seed']}/{iteration}/{self._rank}")
         if self._holds("spikes", iteration) and self._rank == fault["rank"]:
             draws = replace(draws, halves_s=self._spiked(draws, rng))
-        read_s = run["times"]["forward_s"] * 0.02
+        read_s = run["forward_s"] * 0.02
         if self._holds("slow-data", iteration) and self._rank == fault["rank"]:
             read_s += fault["seconds"]
         reads = [read_s * rng.lognormvariate(0, 0.2) for _ in range(run["num_microbatches"])]

@@ -300,32 +300,6 @@ void a_peer_that_came_back_replaces_its_earlier_self() {
   check(link.remote() == SocketAddress::local_of(second.get()).text(), "the later one");
 }
 
-void two_jobs_do_not_mix() {
-  Listener one = listen(Kind::kTcp4, rank(1, 1));
-  Listener two = listen(Kind::kTcp4, rank(1, 2));
-  check_throws<Error>(
-      [&] {
-        Joined thread([&] {
-          try {
-            two.accept(0, "test", soon(200), kNoTick);
-          } catch (const DeadlineError&) {
-          }
-        });
-        connect(two.address(), rank(0, 1), 1);
-      },
-      "refused this process: it belongs to another job");
-  const auto child_body = [](const std::string& address, std::uint8_t job) {
-    Link link = connect(address, rank(0, job), 1);
-    check(link.recv_record(1, 0, patient(), kNoTick).bytes == Bytes({job}), "its own job");
-  };
-  Child first([&] { child_body(one.address(), 1); });
-  Child second([&] { child_body(two.address(), 2); });
-  one.accept(0, "test", patient(), kNoTick).send_record({1}, {}, patient(), kNoTick);
-  two.accept(0, "test", patient(), kNoTick).send_record({2}, {}, patient(), kNoTick);
-  first.join();
-  second.join();
-}
-
 void bad_addresses_are_refused() {
   check_throws<std::invalid_argument>(
       [] { connect_tcp("localhost", 1, rank(0), 1, soon(), kNoTick); }, "numeric");
@@ -361,7 +335,6 @@ void run_all(const std::string& only) {
   run("many strangers", many_silent_strangers_do_not_use_up_descriptors);
   run("false listener", the_listening_process_is_checked_too);
   run("returning peer", a_peer_that_came_back_replaces_its_earlier_self);
-  run("two jobs", two_jobs_do_not_mix);
   run("addresses", bad_addresses_are_refused);
 }
 

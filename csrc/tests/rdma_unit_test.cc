@@ -2,7 +2,6 @@
 // peers exchange, the words for errors. Build: c++ -std=c++17 -I csrc <this>
 // csrc/rdma/{select,status,wire}.cc csrc/common/message.cc
 #include <cstring>
-#include <random>
 
 #include "common/error.h"
 #include "rdma/select.h"
@@ -189,27 +188,6 @@ void foreign_records_are_refused() {
   check_throws<Error>([] { decode_ready(encode_refusal("why"), 3); }, "why");
 }
 
-// No bytes do more than be refused.
-void any_bytes_are_survived() {
-  std::mt19937 random(7);
-  const Bytes good = encode(some_record(3));
-  std::size_t accepted = 0;
-  for (int round = 0; round < 200'000; ++round) {
-    Bytes bytes = good;
-    bytes.resize(random() % 4 == 0 ? random() % (2 * good.size()) : good.size());
-    for (unsigned i = random() % 6; i > 0 && !bytes.empty(); --i) {
-      bytes[random() % bytes.size()] = static_cast<std::uint8_t>(random());
-    }
-    try {
-      const EndpointRecord record = decode_endpoint(bytes, 3);
-      check(record.lanes.size() <= kMostLanes && record.slots <= kMostSlots, "sane records only");
-      ++accepted;
-    } catch (const Error&) {
-    }
-  }
-  check(accepted > 1000, "some records to be left as they were");
-}
-
 void immediates_survive_the_way() {
   for (std::uint32_t bits : {0U, 0xffff'ffffU, 0x1234'5678U, 0x0000'01c5U}) {
     check(pack(unpack(bits)) == bits, "the same bits");
@@ -245,7 +223,6 @@ int main() {
   run("impossible wishes", what_cannot_be_had_is_explained);
   run("records", records_survive_the_way);
   run("foreign records", foreign_records_are_refused);
-  run("any bytes", any_bytes_are_survived);
   run("immediates", immediates_survive_the_way);
   run("strides", strides_are_whole_pages);
   run("status words", every_status_has_words);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.elasticity.nodes import Nodes, go_on, stop, why_not
+from benchmarks.elasticity.nodes import Nodes, send, why_not
 from benchmarks.elasticity.record import Record, Step, faults, steps_of_logs
-from benchmarks.elasticity.soak import environment
+from tests.cluster.jobs import environment
 
 LOSSES = {iteration: 5 - iteration / 100 for iteration in range(1, 41)}
 Lines = list[dict[str, Any]]
@@ -120,9 +121,9 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
     (left,) = second.processes()  # what it started is seen, and can be ended
     until(first.processes)
     (process,) = first.processes()
-    stop([process])
+    send([process], signal.SIGSTOP)
     until(lambda: process.status() == psutil.STATUS_STOPPED)
-    go_on([process])
+    send([process], signal.SIGCONT)
     until(lambda: process.status() == psutil.STATUS_SLEEPING)
 
     def reaches() -> bool:

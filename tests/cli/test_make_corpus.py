@@ -34,7 +34,7 @@ def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
     tokenizer = GPT2BPETokenizer(flags["--vocab-file"], flags["--merge-file"])
     assert tokenizer.vocab_size == 1000
     assert check_indexed(flags["--data-path"]).num_tokens > 100_000
-    check_vocabulary_fits(flags["--data-path"], tokenizer.vocab_size)
+    check_vocabulary_fits(check_indexed(flags["--data-path"]), tokenizer.vocab_size)
     assert os.listdir(tmp_path) == ["made"]
 
 

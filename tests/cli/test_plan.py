@@ -162,7 +162,7 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
         ("--model gpt2 --global-batch-size 8 --tp 4", "it must divide the GPUs of a node"),
         ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5: heads and feed-forward width"),
-        ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write whole numbers"),
+        ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write different whole numbers"),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not compute in bf16"),
         ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose of"),
         ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),

@@ -1,20 +1,24 @@
-"""``process_trace.py`` as a user runs it: in a folder with ``runs/latest``."""
+"""``process_trace.py`` and ``visualize_trace.py`` as a user runs them, beside ``runs/latest``."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
+from openpyxl import load_workbook
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.trace import process as main
+from megatron.adaptive.cli.trace import process, visualize
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 
-SCRIPT = Path(__file__).parents[2] / "process_trace.py"
+ROOT = Path(__file__).parents[2]
+NAME = "trace_pipeline_2_model_chunks_1"
 SHAPE = ["--pipeline_parallel", "2", "--model_chunks", "1"]
 
 
@@ -51,29 +55,49 @@ def slices(path: Path) -> list[dict[str, object]]:
     return [event for event in events if event["ph"] == "X"]
 
 
-def test_the_script_prints_a_table_and_writes_events(checkout: Path) -> None:
+def run_script(name: str) -> list[str]:
+    """Lines that a script prints in the current directory; it has no complaint."""
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), *SHAPE],
+        [sys.executable, str(ROOT / name), *SHAPE],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
-        cwd=checkout,
     )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    lines = result.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
+def test_the_script_prints_a_table_and_writes_events(checkout: Path) -> None:
+    lines = run_script("process_trace.py")
     assert "run one, schedule 1f1b, 2 ranks x 1 chunks, 1 microbatches" in lines[0]
     assert lines[1].startswith("iteration 2: step 6.00 ms, bubble 58.3%")
     assert [line.split()[:2] for line in lines[3:5]] == [["stage", "0"], ["stage", "1"]]
     assert lines[5].split()[:4] == ["of", "the", "step,", "ms"]
     assert "over 2 complete iterations (1-2)" in lines[8]
     assert lines[9] == "clocks: one for all ranks"
-    assert len(slices(checkout / "trace_pipeline_2_model_chunks_1.json")) == 8
+    assert len(slices(checkout / f"{NAME}.json")) == 8
+
+
+def test_the_script_writes_both_charts_here(checkout: Path) -> None:
+    assert run_script("visualize_trace.py") == [
+        f"iteration 2 drawn: {checkout / NAME}.xlsx",
+        f"iteration 2 drawn: {checkout / NAME}.png",
+    ]
+    sheet = load_workbook(checkout / f"{NAME}.xlsx")["order"]
+    assert [cell.value for cell in sheet[3][1:] if cell.value] == ["0-0", "0-0"]
+    assert imread(checkout / f"{NAME}.png").shape[1] >= 2000
+
+
+def test_one_format_one_iteration_another_place(checkout: Path) -> None:
+    assert visualize(["--format", "xlsx", "--iteration", "1", "--output-dir", "charts"]) == 0
+    assert [path.name for path in (checkout / "charts").iterdir()] == [f"{NAME}.xlsx"]
+    title = load_workbook(checkout / "charts" / f"{NAME}.xlsx")["order"]["A1"].value
+    assert "iteration 1" in title
 
 
 def test_json_and_a_chosen_iteration(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "--iteration", "1", "--output-dir", "out"]) == 0
+    assert process(["--json", "--iteration", "1", "--output-dir", "out"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["iteration"] == 1
     assert figures["bubble_fraction"] == pytest.approx(7 / 12)
@@ -83,7 +107,7 @@ def test_json_and_a_chosen_iteration(checkout: Path, capsys: pytest.CaptureFixtu
 
 
 def test_views_are_written_as_well(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--format", "png,tensorboard", "--iterations", "1-2"]) == 0
+    assert process(["--format", "png,tensorboard", "--iterations", "1-2"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         f"iteration 2 drawn: {checkout}/trace_pipeline_2_model_chunks_1.png",
         "curves of 2 iterations: tensorboard --logdir trace_pipeline_2_model_chunks_1_tensorboard",
@@ -93,35 +117,47 @@ def test_views_are_written_as_well(checkout: Path, capsys: pytest.CaptureFixture
 def test_the_text_form_gives_the_same_figures(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--json"])
+    process(["--json"])
     from_lines = json.loads(capsys.readouterr().out)
     text = "runs/latest/trace_pipeline_2_model_chunks_1.txt"
-    main(["--json", "--run-dir", text, "--output", "other.json"])
+    process(["--json", "--run-dir", text, "--output", "other.json"])
     assert json.loads(capsys.readouterr().out) == {**from_lines, "events": "other.json"}
     assert (checkout / "other.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("program", "arguments", "message"),
     [
-        (["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
-        (["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
-        (["--pipeline_parallel", "0"], "'0' is not a whole number from 1 on"),
-        (["--model_chunks", "two"], "not a whole number"),
-        (["--dp-rank", "1"], "no trace of data-parallel rank 1"),
-        (["--run-dir", "missing"], "missing does not exist"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
-        (["--output", "runs/one/traces/trace_rank_00000.jsonl/x"], "cannot write"),
+        (process, ["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
+        (process, ["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
+        (process, ["--model_chunks", "two"], "'two' is not a whole number from 1 on"),
+        (process, ["--run-dir", "missing"], "missing does not exist"),
+        (process, ["--output", "runs/one/traces/trace_rank_00000.jsonl/x"], "cannot write"),
+        (visualize, ["--format", "svg"], "invalid choice"),
+        (visualize, ["--output-dir", "runs/one/traces/trace_rank_00000.jsonl"], "cannot write"),
+        (visualize, ["--output", "a.xlsx", "--output-dir", "b"], "not allowed with argument"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    checkout: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: Callable[..., int],
+    arguments: list[str],
+    message: str,
 ) -> None:
     before = sorted(checkout.rglob("*"))
-    assert run_cli(main, arguments) == 2
+    assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
     assert message in output.err
     assert sorted(checkout.rglob("*")) == before
+
+
+def test_an_empty_place_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(visualize, []) == 2
+    assert "run run_single.sh first or give --run-dir" in capsys.readouterr().err

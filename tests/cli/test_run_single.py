@@ -163,14 +163,13 @@ def test_layers_that_do_not_divide_get_a_partition(
     ("argv", "words"),
     [
         ("--resume", ["--resume", "no run", "leave the option out"]),
-        ("--pipeline_paralel 2", ["--pipeline_paralel"]),
-        ("--train-iters 5", ["--train-iters"]),
+        ("--pipeline_paralel 2", ["--pipeline_paralel", "the nearest is --pipeline_parallel"]),
+        ("--train-iters 5", ["--train-iters", "options of the trainer follow after --"]),
         ("--pipeline_parallel", ["--pipeline_parallel", "expected one argument"]),
-        ("--pipeline_parallel two", ["two"]),
-        ("--model_chunks 0", ["--model_chunks", "0"]),
-        ("--tensor-parallel -1", ["--tensor", "-1"]),
+        ("--pipeline_parallel two", ["'two' is not a whole number from 1 on"]),
+        ("--model_chunks 0", ["--model_chunks", "'0' is not a whole number from 1 on"]),
         ("--schedule fastest", ["fastest", "adaptive"]),
-        ("stray", ["stray"]),
+        ("stray", ["stray is not an option"]),
     ],
 )
 def test_bad_options_are_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "pretrain_gpt.py"
@@ -44,7 +46,56 @@ def command(
     return [*words, *flags, *extra]
 
 
-class ElasticJob:
+class JobFolder:
+    """Looks at a job from outside.
+
+    Args:
+        checkpoints: its folder.
+    """
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.checkpoints = checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What the manager tells."""
+        path = self.checkpoints / "elastic" / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the ranks of all epochs wrote, in order."""
+        files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
+        found = []
+        for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
+            incarnation = int(path.parent.name.split("-")[1])
+            for line in path.read_text().splitlines():
+                found.append({"epoch": incarnation, **json.loads(line)})
+        return found
+
+    def steps(self, incarnation: int) -> list[int]:
+        """Iterations that an epoch did."""
+        return [
+            line["iteration"]
+            for line in self.lines()
+            if line["epoch"] == incarnation and "iteration" in line
+        ]
+
+    def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
+        """Wait for something to become true."""
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            self.watch(what)
+            assert time.monotonic() < end_s, f"no {what} in {limit_s:g} s:\n{self.said()}"
+            time.sleep(0.05)
+
+    def watch(self, what: str) -> None:
+        """Look at the job while something is waited for."""
+
+    def said(self) -> str:
+        """All logs, which lie beside the checkpoints as text."""
+        return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
+
+
+class ElasticJob(JobFolder):
     """A running manager with its agents.
 
     Args:
@@ -68,7 +119,8 @@ class ElasticJob:
         flags: Sequence[str] = FLAGS,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.machines, self.checkpoints = folder / "machines.txt", folder / "checkpoints"
+        super().__init__(folder / "checkpoints")
+        self.machines = folder / "machines.txt"
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
@@ -94,11 +146,6 @@ class ElasticJob:
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
-    def state(self) -> dict[str, Any]:
-        """What the manager tells."""
-        path = self.checkpoints / "elastic" / "state.json"
-        return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
-
     def agent(self, name: str) -> int:
         """Process of a node's agent."""
         (found,) = [node for node in self.state()["machines"] if node["name"] == name]
@@ -110,37 +157,75 @@ class ElasticJob:
         (rank,) = nursery.children()
         return rank
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What the ranks of all epochs wrote, in order."""
-        files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
-        found = []
-        for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
-            incarnation = int(path.parent.name.split("-")[1])
-            for line in path.read_text().splitlines():
-                found.append({"epoch": incarnation, **json.loads(line)})
-        return found
+    def trained(self, incarnation: int, steps: int = 4) -> int:
+        """Wait until an epoch has done some steps; returns the last."""
+        what = f"{steps} steps of epoch {incarnation}"
+        self.until(lambda: len(self.steps(incarnation)) >= steps, what)
+        return max(self.steps(incarnation))
 
-    def steps(self, incarnation: int) -> list[int]:
-        """Iterations that an epoch did."""
-        return [
-            line["iteration"]
-            for line in self.lines()
-            if line["epoch"] == incarnation and "iteration" in line
-        ]
+    def epoch(self, number: int) -> dict[str, Any]:
+        """Wait until the manager tells of an epoch; returns that."""
+        self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
+        return dict(self.state()["epochs"][number - 1])
 
-    def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
-        """Wait for something to become true."""
-        end_s = time.monotonic() + limit_s
-        while not condition():
-            self._remember()
-            assert self.manager.poll() is None, f"the job ended before {what}:\n{self.said()}"
-            assert time.monotonic() < end_s, f"no {what} in {limit_s:g} s:\n{self.said()}"
-            time.sleep(0.05)
+    def lose(self, *names: str) -> None:
+        """Kill all of some nodes at once, without notice."""
+        family = []
+        for name in names:
+            agent = psutil.Process(self.agent(name))
+            family += [agent, *agent.children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
+                one.kill()
+        end_s = time.monotonic() + 10
+        while any(map(_lives, family)):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    def stop(self, limit_s: float = 150.0) -> None:
+        """Have the job save and end; nothing of it is left."""
+        self.manager.send_signal(signal.SIGTERM)
+        assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
+        assert self.left_behind() == []
+
+    def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
+        """Losses of one process that goes on alone from the checkpoint of an iteration.
+
+        Args:
+            folder: for its progress.
+            first: the iteration. All shapes start from the weights of the first: how weights are
+                drawn depends on the shape.
+            last: iteration.
+            more: flags of the trainer.
+        """
+        words = [sys.executable, str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
+        words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
+        words += ["--load", str(self.checkpoints), "--ckpt-step", str(first)]
+        words += ["--exit-interval", str(last)]
+        subprocess.run(words, env=environment(), check=True, timeout=300, capture_output=True)
+        lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
+        return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
+
+    def check_losses(self, folder: Path, first: int, *more: str) -> int:
+        """Compare every step after an iteration, those done twice too; returns the last one."""
+        done = {line["iteration"] for line in self.lines() if "iteration" in line}
+        expected = self.undisturbed(folder, first, max(done), *more)
+        assert set(expected) == {one for one in done if one > first}
+        for line in self.lines():
+            if line.get("iteration", 0) > first:
+                # After hundreds of steps a loss is small, and what is rounded is of its summands.
+                loss = pytest.approx(expected[line["iteration"]], rel=1e-5, abs=1e-6)
+                assert line["loss"] == loss, (loss, line, self.said())
+        return max(done)
 
     def end(self, limit_s: float = 150.0) -> int:
         """Wait for the end of the job; returns its status."""
         self._remember()
         return self.manager.wait(limit_s)
+
+    def watch(self, what: str) -> None:
+        self._remember()
+        assert self.manager.poll() is None, f"the job ended before {what}:\n{self.said()}"
 
     def said(self) -> str:
         """The log."""
@@ -167,3 +252,10 @@ class ElasticJob:
                 self._family[one.pid] = one
         except psutil.NoSuchProcess:
             return
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

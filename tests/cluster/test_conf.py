@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -180,22 +179,3 @@ def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"GLOBAL_BATCH_SIZE=8: PLAN=.* says 32"):
         load_conf(write("GLOBAL_BATCH_SIZE=8\n"), plan=plan)
     assert load_conf(None, ["GLOBAL_BATCH_SIZE=16"], plan)["GLOBAL_BATCH_SIZE"] == 16
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({}, "format is None"),
-        ({"format": 1, "degree": {}}, "the nearest is degrees"),
-        ({"format": 1, "degrees": {"tensor": 0}}, "degrees.tensor is 0"),
-        ({"format": 1, "partition": [1, -1]}, r"partition\[1\] is -1"),
-        ({"format": 1, "placement": []}, "placement is"),
-        ({"format": 1, "placement": [{"nodes": 1}]}, r"placement\[0\].processes_per_node is None"),
-        ([], "the plan is"),
-    ],
-)
-def test_a_bad_plan_is_named(plan: object, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
-    with pytest.raises(ConfigError, match=words):
-        load_conf(None, plan=path)

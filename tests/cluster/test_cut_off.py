@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.elasticity.nodes import Nodes, why_not
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
-from .jobs import FLAGS, TRAINER, environment
+from .jobs import FLAGS, TRAINER, JobFolder, environment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(400)]
 SHARED_BYTES = 64 << 20
-LIMIT_S = 150.0
 
 
 @pytest.fixture
@@ -34,21 +30,12 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     checkpoints, disks = nodes.shared / "checkpoints", tmp_path / "disks"
-
-    def state() -> dict[str, Any]:
-        path = checkpoints / "elastic" / "state.json"
-        return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
-
-    def until(condition: Callable[[], object], what: str) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not condition():
-            said = [node.said[-3000:] for node in nodes.all]
-            assert time.monotonic() < end_s, f"no {what}: {said}"
-            time.sleep(0.1)
+    job = JobFolder(checkpoints)
+    job.said = lambda: str([node.said[-3000:] for node in nodes.all])  # type: ignore[method-assign]
 
     def goes_on(incarnation: int) -> bool:
         """Whether an epoch, counted over all managers, has done steps."""
-        told = state()
+        told = job.state()
         done = len(told.get("earlier", [])) + len(told.get("epochs", []))
         return done == incarnation and told["epochs"][-1]["step_s"] is not None
 
@@ -60,19 +47,19 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
         node.boot(own, environment())
     first, second = nodes.all
     folder = CheckpointFolder(checkpoints)
-    until(lambda: (folder.latest() or 0) >= 40 and goes_on(1), "checkpoint")
-    manager = state()["manager"]["host"]
+    job.until(lambda: (folder.latest() or 0) >= 40 and goes_on(1), "checkpoint")
+    manager = job.state()["manager"]["host"]
     far = second if manager == first.name else first
     near = first if far is second else second
     far.cut(silently=True)
-    until(lambda: goes_on(2), "epoch without the node that is cut off")
-    _, alone = state()["epochs"]
+    job.until(lambda: goes_on(2), "epoch without the node that is cut off")
+    _, alone = job.state()["epochs"]
     assert alone["nodes"] == [near.name]
     assert alone["reason"] == f"node {far.name} was lost"
     assert alone["resumed_iteration"] >= 40
     far.mend()
-    until(lambda: goes_on(3), "epoch with both")
-    again = state()["epochs"][-1]
+    job.until(lambda: goes_on(3), "epoch with both")
+    again = job.state()["epochs"][-1]
     assert sorted(again["nodes"]) == sorted([near.name, far.name])
     assert again["lost_steps"] == 0
     for step in folder.steps():

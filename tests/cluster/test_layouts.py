@@ -14,7 +14,13 @@ from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.job import Incarnation, SlowRank
 from megatron.adaptive.cluster.layouts import Chooser, Offer, ParallelLayout, choose_layout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.ranks import Policy, RunningRanks, Start, TrainerProgram, assign
+from megatron.adaptive.cluster.ranks import (
+    Policy,
+    RunningRanks,
+    TrainerProgram,
+    assign,
+    rank_orders,
+)
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
@@ -63,14 +69,17 @@ def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
     assert (layout.tensor, layout.world_size) == (2, 4)
     nodes = [Node(name=name, slots=slots) for name, slots in (("a", 3), ("b", 1), ("c", 2))]
     places = assign(nodes, layout)
-    assert [place.node.name for place in places] == ["a", "a", "c", "c"]
-    assert [place.node_rank for place in places] == [0, 0, 1, 1]
-    assert places[3].variables(3, 4) == {
+    assert [node.name for node in places] == ["a", "a", "c", "c"]
+    orders = rank_orders(Path("x.py"), [], places, 3, {})
+    last = orders["c"][1]
+    assert last["key"] == "3/3"
+    assert last["variables"] == {
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
+        "MEGATRON_ADAPTIVE_NODE": "c",
     }
     assert choose_layout([*FLAGS, "--tensor-model-parallel-size", "2"], [1, 1, 1]) is None
 
@@ -103,8 +112,7 @@ def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
     layout = chosen([2])
 
     def told(resumed: int) -> list[str]:
-        start = Start(layout=layout, incarnation=3, resumed=resumed, progress=Path("progress"))
-        return TrainerProgram(given, Path("own")).command(start)[0]
+        return TrainerProgram(given, Path("own")).command(layout, 3, resumed, Path("progress"))[0]
 
     first = parse(told(0), world_size=2, last_wins=True).checkpoint
     assert (first.load, first.save, first.finetune, first.ckpt_step) == ("other", "own", True, 5)

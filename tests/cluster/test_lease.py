@@ -26,7 +26,8 @@ def forget_machine(folder: Path) -> None:
 
 def test_a_second_manager_is_refused_while_the_first_counts_on(tmp_path: Path) -> None:
     first = Lease(tmp_path)
-    first.claim({"port": 7})
+    first.claim()
+    first.publish({"port": 7})
     forget_machine(tmp_path)
     over = threading.Event()
 
@@ -38,7 +39,7 @@ def test_a_second_manager_is_refused_while_the_first_counts_on(tmp_path: Path) -
     counting.start()
     try:
         with pytest.raises(LeaseTakenError, match=f"managed by process {os.getpid()} on") as caught:
-            Lease(tmp_path).claim({})
+            Lease(tmp_path).claim()
     finally:
         over.set()
         counting.join()
@@ -47,15 +48,14 @@ def test_a_second_manager_is_refused_while_the_first_counts_on(tmp_path: Path) -
 
 def test_one_that_ended_or_died_here_is_succeeded_at_once(tmp_path: Path) -> None:
     first = Lease(tmp_path)
-    first.claim({})
+    first.claim()
     first.end()
-    assert first.owner() is None
     begin_s = time.monotonic()
     code = "from megatron.adaptive.cluster.lease import Lease; from pathlib import Path\n"
-    code += f"Lease(Path({str(tmp_path)!r})).claim({{}})"
+    code += f"Lease(Path({str(tmp_path)!r})).claim()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     second = Lease(tmp_path)
-    second.claim({})  # its process is gone
+    second.claim()  # its process is gone
     assert time.monotonic() - begin_s < lease_module.STALE_S
     assert second.is_taken_over
     assert second.beat()
@@ -66,28 +66,27 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 ) -> None:
     monkeypatch.setattr(lease_module, "STALE_S", 0.5)
     first = Lease(tmp_path)
-    first.claim({})
+    first.claim()
     forget_machine(tmp_path)
     second = Lease(tmp_path)
-    second.claim({"port": 8})
+    second.claim()
+    second.publish({"port": 8})
     assert not first.beat()
     first.end()  # takes nothing from the other
     assert second.beat()
-    owner = second.owner()
-    assert owner is not None
-    assert owner["port"] == 8
+    assert first.taken().owner["port"] == 8
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="cannot write .*file.*--checkpoint"):
-        Lease(tmp_path / "file" / "elastic").claim({})
+        Lease(tmp_path / "file" / "elastic").claim()
 
 
 def test_a_full_disk_does_not_look_like_a_manager_that_is_gone(tmp_path: Path) -> None:
     """The counter was cut to nothing first, and stayed so."""
     lease = Lease(tmp_path)
-    lease.claim({})
+    lease.claim()
     assert lease.beat()
     before = (tmp_path / "beat-1").read_text()
     said: list[str] = []

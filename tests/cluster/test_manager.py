@@ -27,6 +27,15 @@ from megatron.adaptive.engine.progress import is_over
 from .jobs import FLAGS
 
 
+def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
+    """A manager of a job whose first incarnation has worked, or has not."""
+    words = (*FLAGS, "--train-iters", "9")
+    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=folder, **more)
+    manager = Manager(spec, Chooser())
+    manager._before = IncarnationProgress(first_ns=1 if worked else None)
+    return manager
+
+
 def ended(status: int) -> RunningRanks:
     """An epoch of one rank that ended by itself."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
@@ -47,9 +56,7 @@ def test_only_what_never_worked_ends_the_job_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A network that was cut while a later epoch started looked like a wrong flag."""
-    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=2)
-    manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = IncarnationProgress()
+    manager = managed(tmp_path, worked=False, max_restarts=2)
     assert manager._judge(ended(2)) == (2, "")
     manager._failures = 0
     manager._before = IncarnationProgress(first_ns=1, saved_ns=2)
@@ -63,9 +70,7 @@ def test_only_what_never_worked_ends_the_job_at_once(
 
 def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> None:
     """Machines that came and went quickly ended the job, for want of a checkpoint between them."""
-    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=1)
-    manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = IncarnationProgress(first_ns=1)
+    manager = managed(tmp_path, max_restarts=1)
     lost = ended(-9)
     lost.fault = lost.gone = "node a was lost"
     for _ in range(5):
@@ -81,10 +86,9 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that heard nothing of it any more ended before the manager knew, with status 2."""
-    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=0)
 
     async def cut() -> tuple[int | None, str]:
-        manager = Manager(spec, lambda arguments, slots: None)
+        manager = managed(tmp_path, max_restarts=0)
         manager._has_worked = True
         manager._members.nodes |= {name: Node(name=name, status="present") for name in "ab"}
         running = ended(2)
@@ -110,9 +114,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
     """A node that was taken before its ranks had saved counted as one."""
-    spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path, max_restarts=0)
-    manager = Manager(spec, lambda arguments, slots: None)
-    manager._before = IncarnationProgress(first_ns=1)
+    manager = managed(tmp_path, max_restarts=0)
     told = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
     nodes["b"] = Node(name="b", status="leaving", why=told)
@@ -129,15 +131,13 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
     """It waited for a node that had just come, until its ranks gave up meeting those there."""
-    words = (*FLAGS, "--train-iters", "9")
-    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, Chooser())
+    manager = managed(tmp_path)
 
     def chosen() -> list[str]:
         found = asyncio.run(manager._layout())
         assert found is not None
         layout, nodes = found
-        return [place.node.name for place in assign(nodes, layout)]
+        return [node.name for node in assign(nodes, layout)]
 
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
@@ -152,9 +152,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
     """The next morph's time was counted from when nodes had become ready at the start."""
-    words = (*FLAGS, "--train-iters", "9")
-    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=tmp_path)
-    manager = Manager(spec, Chooser())
+    manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
     running = ended(0)

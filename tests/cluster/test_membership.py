@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.cluster.agent import AgentConnection
+from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.membership import Machine, Membership, read_machines
 from megatron.adaptive.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
     async def join() -> str:
         members = Membership(None, None, "192.0.2.1", "secret", print)
         await members.start()
-        link = await AgentConnection.connect(address, members.port, 5.0)
+        link = await Connection.connect(address, members.port, 5.0)
         link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
         answer = await link.receive()
         assert answer is not None
@@ -106,10 +106,10 @@ def test_a_manager_that_hands_over_ends_without_a_traceback(
 ) -> None:
     """Nodes that look for another manager are still connected when the loop ends."""
 
-    async def join() -> AgentConnection:
+    async def join() -> Connection:
         members = Membership(None, None, "127.0.0.1", "secret", print)
         await members.start()
-        link = await AgentConnection.connect("127.0.0.1", members.port, 5.0)
+        link = await Connection.connect("127.0.0.1", members.port, 5.0)
         link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
         answer = await link.receive()
         assert answer is not None

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .jobs import FLAGS, ROOT, ElasticJob, command, environment
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+
+from .jobs import ElasticJob, command, environment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
+Start = Callable[..., ElasticJob]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[ElasticJob]:
-    words = ["--train-iters", "9999", "--save-interval", "15"]
-    # Without copies in memory, so that what follows a loss is the last checkpoint.
-    job = ElasticJob(tmp_path, "abcd", words)
-    yield job
-    job.close()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a job with a checkpoint every so many steps; further words are the manager's."""
+    started: list[ElasticJob] = []
+
+    def begin(names: str, interval: int, *own: str, extra: tuple[str, ...] = ()) -> ElasticJob:
+        words = ["--train-iters", "9999", "--save-interval", str(interval), *extra]
+        started.append(ElasticJob(tmp_path, names, words, own))
+        return started[0]
+
+    yield begin
+    for job in started:
+        job.close()
 
 
-def undisturbed(job: ElasticJob, folder: Path, last: int, first: int = 15) -> dict[int, float]:
-    """Losses of one process that goes on alone from the job's first checkpoint."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--train-iters", "9999"]
-    words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
-    words += ["--load", str(job.checkpoints), "--ckpt-step", str(first)]
-    words += ["--exit-interval", str(last)]
-    subprocess.run(words, env=environment(), check=True, timeout=300, capture_output=True)
-    lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
-    return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
-
-
-def test_a_job_goes_on_in_every_shape_with_the_same_losses(job: ElasticJob, tmp_path: Path) -> None:
-    def trained(incarnation: int, steps: int = 4) -> None:
-        job.until(
-            lambda: len(job.steps(incarnation)) >= steps, f"{steps} steps of epoch {incarnation}"
-        )
-
-    def incarnations() -> list[dict[str, Any]]:
-        return list(job.state().get("epochs", []))
-
-    trained(1)
-    job.until(incarnations, "state")
+def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_path: Path) -> None:
+    job = start("abcd", 15)
+    job.trained(1)
+    job.epoch(1)
     second = subprocess.run(
         command(job.machines, job.checkpoints, job.extra),
         env=environment(),
@@ -62,18 +52,17 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(job: ElasticJob, tmp_
     assert second.stderr.count("\n") == 1
 
     job.change("abc")  # an entry is taken out: saved first
-    trained(2)
+    job.trained(2)
     job.rank_on("a").kill()  # a rank dies, its node does not
-    trained(3)
+    job.trained(3)
     os.kill(job.agent("c"), signal.SIGTERM)  # notice that a node will be taken
-    trained(4)
+    job.trained(4)
     job.change("abc")  # it comes back
-    trained(5, steps=20)
+    job.trained(5, 20)
     before = job.steps(5)
     os.kill(job.agent("b"), signal.SIGKILL)  # a node is lost without notice
     job.until(lambda: max(job.steps(6), default=0) > max(job.steps(5)), "steps done again")
-    job.manager.send_signal(signal.SIGTERM)
-    assert job.end() == 128 + signal.SIGTERM
+    job.stop()
     state = job.state()
     layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1"]
     layouts.append("PP 2 x DP 1")
@@ -94,14 +83,81 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(job: ElasticJob, tmp_
             one["phases_s"]
         )
     # Every step of every shape, those done twice too.
-    done = [line for line in job.lines() if "iteration" in line]
-    last = max(line["iteration"] for line in done)
-    assert {line["iteration"] for line in done} == set(range(1, last + 1))
+    last = job.check_losses(tmp_path / "undisturbed", 15)
+    assert {one for number in range(1, 7) for one in job.steps(number)} == set(range(1, last + 1))
     assert state["checkpoint_iteration"] == last
-    # All shapes start from the weights of the first: how weights are drawn depends on the shape.
-    expected = undisturbed(job, tmp_path / "undisturbed", last)
-    assert set(expected) == set(range(16, last + 1))
-    for line in done:
-        if line["iteration"] > 15:
-            assert line["loss"] == pytest.approx(expected[line["iteration"]], rel=1e-5)
-    assert job.left_behind() == []
+
+
+def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
+    start: Start, tmp_path: Path
+) -> None:
+    """Ranks are lost, then a node with its disk."""
+    disks = tmp_path / "disks"
+    job = start("ab", 5, extra=("--save-local", str(disks)))
+    folder = CheckpointFolder(job.checkpoints)
+
+    def saved() -> int:
+        return folder.latest() or 0
+
+    job.until(lambda: saved() >= 10, "a checkpoint")
+    job.rank_on("b").kill()
+    job.trained(2, 8)
+    second, at = job.epoch(2), saved()
+    job.until(lambda: saved() > at, "another checkpoint")
+    job.change("a")  # with notice: all of it comes to shared storage
+    (lost,) = disks.glob("*/b")
+    job.trained(3, 1)
+    shutil.rmtree(lost)
+    third, at = job.epoch(3), saved()
+    job.until(lambda: saved() > at, "a checkpoint of the third epoch")
+    job.close()
+    assert "Traceback" not in job.said()
+    assert second["resumed_iteration"] >= 10
+    assert second["resumed_iteration"] % 5 == 0
+    assert " on their own disks" in job.said()
+    assert third["lost_steps"] == 0
+    assert job.steps(3)[0] == max(job.steps(2)) + 1
+    for step in folder.steps():
+        folder.open(step)
+    (kept,) = disks.glob("*/a")
+    assert 1 <= len(list(kept.glob("iter_*"))) <= 3
+    job.check_losses(tmp_path / "undisturbed", min(folder.steps()))
+
+
+def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path: Path) -> None:
+    job = start("abcd", 15, "--replicate-every", "1")
+    first = job.trained(1, 18)
+    job.lose("d")  # its ranks have replicas on other nodes
+    second = job.trained(2, 8)
+    job.lose("c")  # the stage of its rank is with its buddy
+    job.trained(3, 3)
+    job.change("abe")
+    fourth = job.trained(4, 8)
+    job.lose("b", "e")  # neighbours: nothing is left of what b held
+    job.trained(5, 3)
+    job.epoch(5)
+    job.close()
+    incarnations = job.state()["epochs"]
+    assert len(incarnations) == 5, job.said()
+    layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1", "PP 1 x DP 1"]
+    assert [one["shape"].partition(",")[0] for one in incarnations] == layouts
+    for number, done in ((2, first), (3, second)):
+        one = incarnations[number - 1]
+        assert one["source"] == "copies in memory", job.said()
+        assert one["resumed_iteration"] >= done - 1
+        assert one["lost_steps"] <= 1
+        last = max(job.steps(number - 1))
+        assert one["resumed_iteration"] >= last - 1
+        assert job.steps(number)[0] == one["resumed_iteration"] + 1
+    assert incarnations[3]["source"] == "checkpoint"  # that was made for the node that came
+    assert incarnations[3]["lost_steps"] == 0
+    # The copy of its neighbour's part may be of another step than what is left.
+    nothing_left = r"checkpoint: no copy is left of what rank 1(, 2)? held"
+    assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
+    assert incarnations[4]["resumed_iteration"] < fourth
+    assert incarnations[4]["lost_steps"] == max(job.steps(4)) - incarnations[4]["resumed_iteration"]
+    reported = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
+    assert reported[1].endswith(" and 0.0 MiB sent")
+    assert not reported[2].endswith(" and 0.0 MiB sent")
+    assert "warning: no copy is left of what rank 1 held: going on from" in job.said()
+    job.check_losses(tmp_path / "undisturbed", 15)

@@ -53,7 +53,7 @@ def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
     assert config.layers_per_stage == layout.partition
     assert config.batch.global_batch_size == 8
     present = [Node(name=name, slots=1) for name in "dcba"]
-    order = [place.node.name for place in assign(present, layout)]
+    order = [node.name for node in assign(present, layout)]
     assert order == [name for name, _ in layout.places]
     assert len(assign(present[1:], layout)) == 3
     # Without one of the fast nodes a step takes longer, with a slow one of them as well.

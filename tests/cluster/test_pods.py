@@ -1,25 +1,21 @@
-"""Pods as network namespaces: a master and workers that find each other and train."""
+"""Pods with a network of their own: a master and workers that find each other and train."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from ..multiprocess.launch import kill_tree
+from benchmarks.elasticity.nodes import Node, Nodes, why_not
 
-ROOT = Path(__file__).resolve().parents[2]
+from .jobs import ROOT, environment
+
 WATCHDOG_S = 120.0
 CONF = """
 MODEL=tiny
@@ -34,114 +30,44 @@ TRAINER_FLAGS='--vocab-size 255'
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-def why_no_namespaces() -> str | None:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return "network namespaces need root and the program ip (iproute2)"
-    name = f"probe{os.getpid()}"
-    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"no network namespaces here: {done.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return None
-
-
-# Names of the pods alone: without a way to it, this machine's name server would be waited for.
-ENTER = """
-mount --bind "$1/hosts" /etc/hosts
-mount --bind "$1/resolv.conf" /etc/resolv.conf
-hostname "$2"
-shift 2
-exec bash "$@"
-"""
-
-
-class Pods:
-    """Namespaces on one bridge, and the programs in them."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder = folder
-        self.names = [f"pod{os.getpid()}x{index}" for index in range(count)]
-        self.started: list[subprocess.Popen[str]] = []
-        hub = self.names[0]
-        hosts = [f"10.55.0.{index + 1} pod{index}\n" for index in range(count)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
-        (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-        for index, name in enumerate(self.names):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            if index == 0:
-                ip("-n", hub, "link", "add", "net0", "type", "bridge", "forward_delay", "0")
-                ip("-n", hub, "address", "add", "10.55.0.1/24", "dev", "net0")
-                ip("-n", hub, "link", "set", "net0", "up")
-                continue
-            link = f"port{index}"
-            ip("link", "add", link, "netns", hub, *f"type veth peer name net0 netns {name}".split())
-            ip("-n", hub, "link", "set", link, "master", "net0", "up")
-            ip("-n", name, "address", "add", f"10.55.0.{index + 1}/24", "dev", "net0")
-            ip("-n", name, "link", "set", "net0", "up")
-
-    def start(self, pod: int, script: str, *words: str) -> subprocess.Popen[str]:
-        """Start a script of the project in a pod, from a folder of its own."""
-        cwd = self.folder / f"pod {pod}"
-        cwd.mkdir(exist_ok=True)
-        process = subprocess.Popen(
-            [
-                *("ip", "netns", "exec", self.names[pod], "unshare", "--uts"),
-                *("--pid", "--fork", "--kill-child", "--mount-proc"),
-                *("bash", "-euc", ENTER, "enter", str(self.folder), f"pod{pod}"),
-                *(str(ROOT / script), *words),
-            ],
-            env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self.started:
-            kill_tree(process)
-        for name in self.names:
-            ip("netns", "del", name)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
-def make_pods(tmp_path: Path) -> Iterator[Callable[[int], Pods]]:
-    if reason := why_no_namespaces():
+def pods(tmp_path: Path) -> Iterator[list[Node]]:
+    if reason := why_not():
         pytest.skip(reason)
-    with contextlib.ExitStack() as stack:
-
-        def make(count: int) -> Pods:
-            pods = Pods(tmp_path, count)
-            stack.callback(pods.close)
-            return pods
-
-        yield make
+    found = Nodes(tmp_path, (1, 1, 1), 1 << 20)
+    yield found.all
+    found.close()
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=WATCHDOG_S)
-    return process.returncode, text
+def start(pod: Node, script: str, *words: str | Path) -> None:
+    pod.boot(
+        ["bash", str(ROOT / script), *map(str, words)], {**environment(), "PYTHON": sys.executable}
+    )
+
+
+def until(condition: Callable[[], object], *pods: Node) -> None:
+    end_s = time.monotonic() + WATCHDOG_S
+    while not condition():
+        assert time.monotonic() < end_s, [pod.said for pod in pods]
+        time.sleep(0.1)
+
+
+def finish(pod: Node) -> tuple[int, str]:
+    until(lambda: pod.status is not None, pod)
+    assert pod.status is not None
+    return pod.status, pod.said
 
 
 def test_nodes_with_different_counts_train_whoever_comes_first(
-    make_pods: Callable[[int], Pods], tmp_path: Path
+    pods: list[Node], tmp_path: Path
 ) -> None:
-    pods = make_pods(2)
     conf = tmp_path / "a run" / "conf.sh"
     conf.parent.mkdir()
     conf.write_text(CONF + "NNODES=2\n")
-    worker = pods.start(1, "run_worker.sh", "--master-addr", "10.55.0.1", "--nproc-per-node", "2")
-    assert worker.stdout is not None
-    assert "waiting for the master (10.55.0.1:29500" in worker.stdout.readline()
-    master = pods.start(0, "run_master.sh", str(conf))
+    master, worker, _ = pods
+    start(worker, "run_worker.sh", "--master-addr", master.address, "--nproc-per-node", "2")
+    until(lambda: f"waiting for the master ({master.address}:29500" in worker.said, worker)
+    start(master, "run_master.sh", conf)
     status, said = finish(master)
     assert status == 0, said
     other_status, other = finish(worker)
@@ -160,80 +86,66 @@ def test_nodes_with_different_counts_train_whoever_comes_first(
 
 
 def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
-    make_pods: Callable[[int], Pods], tmp_path: Path
+    pods: list[Node], tmp_path: Path
 ) -> None:
-    pods = make_pods(3)
-    conf = tmp_path / "conf.sh"
+    conf, logs = tmp_path / "conf.sh", tmp_path / "logs"
     conf.write_text(CONF.replace("ITERS=3", "ITERS=100000") + "NNODES=3\nNPROC_PER_NODE=1\n")
-    logs = tmp_path / "logs"
-    workers = [pods.start(pod, "run_worker.sh", "--log-dir", str(logs)) for pod in (1, 2)]
-    master = pods.start(0, "run_master.sh", str(conf))
-    end_s = time.monotonic() + WATCHDOG_S
-    while not any("iteration" in path.read_text() for path in logs.glob("*/*.out")):
-        assert time.monotonic() < end_s
-        assert master.poll() is None, finish(master)
-        time.sleep(0.2)
+    master, *workers = pods
+    for worker in workers:
+        start(worker, "run_worker.sh", "--log-dir", logs)
+    start(master, "run_master.sh", conf)
+    until(lambda: any("iteration" in path.read_text() for path in logs.glob("*/*.out")), *pods)
     assert not (logs / "master.json").exists()
-    inside = psutil.Process(master.pid).children(recursive=True)
     (node,) = [
-        one for one in inside if one.cmdline()[2:5] == ["megatron.adaptive", "node", "master"]
+        one
+        for one in master.processes()
+        if one.cmdline()[2:5] == ["megatron.adaptive", "node", "master"]
     ]
     node.send_signal(signal.SIGTERM)
-    outcomes = [finish(process) for process in (master, *workers)]
+    outcomes = [finish(pod) for pod in pods]
     for status, said in outcomes:
         assert status in (0, 128 + signal.SIGTERM), said
     assert any("training ends: signal SIGTERM" in said for _, said in outcomes)
 
 
-def test_a_worker_gives_up_with_a_message(make_pods: Callable[[int], Pods]) -> None:
-    pods = make_pods(2)
-    worker = pods.start(1, "run_worker.sh", "--master-addr", "10.55.0.9", "--timeout", "2")
-    status, said = finish(worker)
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("10.57.0.99", "10.57.0.99:29500: "), ("nowhere", "MASTER_ADDR=nowhere: the name does not")],
+)
+def test_a_worker_gives_up_with_a_message(pods: list[Node], address: str, why: str) -> None:
+    start(pods[1], "run_worker.sh", "--master-addr", address, "--timeout", "2")
+    status, said = finish(pods[1])
     assert status == 2
     last = said.splitlines()[-1]
-    assert last.startswith("error: the master was not reached within 2 s (10.55.0.9:29500: ")
+    assert last.startswith(f"error: the master was not reached within 2 s ({why}"), said
     assert "run_master.sh" in last
 
 
-def test_a_name_that_does_not_resolve(make_pods: Callable[[int], Pods]) -> None:
-    pods = make_pods(2)
-    worker = pods.start(1, "run_worker.sh", "--master-addr", "nowhere", "--timeout", "1")
-    status, said = finish(worker)
-    assert status == 2
-    expected = (
-        "error: the master was not reached within 1 s (MASTER_ADDR=nowhere: the name does not"
-    )
-    assert said.splitlines()[-1].startswith(expected), said
-
-
-def test_two_runs_that_wait_in_one_folder(make_pods: Callable[[int], Pods], tmp_path: Path) -> None:
-    pods = make_pods(2)
+def test_two_runs_that_wait_in_one_folder(pods: list[Node], tmp_path: Path) -> None:
     conf = tmp_path / "conf.sh"
     conf.write_text(CONF + "NNODES=2\n")
-    pods.start(0, "run_master.sh", str(conf), "--timeout", "60")
-    end_s = time.monotonic() + WATCHDOG_S
-    while not (tmp_path / "logs" / "master.json").exists():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
-    status, said = finish(pods.start(1, "run_master.sh", str(conf)))
+    start(pods[0], "run_master.sh", conf, "--timeout", "60")
+    until((tmp_path / "logs" / "master.json").exists, pods[0])
+    start(pods[1], "run_master.sh", conf)
+    status, said = finish(pods[1])
     assert status == 2
-    assert "another run waits there for its workers at 10.55.0.1:29500" in said.splitlines()[-1]
+    told = f"another run waits there for its workers at {pods[0].address}:29500"
+    assert told in said.splitlines()[-1]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["master.json"]
 
 
-def test_a_master_names_who_is_missing_and_a_bad_setting(
-    make_pods: Callable[[int], Pods], tmp_path: Path
-) -> None:
-    pods = make_pods(2)
+def test_a_master_names_who_is_missing_and_a_bad_setting(pods: list[Node], tmp_path: Path) -> None:
     conf = tmp_path / "conf.sh"
     conf.write_text(CONF + "NNODES=2\n")
-    status, said = finish(pods.start(0, "run_master.sh", str(conf), "--timeout", "1"))
+    master, worker, _ = pods
+    start(master, "run_master.sh", conf, "--timeout", "1")
+    status, said = finish(master)
     assert status == 2
     assert said.splitlines()[-1].startswith("error: 1 of 2 nodes were there after 1 s")
     # Two processes in all, three stages: both hear of it.
-    worker = pods.start(1, "run_worker.sh", "--master-addr", "10.55.0.1")
-    master = pods.start(0, "run_master.sh", str(conf))
-    for process in (master, worker):
-        status, said = finish(process)
+    start(worker, "run_worker.sh", "--master-addr", master.address)
+    start(master, "run_master.sh", conf)
+    for pod in (master, worker):
+        status, said = finish(pod)
         assert status == 2
         assert said.splitlines()[-1].startswith("error: WORLD_SIZE=2: it must be a multiple of")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import report as command
 from megatron.adaptive.cluster.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
+
+from ..browser import complaints, opened_browser
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 180.0
@@ -33,11 +34,6 @@ NPROC_PER_NODE=2
 TRACE=true
 TRAINER_FLAGS='--vocab-size 255'
 """
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-dev-shm-usage "
-    "--disable-background-networking --disable-component-update --disable-sync "
-    "--window-size=1200,900"
-)
 SHOWN = """
 const charts = [...document.querySelectorAll(".chart")].map((chart) =>
   [chart.id, (chart.data || []).length]);
@@ -184,28 +180,14 @@ def test_damaged_traces_and_a_place_that_cannot_be_written(large: Path) -> None:
 @pytest.fixture(scope="module")
 def show(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """A function that opens a page in a headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-    programs = shutil.which("chromium"), shutil.which("chromedriver")
-    if None in programs:
-        pytest.skip("no chromium and chromedriver: bash prerequisite.sh --views")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    folder = tmp_path_factory.mktemp("profile")
-    for flag in (*FLAGS.split(), f"--user-data-dir={folder}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+    with opened_browser(tmp_path_factory.mktemp("profile")) as browser:
 
-    def opened(page: Path) -> Any:
-        driver.get(page.as_uri())
-        mistakes = [one for one in driver.get_log("browser") if one["level"] == "SEVERE"]
-        assert mistakes == []
-        return driver
+        def opened(page: Path) -> Any:
+            browser.get(page.as_uri())
+            assert complaints(browser) == []
+            return browser
 
-    try:
         yield opened
-    finally:
-        driver.quit()
 
 
 @pytest.mark.slow

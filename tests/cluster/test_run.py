@@ -8,10 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +25,7 @@ from megatron.adaptive.cluster.job import (
 from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
-from .jobs import FLAGS, ROOT, environment
+from .jobs import FLAGS, ROOT, JobFolder, environment
 
 TRAINER = str(ROOT / "pretrain_gpt.py")
 SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
@@ -48,6 +45,11 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
+        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "chooses stages with unequal"),
+        (
+            ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
+            "a job that changes layout chooses the ranks of its stages",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -171,6 +173,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
     words = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]
     words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
     trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
+    job = JobFolder(checkpoints)
     logs = {name: (tmp_path / f"{name}.txt").open("w") for name in "ab"}
     nodes = {
         name: subprocess.Popen(
@@ -183,23 +186,22 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         for name, log in logs.items()
     }
     try:
-        state = wait_for_state(
-            checkpoints, lambda told: told["epochs"] and told["checkpoint_iteration"] >= 10
-        )
+        job.until(lambda: job.state().get("checkpoint_iteration", 0) >= 10, "a checkpoint", 200)
+        state = job.state()
         (first,) = state["epochs"]
         assert sorted(first["nodes"]) == ["a", "b"]
         manager = next(name for name, node in nodes.items() if node.pid == state["manager"]["pid"])
         (left,) = set(nodes) - {manager}
         family = [one for node in nodes.values() for one in psutil.Process(node.pid).children(True)]
         nodes[manager].kill()
-        state = wait_for_state(
-            checkpoints,
-            lambda told: (
-                told["manager"]["pid"] == nodes[left].pid
-                and told["epochs"]
-                and told["iteration"] > state["iteration"] + 10
-            ),
-        )
+
+        def goes_on() -> bool:
+            told = job.state()
+            is_managed = told["manager"]["pid"] == nodes[left].pid and told["epochs"]
+            return is_managed and told["iteration"] > state["iteration"] + 10
+
+        job.until(goes_on, "another manager", 200)
+        state = job.state()
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
@@ -228,19 +230,3 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         for log in logs.values():
             log.close()
     assert psutil.wait_procs(family, timeout=10)[1] == []
-
-
-def wait_for_state(
-    checkpoints: Path, condition: Callable[[dict[str, Any]], object]
-) -> dict[str, Any]:
-    """Wait until a job's state is as asked."""
-    path = checkpoints / "elastic" / "state.json"
-    end_s = time.monotonic() + 200
-    while time.monotonic() < end_s:
-        if path.exists():
-            told: dict[str, Any] = json.loads(path.read_text())
-            if condition(told):
-                return told
-        time.sleep(0.1)
-    said = {log.name: log.read_text()[-2000:] for log in checkpoints.parent.glob("*.txt")}
-    raise AssertionError(f"the job did not get there: {said}")

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.adaptive.cluster.job import IncarnationProgress
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
-from megatron.adaptive.cluster.plan_process import MeasuringChooser
-from megatron.adaptive.cluster.ranks import ScriptProgram, Start, is_trainer, model_file
+from megatron.adaptive.cluster.plan_process import PlannerChooser
+from megatron.adaptive.cluster.ranks import ScriptProgram, is_trainer, model_file
 from megatron.adaptive.cluster.script_planning import ScriptPlanning
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -172,9 +172,7 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
     module(is_random=True).write(path)
     script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
     layout = ScriptPlanning(path).plan(nodes(2))
-    words, variables = script.command(
-        Start(layout=layout, incarnation=2, resumed=0, progress=tmp_path / "progress")
-    )
+    words, variables = script.command(layout, 2, 0, tmp_path / "progress")
     assert words == ["--lr", "1"]
     order = JobOrder.from_text(variables[JOB_VARIABLE])
     assert (order.signature, order.pipeline_size) == ("s", layout.pipeline)
@@ -191,7 +189,7 @@ def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
-    chooser = MeasuringChooser(tmp_path / "model.json", None, 1.0, print)  # type: ignore[arg-type]
+    chooser = PlannerChooser(None, 1.0, print, tmp_path / "model.json")  # type: ignore[arg-type]
     two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
     assert chooser.is_better(three, two)
     assert not chooser.is_better(two, three)

@@ -1,37 +1,24 @@
-"""Jobs on machines of unequal speed: the planner's shapes, and nodes that are slow unexpectedly."""
+"""Jobs on machines of unequal speed or number: the planner's shapes, and nodes that are slow."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .jobs import FLAGS, TRAINER, ElasticJob, environment
+from .jobs import ROOT, ElasticJob
 from .planning_files import FAST_S, SLOW_S, cluster_file, profile_file
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 
-SPEEDS = Path(__file__).with_name("speeds.py")
+SPEEDS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
+WIDE = ("--global-batch-size", "16", "--train-iters", "9999", "--save-interval", "1000")
 ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "traces")
-
-
-def losses(job: ElasticJob, folder: Path, begin: int, last: int) -> dict[int, float]:
-    """Losses of one process that goes on alone from a checkpoint of the job."""
-    words = [sys.executable, str(TRAINER), *FLAGS, *job.extra, "--trace-iterations", "1"]
-    words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
-    words += ["--load", str(job.checkpoints), "--ckpt-step", str(begin)]
-    words += ["--exit-interval", str(last), "--diagnose-interval", "0"]
-    subprocess.run(
-        words, env=environment(), check=True, timeout=200, capture_output=True, cwd=folder.parent
-    )
-    lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
-    return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
@@ -44,12 +31,6 @@ def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
     job.until(lambda: found() and len(job.steps(found()[0]["epoch"])) >= 3, f"epoch for {reason}")
     (one,) = found()
     return one
-
-
-def stop(job: ElasticJob) -> None:
-    job.manager.send_signal(signal.SIGTERM)
-    assert job.end() == 128 + signal.SIGTERM
-    assert job.left_behind() == []
 
 
 def layers_of(incarnation: dict[str, Any], name: str) -> int:
@@ -73,13 +54,13 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         ["--global-batch-size", "8", "--save-interval", "8", *ENDLESS],
         [word for path in files for word in ("--plan-with", str(path))],
         script=SPEEDS,
-        variables={"LAYER_S": json.dumps(takes)},
+        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
     )
     try:
         moved = epoch_for(job, "a is slow, rank ")
         job.change("abc")
         epoch_for(job, "d was taken from the machines file")
-        stop(job)
+        job.stop()
         incarnations = job.state()["epochs"]
         assert {one["chosen_by"] for one in incarnations} == {"planner"}
         assert [one["lost_steps"] for one in incarnations] == [0] * len(incarnations)
@@ -93,12 +74,9 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         assert "d" not in incarnations[-1]["nodes"]
         told = {node["name"]: node["slowness"] for node in job.state()["machines"]}
         assert told["a"] > 1.5
-        done = [line for line in job.lines() if "iteration" in line]
-        last = done[-1]["iteration"]
-        assert [line["iteration"] for line in done] == list(range(1, last + 1))
-        expected = losses(job, tmp_path / "alone", 8, last)
-        for line in done[8:]:
-            assert line["loss"] == pytest.approx(expected[line["iteration"]], rel=1e-5)
+        done = [line["iteration"] for line in job.lines() if "iteration" in line]
+        assert done == list(range(1, max(done) + 1))
+        job.check_losses(tmp_path / "alone", 8, "--global-batch-size", "8")
     finally:
         job.close()
 
@@ -111,7 +89,7 @@ def test_a_slow_node_is_left_out_and_stays_at_hand(tmp_path: Path) -> None:
         ["--save-interval", "100", *ENDLESS],
         ["--on-straggler", "exclude"],
         script=SPEEDS,
-        variables={"LAYER_S": json.dumps(takes)},
+        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
     )
     try:
         moved = epoch_for(job, "b is slow, rank ")
@@ -119,6 +97,32 @@ def test_a_slow_node_is_left_out_and_stays_at_hand(tmp_path: Path) -> None:
         assert moved["lost_steps"] == 0
         (slow,) = [node for node in job.state()["machines"] if node["name"] == "b"]
         assert (slow["status"], slow["why"]) == ("present", "left out: slow")
-        stop(job)
+        job.stop()
+    finally:
+        job.close()
+
+
+def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
+    """Two nodes, then three, then a node is lost: the losses are those of one process."""
+    own = ["--plan-with", str(profile_file(tmp_path, {"fast": FAST_S}))]
+    own += ["--unequal", "--replicate-every", "1"]
+    job = ElasticJob(tmp_path, "ab", WIDE, own)
+
+    try:
+        job.trained(1)
+        job.change("abc")
+        job.trained(2)
+        os.kill(job.agent("b"), signal.SIGKILL)
+        job.trained(3)
+        job.stop()
+        incarnations: list[dict[str, Any]] = job.state()["epochs"]
+        assert incarnations[1]["shape"].startswith(("PP 2 x DP 2-1,", "PP 2 x DP 1-2,"))
+        assert sorted(incarnations[1]["nodes"]) == ["a", "b", "c"]
+        assert "-" not in incarnations[2]["shape"].partition(",")[0]
+        # Every stage has a copy of its state on another node.
+        assert incarnations[2]["source"] == "copies in memory", job.said()
+        assert [one["lost_steps"] <= 1 for one in incarnations] == [True] * 3
+        begin = incarnations[1]["resumed_iteration"]
+        job.check_losses(tmp_path / "alone", begin, "--global-batch-size", "16")
     finally:
         job.close()

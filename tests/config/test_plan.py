@@ -105,6 +105,10 @@ def test_a_plan_for_other_processes_is_refused(plan: Path) -> None:
             "its stages have microbatches of 1, 2 samples",
         ),
         ({"format": 9}, "format is 9: this version reads 1"),
+        ({"degrees": {"tensor": 0}}, "degrees.tensor is 0"),
+        ({"partition": [1, -1]}, r"partition\[1\] is -1"),
+        ({"placement": []}, "placement is"),
+        ({"placement": [{"nodes": 1}]}, r"placement\[0\].processes_per_node is None"),
     ],
 )
 def test_a_bad_plan_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:

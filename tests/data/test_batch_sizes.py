@@ -50,13 +50,6 @@ def test_ramp_up_table() -> None:
     ]
 
 
-def test_a_position_gives_the_same_size_in_whatever_order_it_is_asked() -> None:
-    sizes = sizes_of(16, (4, 4, 48))
-    forward = [sizes.global_batch_size_at(samples) for samples in range(60)]
-    backward = [sizes.global_batch_size_at(samples) for samples in reversed(range(60))]
-    assert forward == backward[::-1]
-
-
 def random_case(rng: random.Random) -> tuple[int, int, int, tuple[int, int, int]]:
     micro, copies = rng.randrange(1, 4), rng.randrange(1, 4)
     unit = micro * copies

@@ -63,7 +63,7 @@ def test_the_parts_belong_together(corpus: Corpus) -> None:
     assert corpus.merge_file.read_text(encoding="utf-8").startswith("#version")
     info = check_indexed(corpus.data_prefix)
     assert info.num_documents == len(corpus.jsonl.read_text().splitlines())
-    check_vocabulary_fits(corpus.data_prefix, tokenizer.vocab_size)
+    check_vocabulary_fits(check_indexed(corpus.data_prefix), tokenizer.vocab_size)
 
 
 def test_a_second_call_uses_it_again(tmp_path: Path, sources: Path) -> None:

@@ -108,14 +108,14 @@ def test_an_index_without_documents_is_refused(write_tokens: Write) -> None:
 
 def test_an_id_outside_the_vocabulary_is_named(write_tokens: Write) -> None:
     prefix = write_tokens([[1, 2], [7, 3]])
-    check_vocabulary_fits(prefix, 8)
+    check_vocabulary_fits(check_indexed(prefix), 8)
     with pytest.raises(DataError, match=r"holds id 7, but .* only 7 ids; .*\(8 ids or more\)"):
-        check_vocabulary_fits(prefix, 7)
+        check_vocabulary_fits(check_indexed(prefix), 7)
 
 
 def test_a_negative_id_is_named(write_tokens: Write) -> None:
     with pytest.raises(DataError, match="negative id -5"):
-        check_vocabulary_fits(write_tokens([[1, -5]], dtype=np.int32), 8)
+        check_vocabulary_fits(check_indexed(write_tokens([[1, -5]], dtype=np.int32)), 8)
 
 
 @pytest.mark.parametrize("place", [0, 20_000, 39_999])
@@ -128,6 +128,6 @@ def test_large_data_is_sampled_from_end_to_end(
     # As foreign data would look: not a single stray id.
     tokens[place : place + 500] = [900] * len(tokens[place : place + 500])
     prefix = write_tokens([tokens])
-    check_vocabulary_fits(prefix, 901)
+    check_vocabulary_fits(check_indexed(prefix), 901)
     with pytest.raises(DataError, match="holds id 900"):
-        check_vocabulary_fits(prefix, 900)
+        check_vocabulary_fits(check_indexed(prefix), 900)

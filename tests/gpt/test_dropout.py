@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
@@ -26,16 +25,6 @@ from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 TRACKED = "model-parallel-rng"
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def draw() -> tuple[float, float]:
@@ -65,7 +54,7 @@ Draws = Callable[..., Numbers]
 
 
 @pytest.fixture
-def draws(_one_rank: None) -> Draws:
+def draws(one_rank: None) -> Draws:
     """What is drawn under a key: outside of layers (0) or in a layer."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
@@ -135,7 +124,7 @@ def test_replicas_draw_what_one_rank_draws_for_their_microbatches(
         assert [draws(microbatch=index) for index in range(2)] == alone[replica::3]
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_without_dropout_nothing_is_touched() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -146,7 +135,7 @@ def test_without_dropout_nothing_is_touched() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_in_evaluation_layers_leave_the_generators_alone() -> None:
     keys, layer = DropoutKeys(5, enabled=True), Drawing(1, forks=False)
     keys.attach([layer])
@@ -159,7 +148,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
     assert layer.drawn == expected
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

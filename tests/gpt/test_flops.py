@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
 from megatron.adaptive.config.arguments import parse
@@ -29,19 +27,6 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
     installed = Installed(transformer_engine=False, apex=False)
     arguments = f"{base} {flags}".split()
     return parse(arguments, world_size=world_size, last_wins=True, installed=installed)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """megatron-core's parallel state of a single process."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
@@ -79,7 +64,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
     return counter.get_total_flops() / length
 
 
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "flags",
     [

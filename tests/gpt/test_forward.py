@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
 accelerator.install()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from megatron.adaptive.gpt.forward import (  # noqa: E402
     LOSS_NAME,
@@ -22,15 +17,7 @@ from megatron.adaptive.gpt.forward import (  # noqa: E402
     masked_mean_loss,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_loss_is_the_mean_of_what_the_mask_leaves() -> None:

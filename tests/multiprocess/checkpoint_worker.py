@@ -29,10 +29,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megatron.adaptive.checkpoint import local_disk, torch_dist  # noqa: E402
 from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.checkpoint.state import unwrapped  # noqa: E402
 from megatron.adaptive.checkpoint.training import (  # noqa: E402
     Checkpoints,
     Progress,
@@ -193,7 +193,7 @@ class Training:
         leaf = self.optimizer.chained_optimizers[0]
         inner = leaf.optimizer
         for index, chunk in enumerate(self.chunks):
-            for name, parameter in unwrapped(chunk).named_parameters():
+            for name, parameter in unwrap_model(chunk).named_parameters():
                 key = f"{index}.{name}"
                 held = getattr(parameter, "main_param", None)
                 held = parameter if held is None else held

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.tracing.clocks import sample, wrong
 from megatron.adaptive.trace import clock_sync
 from megatron.adaptive.trace.clock import fit_clock
 from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer, start_clock_sync
 from megatron.adaptive.trace.event import ClockSamples
 
-WORKER = Path(__file__).with_name("clock_worker.py")
-ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 30.0
 
 
@@ -35,23 +30,12 @@ def server() -> Iterator[ClockServer]:
 @pytest.mark.multiprocess
 def test_a_wrong_clock_of_a_process_is_found(server: ClockServer) -> None:
     offset_s, drift_ppm, seconds = -5, 50, 4
-    arguments = [server.port, server.token.hex(), offset_s * 10**9, drift_ppm, seconds]
-    result = subprocess.run(
-        [sys.executable, str(WORKER), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 0, result.stderr
-    sampled: dict[str, Any] = json.loads(result.stdout)
+    sampled = sample(server, offset_s, drift_ppm, seconds)
     assert sampled["bursts"] >= 5
     assert len(sampled["samples"]) == sampled["bursts"] * clock_sync.BURST
     true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
-    wrong = true + offset_s * 10**9 + ((true - sampled["start_ns"]) * drift_ppm * 1e-6).astype(int)
     fit = fit_clock(sampled["samples"])
-    errors = np.abs(fit.apply(wrong) - true)
+    errors = np.abs(fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true)
     assert np.median(errors) <= 50_000, f"{np.median(errors)} ns, {fit}"
     assert fit.residual_ns <= 50_000
     assert abs(fit.drift_ppm + drift_ppm) < 40

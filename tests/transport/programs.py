@@ -9,7 +9,6 @@ import ctypes
 import datetime
 import json
 import os
-import random
 import threading
 import time
 from pathlib import Path
@@ -26,7 +25,6 @@ from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Labe
 from megatron.adaptive.transport.liveness import Watcher, here
 
 LIMIT_S = 40.0
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Rank:
@@ -96,68 +94,32 @@ def error_of(action: Any) -> list[str]:
     return ["none", ""]
 
 
-def make_tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rng.randrange(2**30))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def make_messages(sender: int, fixed: tuple[int, ...] | None) -> list[tuple[Label, torch.Tensor]]:
-    """The messages that ``sender`` sends, known to both sides."""
-    rng = random.Random(sender)
-    messages = []
-    for microbatch in range(30):
-        shape = fixed
-        dtype = torch.bfloat16
-        if shape is None:
-            shape = tuple(rng.choice([0, 1, 3, 17, 64]) for _ in range(rng.randrange(5)))
-            dtype = rng.choice(DTYPES)
-        kind = rng.choice([ActionKind.F, ActionKind.B])
-        messages.append(
-            (label(microbatch, kind, chunk=microbatch % 3), make_tensor(rng, shape, dtype))
-        )
-    return messages
-
-
-def exchange(rank: Rank, shape: list[int] | None) -> int:
+def exchange(rank: Rank, shape: list[int]) -> int:
     """Both ranks send and receive the same kinds of messages at the same time."""
-    fixed = None if shape is None else tuple(shape)
     peer = 1 - rank.rank
-    transport = rank.transport(peer, shape=fixed, dtype=torch.bfloat16)
-    for text, tensor in make_messages(rank.rank, fixed):
-        transport.send(peer, text, tensor)
-    count = 0
-    for text, tensor in make_messages(peer, fixed):
+    transport = rank.transport(peer, shape=tuple(shape), dtype=torch.bfloat16)
+
+    def message(sender: int, number: int) -> tuple[Label, torch.Tensor]:
+        kind = (ActionKind.F, ActionKind.B)[(number + sender) % 2]
+        generator = torch.Generator().manual_seed(100 * sender + number)
+        tensor = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        return label(number, kind, chunk=number % 3), tensor
+
+    for number in range(30):
+        transport.send(peer, *message(rank.rank, number))
+    for number in range(30):
+        text, tensor = message(peer, number)
         arrival = wait(transport)
         assert (arrival.label, arrival.peer, arrival.nbytes) == (text, peer, tensor.nbytes)
         torch.testing.assert_close(arrival.take(), tensor, rtol=0, atol=0)
-        count += 1
     transport.flush(LIMIT_S)
     transport.close()
-    return count
+    return 30
 
 
-def reuse(rank: Rank) -> list[float]:
-    """The sender replaces its tensors right after sending; views and strides are sent by value."""
-    transport = rank.transport(1 - rank.rank)
-    seen = []
-    if rank.rank == 0:
-        for microbatch in range(20):
-            tensor = torch.full((1000,), float(microbatch))
-            transport.send(1, label(microbatch), tensor)
-            tensor.data = torch.empty(1)
-        transport.send(1, label(20), torch.arange(6.0).reshape(2, 3).t())
-        transport.send(1, label(21), torch.ones(3, requires_grad=True) * 2)
-    else:
-        for microbatch in range(20):
-            assert wait(transport).take().unique().tolist() == [float(microbatch)]
-        seen = [*wait(transport).take().flatten().tolist(), *wait(transport).take().tolist()]
-    transport.close()
-    return seen
-
-
-def pile_up(rank: Rank, shape: list[int] | None) -> list[int]:
+def pile_up(rank: Rank, shape: list[int]) -> list[int]:
     """Rank 1 takes nothing before rank 0 has sent everything."""
-    transport = rank.transport(1 - rank.rank, shape=None if shape is None else tuple(shape))
+    transport = rank.transport(1 - rank.rank, shape=tuple(shape))
     taken = []
     if rank.rank == 0:
         for microbatch in range(300):
@@ -174,45 +136,9 @@ def pile_up(rank: Rank, shape: list[int] | None) -> list[int]:
     return taken
 
 
-def two_peers(rank: Rank) -> list[Any]:
-    """Rank 1 gets messages of ranks 0 and 2, and takes their payloads in another order."""
-    transport = rank.transport(*([0, 2] if rank.rank == 1 else [1]))
-    seen: list[Any] = []
-    if rank.rank == 1:
-        first = [wait(transport) for _ in range(3)]
-        rank.mark("first")
-        second = [wait(transport) for _ in range(3)]
-        payloads = [arrival.take().item() for arrival in second + first]
-        seen = [[arrival.peer for arrival in first + second], payloads]
-    else:
-        if rank.rank == 0:
-            rank.await_mark(1, "first")
-        for microbatch in range(3):
-            transport.send(1, label(microbatch), torch.tensor([rank.rank * 10.0 + microbatch]))
-    transport.close()
-    return seen
-
-
-def deadline(rank: Rank) -> list[Any]:
-    """Nothing is sent; then something is."""
-    transport = rank.transport(1 - rank.rank)
-    seen: list[Any] = []
-    if rank.rank == 1:
-        seen.append(transport.completions.poll() is None)
-        seen.append(transport.completions.wait(time.monotonic() + 0.2) is None)
-        seen.append(transport.completions.wait(time.monotonic() - 1.0) is None)
-        rank.mark("waited")
-        seen.append(wait(transport).label.action.microbatch)
-    else:
-        rank.await_mark(1, "waited")
-        transport.send(1, label(7), torch.ones(2))
-    transport.close()
-    return seen
-
-
-def bereaved(rank: Rank, shape: list[int] | None) -> list[Any]:
+def bereaved(rank: Rank, shape: list[int]) -> list[Any]:
     """Rank 0 is killed by the test while rank 1 waits for it."""
-    transport = rank.transport(1 - rank.rank, shape=None if shape is None else tuple(shape))
+    transport = rank.transport(1 - rank.rank, shape=tuple(shape))
     if rank.rank == 0:
         transport.send(1, label(0), torch.ones(4))
         time.sleep(LIMIT_S)
@@ -227,9 +153,9 @@ def bereaved(rank: Rank, shape: list[int] | None) -> list[Any]:
     return [waiting, error_of(keep_sending), error_of(transport.close), error_of(transport.close)]
 
 
-def close_cleanly(rank: Rank, shape: list[int] | None) -> list[Any]:
+def close_cleanly(rank: Rank, shape: list[int]) -> list[Any]:
     """Rank 0 sends and closes; what it sent is still there for rank 1, and nothing is an error."""
-    transport = rank.transport(1 - rank.rank, shape=None if shape is None else tuple(shape))
+    transport = rank.transport(1 - rank.rank, shape=tuple(shape))
     seen: list[Any] = []
     if rank.rank == 0:
         for microbatch in range(3):
@@ -256,14 +182,6 @@ def refused(rank: Rank) -> list[Any]:
     else:
         seen = [wait(transport).label.action.microbatch]
     transport.close()
-    varying = rank.transport(1 - rank.rank)
-    if rank.rank == 0:
-        odd = (torch.empty(2, dtype=torch.bits8), torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 1))
-        seen += [error_of(lambda t=t: varying.send(1, label(0), t)) for t in odd]
-        varying.send(1, label(6), torch.ones(5))
-    else:
-        seen.append(wait(varying).label.action.microbatch)
-    varying.close()
     return seen
 
 

@@ -1,4 +1,7 @@
-"""The contract of a transport, kept by gloo between real processes."""
+"""Channels of gloo for payloads of one shape, between real processes.
+
+What gloo does with any shape, ``test_contract.py`` shows.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,20 @@ import pytest
 pytestmark = pytest.mark.multiprocess
 
 Start = Callable[..., Any]
-# A channel for payloads of one shape, and one for any.
-both_modes = pytest.mark.parametrize("shape", [None, [64, 64]], ids=["any-shape", "fixed-shape"])
-both_small = pytest.mark.parametrize("shape", [None, [4]], ids=["any-shape", "fixed-shape"])
 
 
-@pytest.mark.parametrize(
-    "shape", [None, [5, 2, 8], [0, 8], []], ids=["any-shape", "fixed-shape", "empty", "scalar"]
-)
-def test_both_directions_keep_order_and_content(start: Start, shape: list[int] | None) -> None:
-    """Any shape includes payloads without elements, scalars and all floating-point types."""
+@pytest.mark.parametrize("shape", [[5, 2, 8], [0, 8], []], ids=["matrices", "empty", "scalar"])
+def test_both_directions_keep_order_and_content(start: Start, shape: list[int]) -> None:
     assert start("exchange", 2, shape=shape).results() == [30, 30]
 
 
-def test_sender_may_replace_its_tensor(start: Start) -> None:
-    assert start("reuse", 2).results()[1] == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0, 2.0, 2.0, 2.0]
-
-
-@both_modes
-def test_sending_does_not_wait_for_the_peers_work(start: Start, shape: list[int] | None) -> None:
+def test_sending_does_not_wait_for_the_peers_work(start: Start) -> None:
     """A receiver that takes nothing yet holds up no sender, whatever the number of messages."""
-    assert start("pile_up", 2, shape=shape).results()[1] == list(range(300))
+    assert start("pile_up", 2, shape=[64, 64]).results()[1] == list(range(300))
 
 
-def test_peers_meet_in_the_order_of_arrival_and_are_taken_in_any(start: Start) -> None:
-    peers, payloads = start("two_peers", 3).results()[1]
-    assert peers == [2, 2, 2, 0, 0, 0]
-    assert payloads == [0.0, 1.0, 2.0, 20.0, 21.0, 22.0]
-
-
-def test_deadline_passes_without_harm(start: Start) -> None:
-    assert start("deadline", 2).results()[1] == [True, True, True, 7]
-
-
-@both_small
-def test_killed_peer_is_named(start: Start, shape: list[int] | None) -> None:
-    job = start("bereaved", 2, shape=shape)
+def test_killed_peer_is_named(start: Start) -> None:
+    job = start("bereaved", 2, shape=[4])
     job.await_mark(1, "waits")
     job.signal(0)
     assert job.status(1) == 0, job.text(1)
@@ -58,9 +39,8 @@ def test_killed_peer_is_named(start: Start, shape: list[int] | None) -> None:
     assert again == ["none", ""]
 
 
-@both_small
-def test_clean_close_loses_nothing(start: Start, shape: list[int] | None) -> None:
-    seen, threads = start("close_cleanly", 2, shape=shape).results()[1]
+def test_clean_close_loses_nothing(start: Start) -> None:
+    seen, threads = start("close_cleanly", 2, shape=[4]).results()[1]
     assert seen == [[number, [float(number)] * 4] for number in range(3)]
     assert threads == []
 
@@ -68,13 +48,11 @@ def test_clean_close_loses_nothing(start: Start, shape: list[int] | None) -> Non
 def test_what_a_channel_does_not_carry_is_refused_by_the_sender(start: Start) -> None:
     """The channel still works afterwards: nothing of a refused message was sent."""
     sender, receiver = start("refused", 2).results()
-    assert [kind for kind, _ in sender] == ["TransportError"] * 4
+    assert [kind for kind, _ in sender] == ["TransportError"] * 2
     assert "shape (3, 2) of torch.float32" in sender[0][1]
     assert "opened for (2, 3) of torch.float32" in sender[0][1]
     assert "float16" in sender[1][1]
-    assert "bits8" in sender[2][1]
-    assert "9 dimensions" in sender[3][1]
-    assert receiver == [5, 6]
+    assert receiver == [5]
 
 
 @pytest.mark.parametrize("shape", [None, [4]], ids=["any-shape", "fixed-shape"])

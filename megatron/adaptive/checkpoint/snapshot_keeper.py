@@ -38,7 +38,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
     "ALIGN",
@@ -188,29 +188,19 @@ class Buddy:
     port: int
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Store:
-    run: str
-    rank: int
-    generation: int
-    kind: str
+    """Holds the snapshots of one rank; ``key`` tells them from others."""
+
+    key: dict[str, Any]
     file: SnapshotFile
     taken: int = 0
 
     @classmethod
     def of(cls, about: Mapping[str, Any], kind: str, file: SnapshotFile) -> _Store:
-        given = {name: about[name] for name in ("run", "rank", "generation")}
-        return cls(**given, kind=kind, file=file)
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """Identifies it among others."""
-        return {
-            "run": self.run,
-            "rank": self.rank,
-            "generation": self.generation,
-            "kind": self.kind,
-        }
+        return cls(
+            {name: about[name] for name in ("run", "rank", "generation")} | {"kind": kind}, file
+        )
 
 
 class SnapshotKeeper:
@@ -273,8 +263,8 @@ class SnapshotKeeper:
                     "has_common": store.file.head["has_common"],
                     "socket": self.address,
                 }
-                if (store.run, store.generation) not in needs:
-                    needs.add((store.run, store.generation))
+                if (start := (store.key["run"], store.key["generation"])) not in needs:
+                    needs.add(start)
                     one["needs"] = store.file.head["needs"]
                 found.append(one)
             return found
@@ -362,48 +352,45 @@ class SnapshotKeeper:
     def _serve_buddy(self, connection: socket.socket) -> None:
         """Take in the snapshots of a rank of another node."""
         connection.settimeout(_RUN_S)
-        about = _read_line(connection)
-        with self._changed:
-            ready = self._changed.wait_for(lambda: self._run == about["run"], _RUN_S)
-            shown, expected = str(about["secret"]).encode(), self._secret.encode()
-            if not (ready and expected and secrets.compare_digest(shown, expected)):
+        with connection.makefile("rb") as reader:
+            about = json.loads(reader.readline(_LONGEST))
+            if not isinstance(about, dict):
+                raise ValueError("it is no object")
+            with self._changed:
+                ready = self._changed.wait_for(lambda: self._run == about["run"], _RUN_S)
+                shown, expected = str(about["secret"]).encode(), self._secret.encode()
+                if not (ready and expected and secrets.compare_digest(shown, expected)):
+                    return
+            file = SnapshotFile.create(reader.read(about["head_bytes"]), whole=False)
+            store = _Store.of(about, "sent", file)
+            if not self._add(store):
                 return
-        head = bytearray(about["head_bytes"])
-        _receive(connection, memoryview(head))
-        file = SnapshotFile.create(bytes(head), whole=False)
-        store = _Store.of(about, "sent", file)
-        if not self._add(store):
-            return
-        connection.settimeout(None)  # the next step comes when it comes
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        frame = bytearray(_FRAME.size)
-        while _receive(connection, memoryview(frame), may_end=True):
-            step, slot, extra_bytes = _FRAME.unpack(frame)
-            connection.settimeout(_STEP_S)
-            self._take_in(connection, file, step, slot, extra_bytes)
-            connection.sendall(_KEPT.pack(step))
-            connection.settimeout(None)
-            self._count(store)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            while True:
+                connection.settimeout(None)  # the next step comes when it comes
+                step, slot, extra_bytes = _read(reader, _FRAME)
+                connection.settimeout(_STEP_S)
+                self._take_in(reader, file, step, slot, extra_bytes)
+                connection.sendall(_KEPT.pack(step))
+                self._count(store)
 
     @staticmethod
     def _take_in(
-        connection: socket.socket, file: SnapshotFile, step: int, slot: int, extra_bytes: int
+        reader: BinaryIO, file: SnapshotFile, step: int, slot: int, extra_bytes: int
     ) -> None:
         if extra_bytes > file.head["extra_bytes"]:
             raise ValueError("more than there is room for")
         file.begin(slot, step)
         start = file.extra_offset(slot)
-        found = _receive_summed(connection, memoryview(file.memory)[start : start + extra_bytes], 0)
-        found = _receive_summed(connection, file.sent(slot), found)
-        expected = bytearray(_SUM.size)
-        _receive(connection, memoryview(expected))
-        if _SUM.unpack(expected)[0] != found:
+        found = _read_summed(reader, memoryview(file.memory)[start : start + extra_bytes], 0)
+        found = _read_summed(reader, file.sent(slot), found)
+        if _read(reader, _SUM) != (found,):
             raise OSError(f"the copy of step {step} came damaged")
         file.finish(slot, step, extra_bytes)
 
     def _add(self, store: _Store) -> bool:
         with self._changed:
-            if store.run != self._run:
+            if store.key["run"] != self._run:
                 store.file.close()
                 return False
             for one in [one for one in self._stores if one.key == store.key]:
@@ -417,12 +404,13 @@ class SnapshotKeeper:
         store.taken += 1
         if store.taken != 2:
             return
+        generation = store.key["generation"]
         with self._changed:
             old = [
                 one
                 for one in self._stores
-                if {**one.key, "generation": store.generation} == store.key
-                and one.generation < store.generation
+                if {**one.key, "generation": generation} == store.key
+                and one.key["generation"] < generation
             ]
             self._stores = [one for one in self._stores if one not in old]
         for one in old:
@@ -441,6 +429,7 @@ class _Stream:
         self._file = store.file
         self._socket = socket.create_connection((buddy.address, buddy.port), _CONNECT_S)
         self._socket.settimeout(_STEP_S)
+        self._reader = self._socket.makefile("rb")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         head = store.file.raw_head
         about = {**store.key, "secret": secret, "head_bytes": len(head)}
@@ -458,10 +447,10 @@ class _Stream:
                 checksum = zlib.crc32(piece, checksum)
                 self._socket.sendall(piece)
         self._socket.sendall(_SUM.pack(checksum))
-        answer = bytearray(_KEPT.size)
-        _receive(self._socket, memoryview(answer))
+        _read(self._reader, _KEPT)
 
     def close(self) -> None:
+        self._reader.close()
         self._socket.close()
 
 
@@ -474,36 +463,18 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=128)
 
 
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    line = bytearray()
-    while not line.endswith(b"\n") and len(line) < _LONGEST:
-        byte = connection.recv(1)
-        if not byte:
-            raise OSError("it ended")
-        line += byte
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    return found
+def _read(reader: BinaryIO, form: struct.Struct) -> tuple[Any, ...]:
+    data = reader.read(form.size)
+    if len(data) < form.size:
+        raise OSError("the connection ended")
+    return form.unpack(data)
 
 
-def _receive(connection: socket.socket, into: memoryview, *, may_end: bool = False) -> bool:
-    """Fill a buffer; whether there was anything, where an end is in order before the first byte."""
-    at = 0
-    while at < len(into):
-        count = connection.recv_into(into[at:])
-        if not count:
-            if may_end and not at:
-                return False
-            raise OSError("the connection ended")
-        at += count
-    return True
-
-
-def _receive_summed(connection: socket.socket, into: memoryview, checksum: int) -> int:
+def _read_summed(reader: BinaryIO, into: memoryview, checksum: int) -> int:
     """Fill a buffer and go on with the checksum over it."""
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]
-        _receive(connection, piece)
+        if reader.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+            raise OSError("the connection ended")
         checksum = zlib.crc32(piece, checksum)
     return checksum

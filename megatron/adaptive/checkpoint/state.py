@@ -7,9 +7,10 @@ Knows nothing of folders.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -33,7 +35,7 @@ __all__ = [
     "RNG",
     "StandingState",
     "addresses",
-    "count_groups",
+    "require_same_groups",
     "has_parameters",
     "is_sharded",
     "load_model",
@@ -43,7 +45,6 @@ __all__ = [
     "mesh_shape",
     "padded_vocab_size",
     "refresh_optimizer",
-    "saved_groups",
     "sharded_model",
     "sharded_optimizer",
     "sharded_rng",
@@ -76,17 +77,9 @@ _SCHEDULE_FLAGS = {
 }
 
 
-def unwrapped(chunk: torch.nn.Module) -> Any:
-    """Return megatron-core's model inside the wrappers of data parallelism and 16-bit types."""
-    model: Any = chunk
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
     """Return the rows of the embedding; every stage knows it, also one without the embedding."""
-    return int(unwrapped(chunks[0]).vocab_size)
+    return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
@@ -109,7 +102,7 @@ def sharded_model(
 ) -> dict[str, dict[str, Any]]:
     """Return the weights with their places in the whole model, by chunk."""
     return {
-        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
+        f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
     }
 
@@ -160,7 +153,7 @@ def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> N
     """Set the weights from what was loaded for :func:`sharded_model`."""
     for index, chunk in enumerate(chunks):
         # An empty stage has no weights, and leaves no trace in what was loaded.
-        unwrapped(chunk).load_state_dict(state.get(f"model{index}", {}))
+        unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}))
 
 
 def sharded_optimizer(
@@ -177,7 +170,7 @@ def sharded_optimizer(
     leaf = _leaf(optimizer)
     distributed = isinstance(leaf, DistributedOptimizer)
     _fill_state(leaf)
-    with _StepForEmptyRank(leaf):
+    with _step_for_empty_rank(leaf):
         # Other optimizers would fill in state themselves when loading, in a way that fails for
         # SGD and forgets the step of torch's Adam.
         state: dict[str, Any] = leaf.sharded_state_dict(
@@ -185,15 +178,6 @@ def sharded_optimizer(
         )
     _move_step_to_groups(state)
     return state
-
-
-def _lives_in_place(tensors: Iterable[torch.Tensor], chunks: Any, optimizer: Any) -> bool:
-    """Return whether all tensors are memory of the weights and the optimizer's state themselves.
-
-    Such tensors hold the state of every later step as well; others were made for one.
-    """
-    places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-    return all(one.untyped_storage().data_ptr() in places for one in tensors if one.numel())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +207,10 @@ class StandingState:
         random = [one for one in objects if one.key == RNG]
         if not all(_is_nothing(one.data) for one in objects if one.key != RNG):
             return None
-        if not _lives_in_place(tensors, chunks, optimizer):
+        # Tensors that are memory of the weights and the optimizer's state themselves hold the state
+        # of every later step as well; others were made for one.
+        places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
+        if any(one.untyped_storage().data_ptr() not in places for one in tensors if one.numel()):
             return None
         return cls(
             shards=shards, common=common, random=random, addresses=addresses(chunks, optimizer)
@@ -249,7 +236,7 @@ def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     for group in inner.param_groups:
         yield from group["params"]
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model = unwrap_model(chunk)
         yield from model.parameters()
         yield from model.buffers()
 
@@ -306,7 +293,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             other[name] = own[name]
     # Written apart below, for megatron-core also wants to copy the step of torch's Adam from it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
-    with _StepForEmptyRank(leaf):
+    with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
     if shards is not None:
         _load_shards(leaf, shards)
@@ -315,14 +302,25 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     _fill_state(leaf)
 
 
-def count_groups(optimizer: Any) -> int:
-    """Return the number of groups of parameters, equal on all ranks."""
-    return len(_leaf(optimizer).optimizer.param_groups)
+def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> None:
+    """Check that a checkpoint has the optimizer's groups of parameters, equal on all ranks.
 
+    Args:
+        optimizer: megatron-core's optimizer.
+        saved: the common part of the checkpoint's optimizer state.
+        what: names the checkpoint in the error.
 
-def saved_groups(state: Mapping[str, Any]) -> int:
-    """Return the number of groups in the common part of a checkpoint's optimizer state."""
-    return len(state.get("optimizer", state)["param_groups"])
+    Raises:
+        CheckpointError: it has others.
+    """
+    before = len(saved.get("optimizer", saved)["param_groups"])
+    now = len(_leaf(optimizer).optimizer.param_groups)
+    if before != now:
+        raise CheckpointError(
+            f"{what} holds optimizer state in {before} groups of parameters and this "
+            f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
+            "weights alone with --no-load-optim"
+        )
 
 
 def _leaf(optimizer: Any) -> Any:
@@ -368,30 +366,22 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
         group["step"] = int(step)
 
 
-class _StepForEmptyRank:
-    """Shows the distributed optimizer a step where the rank's share has no parameter.
+@contextlib.contextmanager
+def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
+    """Show the distributed optimizer a step where the rank's share has no parameter.
 
     With torch's Adam megatron-core reads the step from the state of the parameters, and fails on a
     rank that has none (an empty stage, or more data parallel ranks than elements).
     """
-
-    _KEY = "step of a rank without parameters"
-
-    def __init__(self, leaf: Any) -> None:
-        self._inner = leaf.optimizer
-        self._needed = (
-            isinstance(leaf, DistributedOptimizer)
-            and _is_torch_adam(leaf)
-            and not any(group["params"] for group in self._inner.param_groups)
-        )
-
-    def __enter__(self) -> None:
-        if self._needed:
-            step = float(self._inner.param_groups[0].get("step", 0))
-            self._inner.state[self._KEY] = {"step": torch.tensor(step)}
-
-    def __exit__(self, *unused: object) -> None:
-        self._inner.state.pop(self._KEY, None)
+    key, inner = "step of a rank without parameters", leaf.optimizer
+    is_empty = not any(group["params"] for group in inner.param_groups)
+    if isinstance(leaf, DistributedOptimizer) and _is_torch_adam(leaf) and is_empty:
+        step = float(inner.param_groups[0].get("step", 0))
+        inner.state[key] = {"step": torch.tensor(step)}
+    try:
+        yield
+    finally:
+        inner.state.pop(key, None)
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:

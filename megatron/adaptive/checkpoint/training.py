@@ -388,7 +388,8 @@ class Checkpoints:
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
-            self._all.together(lambda: self._require_same_groups(common, path))
+            own, saved = self._optimizer, common["optimizer"]
+            self._all.together(lambda: state.require_same_groups(own, saved, f"--load {path}"))
             whole["optimizer"] = state.sharded_optimizer(
                 self._optimizer, weights, content, loading=True
             )
@@ -405,15 +406,6 @@ class Checkpoints:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
             state.load_rng(loaded[state.RNG])
-
-    def _require_same_groups(self, common: dict[str, Any], path: Path) -> None:
-        before, now = state.saved_groups(common["optimizer"]), state.count_groups(self._optimizer)
-        if before != now:
-            raise CheckpointError(
-                f"--load {path} holds optimizer state in {before} groups of parameters and this "
-                f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
-                "weights alone with --no-load-optim"
-            )
 
     def _read_shards(self, whole: dict[str, Any], path: Path, near: Path) -> dict[str, Any]:
         strategy = get_default_load_sharded_strategy(str(near))

@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from megatron.adaptive.cluster.node import (
     ROOT,
     NodePlace,
     check_files,
+    check_port,
     check_trainer,
     make_folder,
     run_node,
 )
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master, open_store
+from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -99,19 +101,16 @@ def _master(argv: Sequence[str]) -> int:
         f"master at {address}:{port}; on the other nodes: "
         f"bash run_worker.sh --master-addr {address}"
     )
-    store = open_store(port)
-    found = _Found(logs / _FOUND_NAME, address, port)
-    try:
-        rank, answer, reached = gather_nodes(
+    check_port(port)
+    with _found(logs / _FOUND_NAME, address, port):
+        gathering = gather_nodes(
             conf,
             _hello(options, conf),
-            store,
+            port,
             say=_say,
             make_answer=lambda places: _answer(conf, places, logs, port),
         )
-    finally:
-        found.close()
-    del store  # torchrun takes its port
+        rank, answer, reached = asyncio.run(gathering)
     if not given and reached is not None:
         address = reached
     place = _place(answer, rank, address)
@@ -150,12 +149,12 @@ def _worker(argv: Sequence[str]) -> int:
     def find() -> tuple[str, int] | None:
         if given:
             return resolve(given), port
-        return _Found.read(options.log_dir / _FOUND_NAME)
+        return _read_found(options.log_dir / _FOUND_NAME)
 
     if not given:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
-    joined = join_master(find, _hello(options, None), limit_s=limit_s, say=_say)
+    joined = asyncio.run(join_master(find, _hello(options, None), limit_s=limit_s, say=_say))
     folder = Path(joined["folder"])
     conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)
@@ -252,7 +251,7 @@ def _check_alone(logs: Path) -> None:
     Raises:
         ConfigError: workers would not know which one is theirs.
     """
-    found = _Found.read(logs / _FOUND_NAME)
+    found = _read_found(logs / _FOUND_NAME)
     if found is None:
         return
     with contextlib.suppress(OSError), socket.create_connection(found, timeout=2.0):
@@ -291,26 +290,24 @@ def _say(text: str) -> None:
     print(f"[{socket.gethostname()}] {text}", file=sys.stderr, flush=True)
 
 
-class _Found:
-    """Holds the file by which workers with the same folder of logs find the master."""
-
-    def __init__(self, path: Path, address: str, port: int) -> None:
-        self._path = path
-        self._text = json.dumps({"address": address, "port": port, "pid": os.getpid()})
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(self._text)
-        part.replace(path)
-
-    @staticmethod
-    def read(path: Path) -> tuple[str, int] | None:
-        """Returns the master's address and port, ``None`` if there is no file."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            answer = json.loads(path.read_text())
-            return str(answer["address"]), int(answer["port"])
-        return None
-
-    def close(self) -> None:
-        """Takes the file away, unless another master has replaced it."""
+@contextlib.contextmanager
+def _found(path: Path, address: str, port: int) -> Iterator[None]:
+    """Keeps the file by which workers with the same folder of logs find the master."""
+    text = json.dumps({"address": address, "port": port, "pid": os.getpid()})
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)
+    try:
+        yield
+    finally:
         with contextlib.suppress(OSError):
-            if self._path.read_text() == self._text:
-                self._path.unlink()
+            if path.read_text() == text:  # else another master has replaced it
+                path.unlink()
+
+
+def _read_found(path: Path) -> tuple[str, int] | None:
+    """Returns the master's address and port, ``None`` if there is no file."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        answer = json.loads(path.read_text())
+        return str(answer["address"]), int(answer["port"])
+    return None

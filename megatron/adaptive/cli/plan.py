@@ -16,14 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, read_inputs
+from megatron.adaptive.cli.plan_inputs import (
+    Inputs,
+    add_input_arguments,
+    parse_counts,
+    read_inputs,
+)
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
-from megatron.adaptive.planner.plan import explain, plan_document, table, write_conf, write_plan
+from megatron.adaptive.planner.plan import explain, plan_document, table, write_plan
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -56,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         write_plan(documents[0], options.output)
     if options.conf is not None:
-        write_conf(documents[0], options.conf)
+        write_plan(documents[0], options.conf, as_conf=True)
     return 0
 
 
@@ -144,10 +149,10 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         objective=_objective(options, model),
         schedules=schedules,
         options=SearchOptions(
-            tp=_counts("--tp", options.tp),
-            dp=_counts("--dp", options.dp),
-            pp=_counts("--pp", options.pp),
-            micro_batch=_counts("--micro-batch-sizes", options.micro_batch_sizes),
+            tp=parse_counts("--tp", options.tp),
+            dp=parse_counts("--dp", options.dp),
+            pp=parse_counts("--pp", options.pp),
+            micro_batch=parse_counts("--micro-batch-sizes", options.micro_batch_sizes),
             recompute=recompute,
             distributed_optimizer=sharded[options.distributed_optimizer],
             overlap_reduce=options.overlap_grad_reduce,
@@ -182,18 +187,6 @@ def _objective(options: argparse.Namespace, model: Model) -> Objective:
         most_price_per_hour=math.inf if options.max_price is None else options.max_price,
         most_price_per_step=math.inf if options.budget is None else options.budget / steps,
     )
-
-
-def _counts(name: str, text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        counts = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        counts = (0,)
-    if any(count < 1 for count in counts):
-        raise ConfigError(f"{name} {text}: write whole numbers from 1 on, as in 1,2,4")
-    return counts
 
 
 def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> None:

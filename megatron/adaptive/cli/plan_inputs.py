@@ -30,6 +30,7 @@ __all__ = [
     "Inputs",
     "add_input_arguments",
     "calibrated",
+    "parse_counts",
     "read_inputs",
     "traced_run",
     "types_of_hosts",
@@ -110,6 +111,23 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
     return read_model(options.model, options.precision, default=default, fused=fused)
 
 
+def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
+    """Reads the whole numbers of an option such as ``--tp``; none where it is not given.
+
+    Raises:
+        ConfigError: other text, a number below 1, or one twice.
+    """
+    if text is None:
+        return ()
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
+        raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
+    return counts
+
+
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of calibration."""
     group = parser.add_argument_group("calibration")
@@ -154,18 +172,11 @@ def calibrated(
     runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
     found = calibrate(model, runs)
     base = profile or Profile(model=model.name)
-    return replace(
-        base,
-        layers={**base.layers, **found.layers},
-        links={**base.links, **found.links},
-        intra_links={**base.intra_links, **found.intra_links},
-        all_reduce={**base.all_reduce, **found.all_reduce},
-        optimizer_s_per_parameter={
-            **base.optimizer_s_per_parameter,
-            **found.optimizer_s_per_parameter,
-        },
-        step_s={**base.step_s, **found.step_s},
-    )
+    tables = "layers links intra_links all_reduce optimizer_s_per_parameter step_s".split()
+    merged: dict[str, Any] = {
+        name: {**getattr(base, name), **getattr(found, name)} for name in tables
+    }
+    return replace(base, **merged)
 
 
 def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:

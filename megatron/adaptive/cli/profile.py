@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cli.plan_inputs import parse_counts
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
@@ -91,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
     """Measures as one process of the job; returns the profile on rank 0, ``None`` on others."""
-    sizes = _counts("--micro-batch-sizes", options.micro_batch_sizes)
-    widths = _counts("--tp", options.tp) if options.tp else ()
+    sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
+    widths = parse_counts("--tp", options.tp)
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats}: give at least 1")
     # Imports torch.
@@ -130,16 +131,6 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
         )
     except AdaptiveError as error:
         raise type(error)(f"profile: {error}") from error
-
-
-def _counts(name: str, text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        counts = (0,)
-    if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
-        raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
-    return counts
 
 
 def _write(content: dict[str, Any], path: Path) -> None:

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -142,7 +143,7 @@ def _seconds(word: str) -> float:
 def _agent() -> int:
     from megatron.adaptive.cluster.agent import Agent, spec_from_input
 
-    agent = Agent(spec_from_input(), watch_input=True)
+    agent = Agent(spec_from_input())
     asyncio.run(agent.run())
     return 1 if agent.status is None else agent.status
 
@@ -162,7 +163,6 @@ def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.layouts import choose_layout
     from megatron.adaptive.cluster.manager import Manager, Participant
     from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
-    from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 
     script = options.script
     if script is None:
@@ -195,12 +195,8 @@ def _run(options: argparse.Namespace) -> int:
         stop_s=options.stop_within,
         max_restarts=options.max_restarts,
         address=options.address,
-        copies=None
-        if not options.replicate_every
-        else SnapshotSpec(
-            every=options.replicate_every,
-            limit_bytes=options.replicate_memory,
-        ),
+        copy_every=options.replicate_every or 0,
+        copy_bytes=options.replicate_memory,
         on_straggler=on_straggler,
         is_pipeline=is_pipeline,
     )
@@ -254,32 +250,24 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     """Makes what chooses layouts; a planner is started, checked, and closed with the stack."""
     from megatron.adaptive.cluster.job import say
     from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
     from megatron.adaptive.cluster.ranks import model_file
 
-    if spec.is_pipeline:
-        from megatron.adaptive.cluster.plan_process import MeasuringChooser
-
-        model = model_file(spec.checkpoints)
-        planner = stack.enter_context(contextlib.closing(PlanProcess((), (), model=model)))
-        return MeasuringChooser(model, planner, options.plan_within, say)
-    if not options.plan_with:
+    if not spec.is_pipeline and not options.plan_with:
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    if spec.machines is not None:
-        from megatron.adaptive.cluster.membership import read_machines
+    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
 
-        read_machines(spec.machines)  # what is wrong with them comes before plans
-    process = stack.enter_context(
-        contextlib.closing(PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal))
-    )
-    if late := process.check(spec.machines):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
+    model = model_file(spec.checkpoints) if spec.is_pipeline else None
+    process = PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal, model=model)
+    stack.enter_context(contextlib.closing(process))
+    if model is None and (late := process.check(spec.machines)):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return PlannerChooser(process, options.plan_within, say)
+    return PlannerChooser(process, options.plan_within, say, model)
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

@@ -160,7 +160,9 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     """Take part in the check as one rank."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
-    config = TransportConfig(**{spec.dest: getattr(options, spec.dest) for spec in _fields()})
+    config = TransportConfig(
+        **{spec.dest: getattr(options, spec.dest) for spec in fields_of(TransportConfig)}
+    )
     if environment.world_size < 2:
         raise ConfigError("transport: one rank has nobody to reach; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
@@ -173,10 +175,6 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         _print(outcomes, as_json=options.json)
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
     return _EXIT_CHOSEN_FAILED if bad else 0
-
-
-def _fields() -> Any:
-    return fields_of(TransportConfig)
 
 
 def _try(check: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcome:

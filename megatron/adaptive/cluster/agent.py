@@ -1,8 +1,6 @@
 """Runs one node's part in a job: joins the manager, starts, signals and ends ranks as it says.
 
-Manager and agents send each other a line of JSON for each message, and a sign of life every second.
-A side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
-closes no connection. A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
+A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
 manager, which lets the job save and go on without this node, and then lets the agent go. Ranks
 outlive neither the agent nor its connection: without a manager nobody could end them.
 """
@@ -19,88 +17,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+from megatron.adaptive.cluster.connection import Connection
+from megatron.adaptive.cluster.host import count_gpus
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["BEAT_S", "SILENCE_S", "Agent", "AgentSpec", "AgentConnection", "spec_from_input"]
-
-BEAT_S = 1.0
-SILENCE_S = 20.0
-_LONGEST = 1 << 22
-
-
-class AgentConnection:
-    """Carries messages over one connection, from one event loop.
-
-    Args:
-        reader: of the connection.
-        writer: of the connection.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._beating: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def connect(cls, address: str, port: int, within_s: float) -> AgentConnection:
-        """Connects to a listening side.
-
-        Raises:
-            OSError: nobody listens there; ``TimeoutError`` is one.
-        """
-        opened = asyncio.open_connection(address, port, limit=_LONGEST)
-        try:
-            return cls(*await asyncio.wait_for(opened, within_s))
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"no answer within {within_s:g} s") from None
-
-    @property
-    def peer(self) -> str:
-        """Returns the address of the other side; as IPv4 where it came so to a socket for both."""
-        return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
-
-    def send(self, what: str, **values: Any) -> None:
-        """Sends a message; drops one to a side that is gone, which :meth:`receive` reports."""
-        if not self._writer.is_closing():
-            self._writer.write(json.dumps({"what": what, **values}).encode() + b"\n")
-
-    def beat(self) -> None:
-        """Gives signs of life from now on."""
-        self._beating = asyncio.get_running_loop().create_task(self._beat())
-
-    async def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message that is no sign of life; ``None`` where the other is lost."""
-        while True:
-            try:
-                line = await asyncio.wait_for(self._reader.readline(), SILENCE_S)
-            except (OSError, ValueError, asyncio.TimeoutError):
-                return None
-            try:
-                message = json.loads(line)
-            except ValueError:
-                return None
-            if not isinstance(message, dict) or "what" not in message:
-                return None
-            if message["what"] != "beat":
-                return message
-
-    async def close(self) -> None:
-        """Sends what is left and close. Idempotent."""
-        if self._beating is not None:
-            self._beating.cancel()
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._writer.drain(), 1.0)
-        self._writer.close()
-
-    async def _beat(self) -> None:
-        while not self._writer.is_closing():
-            self.send("beat", unix_ns=time.time_ns())
-            await asyncio.sleep(BEAT_S)
-
+__all__ = ["Agent", "AgentSpec", "spec_from_input"]
 
 _CONNECT_S = 20.0
 _END_S = 20.0
@@ -132,29 +56,18 @@ class Agent:
 
     Args:
         spec: where to join.
-        watch_input: end when the standard input does, as it does where the manager started the
-            agent and is gone.
         keeper: of copies of the state, ``None`` for one that ends with the agent.
     """
 
-    def __init__(
-        self, spec: AgentSpec, *, watch_input: bool = False, keeper: SnapshotKeeper | None = None
-    ) -> None:
+    def __init__(self, spec: AgentSpec, keeper: SnapshotKeeper | None = None) -> None:
         self._spec = spec
         self._owns_keeper = keeper is None
         self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
-        self._watch_input = watch_input
-        self._status: int | None = None
+        self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
-        self._link: AgentConnection | None = None
+        self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def status(self) -> int | None:
-        """Returns the exit status of the manager's order to end, ``None`` where that was lost."""
-        return self._status
 
     async def run(self) -> None:
         """Serves until the manager lets the agent go, or is gone.
@@ -175,8 +88,6 @@ class Agent:
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for the manager
-        if self._watch_input:
-            self._leave_with_input()
         try:
             await self._serve(link)
         finally:
@@ -190,9 +101,9 @@ class Agent:
                 await forkserver.wait()
             await link.close()
 
-    async def _join(self, spec: AgentSpec) -> AgentConnection:
+    async def _join(self, spec: AgentSpec) -> Connection:
         try:
-            link = await AgentConnection.connect(spec.address, spec.port, _CONNECT_S)
+            link = await Connection.connect(spec.address, spec.port, _CONNECT_S)
         except OSError as error:
             raise SetupError(
                 f"node {spec.name} does not reach the manager of the job at {spec.address}:"
@@ -205,7 +116,7 @@ class Agent:
             name=spec.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            slots=spec.slots or _gpus() or 1,
+            slots=spec.slots or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1,
             copies_port=self._keeper.port,
             unix_ns=time.time_ns(),
         )
@@ -240,7 +151,7 @@ class Agent:
         self._reading = asyncio.get_running_loop().create_task(self._read_forkserver(reader))
         return forkserver
 
-    async def _serve(self, link: AgentConnection) -> None:
+    async def _serve(self, link: Connection) -> None:
         while True:
             message = await link.receive()
             if message is None:
@@ -254,16 +165,13 @@ class Agent:
                     rank["variables"] |= added
                     self._order(start=rank)
             elif what == "inventory":
-                sending = asyncio.get_running_loop().create_task(
-                    self._send_inventory(link, message)
-                )
-                self._tasks.add(sending)
-                sending.add_done_callback(self._tasks.discard)
+                held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
+                link.send("inventory", held=held)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
                 # Without a status the manager gave the node up, which may join again.
-                self._status, self.why = message.get("status"), message.get("why", "")
+                self.status, self.why = message.get("status"), message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
@@ -279,10 +187,6 @@ class Agent:
             "buddy": None if buddy is None else buddy.name,
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
-
-    async def _send_inventory(self, link: AgentConnection, asked: Mapping[str, Any]) -> None:
-        held = await asyncio.to_thread(self._keeper.inventory, asked["within_s"])
-        link.send("inventory", held=held)
 
     def _order(self, **order: Any) -> None:
         assert self._orders is not None
@@ -308,18 +212,6 @@ class Agent:
         self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
 
-    def _leave_with_input(self) -> None:
-        loop = asyncio.get_running_loop()
-        link = self._link
-        assert link is not None
-
-        def ended() -> None:
-            if not os.read(0, 1 << 12):
-                loop.remove_reader(0)
-                self._closing = loop.create_task(link.close())
-
-        loop.add_reader(0, ended)
-
 
 def spec_from_input() -> AgentSpec:
     """Reads what the manager sends an agent that it starts: a line of JSON on the standard input.
@@ -327,23 +219,12 @@ def spec_from_input() -> AgentSpec:
     Raises:
         SetupError: it is not there, as where somebody else starts the program so.
     """
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            break
-        line += byte
     try:
-        values: Mapping[str, Any] = json.loads(line)
-        return AgentSpec(**values)
+        return AgentSpec(**json.loads(sys.stdin.readline()))
     except (ValueError, TypeError):
         raise SetupError(
             "--agent is for the manager of a job, which sends an agent the rest"
         ) from None
-
-
-def _gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,141 +60,134 @@ def check_node(port: int) -> list[Check]:
     Args:
         port: the one that a run would use.
     """
-    steps: list[Callable[[], list[Check]]] = [
-        _python,
-        _torch,
-        _extension,
-        _shared_memory,
-        _rdma,
-        _names,
-        lambda: _port(port),
-        _clock,
-    ]
-    return [check for step in steps for check in step()]
+    steps = (_python, _torch, _extension, _shared_memory, _rdma, _names, _clock)
+    return [check for step in steps for check in step()] + [_port(port)]
 
 
-def _python() -> list[Check]:
+def _python() -> Iterator[Check]:
     text = f"{sys.version.split()[0]} ({sys.executable})"
     if sys.version_info[:2] < _LEAST_PYTHON:
-        return [Check("Python", "error", text, "use Python 3.10 or newer")]
-    return [Check("Python", "ok", text)]
+        yield Check("Python", "error", text, "use Python 3.10 or newer")
+    else:
+        yield Check("Python", "ok", text)
 
 
-def _torch() -> list[Check]:
+def _torch() -> Iterator[Check]:
     done = subprocess.run(
         [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1] if lines else f"status {done.returncode}"
-        return [Check("torch", "error", why, "bash prerequisite.sh installs what is missing")]
+        yield Check("torch", "error", why, "bash prerequisite.sh installs what is missing")
+        return
     version, available, count, built = json.loads(done.stdout.splitlines()[-1])
-    checks = [Check("torch", "ok", version)]
-    if available:
-        checks.append(Check("CUDA", "ok", f"{count} GPUs, CUDA {built}"))
-        missing = why_no_gpu_use()
-        if missing is None:
-            return [*checks, Check("GPU use", "ok", "the monitor can sample it")]
-        text = f"the monitor cannot sample it: {missing}"
-        mend = "pip install -r requirements-gpu.txt, and see nvidia-smi"
-        return [*checks, Check("GPU use", "warning", text, mend)]
-    if built is None:
-        text, mend = "this torch is built without CUDA", "for GPUs install a torch with CUDA"
-    else:
+    yield Check("torch", "ok", version)
+    if not available:
         text = f"torch is built for CUDA {built}, but there is no GPU that it can use"
         mend = "see nvidia-smi and CUDA_VISIBLE_DEVICES; without GPUs set DEVICE=cpu"
-    return [*checks, Check("CUDA", "warning", text, mend)]
+        if built is None:
+            text, mend = "this torch is built without CUDA", "for GPUs install a torch with CUDA"
+        yield Check("CUDA", "warning", text, mend)
+        return
+    yield Check("CUDA", "ok", f"{count} GPUs, CUDA {built}")
+    missing = why_no_gpu_use()
+    if missing is None:
+        yield Check("GPU use", "ok", "the monitor can sample it")
+    else:
+        text = f"the monitor cannot sample it: {missing}"
+        mend = "pip install -r requirements-gpu.txt, and see nvidia-smi"
+        yield Check("GPU use", "warning", text, mend)
 
 
-def _extension() -> list[Check]:
+def _extension() -> Iterator[Check]:
     module = extension.load()
-    if module is None:
-        return [
-            Check(
-                "extension",
-                "warning",
-                str(extension.why_missing()),
-                "bash prerequisite.sh builds it; without it messages go through gloo or NCCL",
-            )
-        ]
-    return [Check("extension", "ok", str(module.__file__))]
+    if module is not None:
+        yield Check("extension", "ok", str(module.__file__))
+        return
+    mend = "bash prerequisite.sh builds it; without it messages go through gloo or NCCL"
+    yield Check("extension", "warning", str(extension.why_missing()), mend)
 
 
-def _shared_memory() -> list[Check]:
+def _shared_memory() -> Iterator[Check]:
     try:
         facts = os.statvfs("/dev/shm")
     except OSError as error:
-        return [Check("/dev/shm", "error", str(error.strerror), "mount a tmpfs there")]
+        yield Check("/dev/shm", "error", str(error.strerror), "mount a tmpfs there")
+        return
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     text = f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free"
     if free < _LEAST_SHM:
         mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir of "
-        return [Check("/dev/shm", "warning", text, mend + "medium Memory there")]
-    return [Check("/dev/shm", "ok", text)]
+        yield Check("/dev/shm", "warning", text, mend + "medium Memory there")
+    else:
+        yield Check("/dev/shm", "ok", text)
 
 
-def _rdma() -> list[Check]:
+def _rdma() -> Iterator[Check]:
     ports = rdma_ports()
     if not ports:
-        return [Check("RDMA", "ok", "no device; messages between nodes go over TCP")]
-    checks = []
+        yield Check("RDMA", "ok", "no device; messages between nodes go over TCP")
+        return
     for port in ports:
         gid = "no IPv4 GID of RoCE v2" if port.gid_index is None else f"GID {port.gid_index}"
         text = f"{port.device}:{port.port} {port.state}, {port.link}, {gid}"
         if port.state != "ACTIVE":
             mend = "bring the cable and the interface up (ip link, ibstatus)"
-            checks.append(Check("RDMA", "warning", text, mend))
+            yield Check("RDMA", "warning", text, mend)
         elif port.link == "Ethernet" and port.gid_index is None:
             mend = "give the interface of the device an IPv4 address"
-            checks.append(Check("RDMA", "warning", text, mend))
+            yield Check("RDMA", "warning", text, mend)
         else:
-            checks.append(Check("RDMA", "ok", text))
+            yield Check("RDMA", "ok", text)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        checks.append(Check("memlock", "ok", "unlimited"))
+        yield Check("memlock", "ok", "unlimited")
     else:
         mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
-        checks.append(Check("memlock", "error", f"{soft >> 10} KiB; RDMA pins more", mend))
-    return checks
+        yield Check("memlock", "error", f"{soft >> 10} KiB; RDMA pins more", mend)
 
 
-def _names() -> list[Check]:
+def _names() -> Iterator[Check]:
     host = socket.gethostname()
-    checks = []
     try:
         address = own_address(None)
-        checks.append(Check("network", "ok", f"{address} on {interface_of(address)}"))
+        yield Check("network", "ok", f"{address} on {interface_of(address)}")
     except AdaptiveError as error:
         mend = "bring a network interface up; on one machine alone this does not matter"
-        checks.append(Check("network", "warning", str(error), mend))
+        yield Check("network", "warning", str(error), mend)
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
     except OSError as error:
         mend = f"add a line with this node's address and {host} to /etc/hosts"
-        return [*checks, Check("host name", "warning", f"{host}: {error.strerror}", mend)]
-    if all(is_loopback(address) for address in found):
-        text = f"{host} is {', '.join(found)} here: gloo would listen where nobody else reaches it"
-        mend = (
-            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
-            "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
-        )
-        return [*checks, Check("host name", "warning", text, mend)]
-    return [*checks, Check("host name", "ok", f"{host} is {', '.join(found)}")]
+        yield Check("host name", "warning", f"{host}: {error.strerror}", mend)
+        return
+    text = f"{host} is {', '.join(found)}"
+    if not all(is_loopback(address) for address in found):
+        yield Check("host name", "ok", text)
+        return
+    mend = (
+        f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
+        "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+    )
+    text += " here: gloo would listen where nobody else reaches it"
+    yield Check("host name", "warning", text, mend)
 
 
-def _port(port: int) -> list[Check]:
+def _clock() -> Iterator[Check]:
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    if time.time() < 1_600_000_000:
+        yield Check("clock", "error", now, "set the clock; run chronyd or ntpd")
+    else:
+        yield Check("clock", "ok", now)
+
+
+def _port(port: int) -> Check:
     try:
         check_port(port)
     except AdaptiveError as error:
-        return [Check("port", "warning", str(error), "set another MASTER_PORT")]
-    return [Check("port", "ok", f"{port} is free")]
-
-
-def _clock() -> list[Check]:
-    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    if time.time() < 1_600_000_000:
-        return [Check("clock", "error", now, "set the clock; run chronyd or ntpd")]
-    return [Check("clock", "ok", now)]
+        return Check("port", "warning", str(error), "set another MASTER_PORT")
+    return Check("port", "ok", f"{port} is free")
 
 
 def answer_peers(port: int, limit_s: float) -> list[Check]:

@@ -52,13 +52,10 @@ class Lease:
         self._count = 0
         self._after_another = self._is_failing = False
 
-    def claim(self, facts: Mapping[str, Any]) -> None:
+    def claim(self) -> None:
         """Becomes the manager.
 
         Blocks until it is known that nobody else is, ten seconds at most.
-
-        Args:
-            facts: what others are to know, beside host and process.
 
         Raises:
             LeaseTakenError: another manager runs the job.
@@ -67,7 +64,7 @@ class Lease:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._number = self._free_number()
-            body = {**facts, "host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
+            body = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
             draft = self.folder / f".claim-{os.getpid()}-{socket.gethostname()}"
             draft.write_text(json.dumps(body))
             draft.chmod(0o600)
@@ -138,13 +135,6 @@ class Lease:
         """Gives the right back; others need not wait then."""
         if not self._claim(self._number + 1).exists():
             self._beat(self._number).write_text(_ENDED)
-
-    def owner(self) -> Mapping[str, Any] | None:
-        """Describes the last manager, ``None`` for nobody or one that ended."""
-        number = self._last()
-        if number == 0 or _read(self._beat(number)) == _ENDED:
-            return None
-        return self._facts(number)
 
     def _free_number(self) -> int:
         number = self._last()

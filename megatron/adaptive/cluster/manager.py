@@ -46,11 +46,11 @@ from megatron.adaptive.cluster.membership import Event, Machine, Membership, Nod
 from megatron.adaptive.cluster.ranks import (
     EXIT_LEFT,
     JobSpec,
-    RankPlace,
     RunningRanks,
-    Start,
     assign,
     earliest,
+    how_ended,
+    is_well,
     rank_orders,
 )
 from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
@@ -86,6 +86,7 @@ class Manager:
         kept: SnapshotKeeper | None = None,
     ) -> None:
         self._spec = spec
+        self._chooser = chooser
         self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder, say)
@@ -96,7 +97,7 @@ class Manager:
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = JobSnapshots(spec.copies, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._secret, had)
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
@@ -126,7 +127,7 @@ class Manager:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
-        await asyncio.to_thread(self._lease.claim, {})
+        await asyncio.to_thread(self._lease.claim)
         self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
@@ -209,7 +210,7 @@ class Manager:
                 or await self._fitting()
             ):
                 return found
-            why = f" ({self._stragglers.why})" if self._stragglers.why else ""
+            why = f" ({self._chooser.why})" if self._chooser.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not said:
@@ -237,7 +238,7 @@ class Manager:
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
             return None
-        first = places[0].node
+        first = places[0]
         port = await self._port_of(first)
         if port is None or not self._holds():
             return None
@@ -246,12 +247,7 @@ class Manager:
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = incarnation_folder(self._folder, incarnation.number, self._secret)
         arguments, variables = self._program.command(
-            Start(
-                layout=layout,
-                incarnation=incarnation.number,
-                resumed=incarnation.resumed,
-                progress=folder,
-            )
+            layout, incarnation.number, incarnation.resumed, folder
         )
         orders = rank_orders(
             self._spec.script,
@@ -283,14 +279,14 @@ class Manager:
         return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
 
     def _next_incarnation(
-        self, layout: ParallelLayout, places: Sequence[RankPlace], reason: str
+        self, layout: ParallelLayout, places: Sequence[Node], reason: str
     ) -> Incarnation:
         resumed = self._latest()
         incarnation = Incarnation(
             number=len(self._incarnations) + 1,
             layout=str(layout),
             processes=layout.world_size,
-            nodes=tuple(dict.fromkeys(place.node.name for place in places)),
+            nodes=tuple(dict.fromkeys(node.name for node in places)),
             reason=reason,
             resumed=resumed,
             predicted_s=layout.step_s,
@@ -334,7 +330,10 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if event is not None and event.kind == "tick" and not running.stopping:
-                await self._handle_slow(running)
+                # Of this incarnation: the event may be of the one before.
+                slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
+                if reason := await self._stragglers.handle(slow, running, nodes):
+                    self._ask_to_save(running, reason)
             now_s = time.monotonic()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
@@ -348,9 +347,12 @@ class Manager:
     def _rank_ended(self, running: RunningRanks, event: Event) -> None:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
-        if not self._program.is_well(status):
-            node = self._members.nodes[event.node]
-            running.rank_failed(event.message["key"], node, status, _GRACE_S)
+        if not is_well(status):
+            node, rank = self._members.nodes[event.node], event.message["key"].partition("/")[2]
+            # What ends with a node that leaves is no failure.
+            gone = node.why if node.status == "leaving" else ""
+            fault = f"rank {rank} on {node.name} {how_ended(status)}"
+            running.at_fault(fault, _GRACE_S, gone=gone)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
@@ -368,13 +370,6 @@ class Manager:
         running.deadline_s = time.monotonic() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
-    async def _handle_slow(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout is better for a node that stays slow."""
-        # Of this incarnation: the event may be of the one before.
-        slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
-        if reason := await self._stragglers.handle(slow, running, nodes):
-            self._ask_to_save(running, reason)
-
     async def _reconsider(self, running: RunningRanks) -> None:
         """Asks the ranks to save and end if another layout suits the nodes that are left."""
         leaving = self._members.leaving(running.incarnation.nodes)
@@ -382,7 +377,7 @@ class Manager:
             self._ask_to_save(running, leaving.why)
             return
         found = await self._fitting(ready=True)
-        if found is not None and self._stragglers.is_better(found[0], running.layout):
+        if found is not None and self._chooser.is_better(found[0], running.layout):
             wanted = [node.name for node in self._stragglers.wanted(found[1])]
             came = ", ".join(name for name in wanted if name not in running.incarnation.nodes)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
@@ -425,7 +420,7 @@ class Manager:
             return 128 + int(self._stop), ""
         # A node that is taken or cut off is no failure of the program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
-        code = next((one for one in statuses if one > 0 and not self._program.is_well(one)), 1)
+        code = next((one for one in statuses if one > 0 and not is_well(one)), 1)
         own = not lost and not any(one < 0 for one in statuses)
         if own and not self._has_worked:
             return code, ""  # it never worked: its message is above
@@ -461,7 +456,9 @@ class Manager:
             say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
-            node.why = event.why_it_leaves
+            node.why = f"{node.name} was taken from the machines file"
+            if event.kind == "notice":
+                node.why = f"notice {event.message['signal']} on {node.name}"
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
             if not self._incarnations or node.name not in self._incarnations[-1].nodes:
@@ -493,7 +490,7 @@ class Manager:
         return not self._is_deposed
 
     def _latest(self) -> int:
-        return self._program.latest() or 0
+        return self._program.folder.latest() or 0
 
     def _note_progress(self) -> None:
         if not self._incarnations:
@@ -590,7 +587,7 @@ class Participant:
                 secret=owner.get("secret", ""),
                 slots=self._slots,
             ),
-            keeper=self._keeper,
+            self._keeper,
         )
         try:
             await agent.run()

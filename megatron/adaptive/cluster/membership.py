@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -28,8 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentConnection, AgentSpec
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.cluster.agent import AgentSpec
+from megatron.adaptive.cluster.connection import LONGEST, Connection
+from megatron.adaptive.cluster.host import interface_of, own_address
+from megatron.adaptive.errors import ConfigError, SetupError
 
 __all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
 
@@ -60,18 +61,8 @@ class Machine:
     def is_local(self) -> bool:
         """Returns whether this process runs on it, by its name or an address."""
         own = socket.gethostname().lower()
-        if self.has_loopback or self.host.lower() in (own, own.partition(".")[0]):
-            return True
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        # Only addresses of this machine can be bound.
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((self.host, 0))
-            return True
-        return False
+        is_own = self.has_loopback or self.host.lower() in (own, own.partition(".")[0])
+        return is_own or interface_of(self.host) is not None
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:
@@ -150,13 +141,6 @@ class Event(NamedTuple):
     node: str
     message: dict[str, Any]
 
-    @property
-    def why_it_leaves(self) -> str:
-        """Explains ``notice`` and ``removed`` for the node."""
-        if self.kind == "notice":
-            return f"notice {self.message['signal']} on {self.node}"
-        return f"{self.node} was taken from the machines file"
-
 
 @dataclass(kw_only=True, eq=False)
 class Node:
@@ -184,7 +168,7 @@ class Node:
     slots: int = 0
     is_ready: bool = False
     copies_port: int = 0
-    link: AgentConnection | None = None
+    link: Connection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,7 +217,12 @@ class Membership:
         """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
-        return "127.0.0.1" if self._is_alone else _own_address()
+        if self._is_alone:
+            return "127.0.0.1"
+        try:
+            return own_address(None)
+        except SetupError:  # it may still be alone
+            return socket.gethostname()
 
     async def start(self) -> None:
         """Listen, and start the agents of the file.
@@ -243,7 +232,7 @@ class Membership:
         """
         listening = _listen(is_local=self.address == "127.0.0.1")
         self.port = listening.getsockname()[1]
-        self._server = await asyncio.start_server(self._connected, sock=listening, limit=1 << 22)
+        self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST)
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -392,8 +381,8 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        # It stays open: its end means to the agent that the manager is gone.
         process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+        process.stdin.close()
         said = ""
         if process.stderr is not None:
             async for line in process.stderr:
@@ -417,9 +406,9 @@ class Membership:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._attend(AgentConnection(reader, writer))
+            await self._attend(Connection(reader, writer))
 
-    async def _attend(self, link: AgentConnection) -> None:
+    async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
         if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
             link.send("refused", why="does not know it: it belongs to another job")
@@ -452,12 +441,3 @@ def _listen(*, is_local: bool) -> socket.socket:
         with contextlib.suppress(OSError):  # where it was turned off since
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("127.0.0.1" if is_local else "", 0))
-
-
-def _own_address() -> str:
-    """Finds the address of the way out of this machine; sends no packet."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-    return socket.gethostname()

@@ -259,8 +259,9 @@ def run_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        sampler = ResourceSampler(os.getpid(), run_dir / f"{name}.gpu")
         way = None if reach_s is None else _Way(job, place, name, reach_s, err)
-        with _signals_to(job), _sampled(run_dir / f"{name}.gpu"):
+        with _signals_to(job), contextlib.closing(sampler):
             assert job.stdout is not None
             assert job.stderr is not None
             writers = [
@@ -317,15 +318,6 @@ def _tell_ranks(pid: int, number: int) -> None:
 
 def _is_rank(process: psutil.Process) -> bool:
     return "LOCAL_RANK" in process.environ()
-
-
-@contextlib.contextmanager
-def _sampled(path: Path) -> Iterator[None]:
-    sampler = ResourceSampler(os.getpid(), path)
-    try:
-        yield
-    finally:
-        sampler.close()
 
 
 class _Way(threading.Thread):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
-from megatron.adaptive.cluster.membership import Machine
+from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
@@ -40,7 +40,7 @@ from megatron.adaptive.planner.cluster import (
 from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
-from megatron.adaptive.planner.plan import Plan, PlanRow, plan_document
+from megatron.adaptive.planner.plan import PlanRow, plan_document
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.search import SearchOptions
@@ -78,14 +78,9 @@ class NodeKind:
     slowness: float
 
     @property
-    def is_base(self) -> bool:
-        """Returns whether they are as their type is."""
-        return self.slowness == 1.0 and self.gpus == self.base.gpus
-
-    @property
     def node(self) -> NodeType:
         """Returns the type that stands for them in a plan."""
-        if self.is_base:
+        if self.slowness == 1.0 and self.gpus == self.base.gpus:
             return self.base
         name = f"{self.base.name} x {self.gpus}"
         name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
@@ -285,7 +280,12 @@ class Planning:
     def __init__(
         self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
     ) -> None:
-        _refuse_chosen(arguments)
+        for name in _CHOSEN:
+            if name in {word.partition("=")[0] for word in arguments}:
+                raise ConfigError(
+                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
+                    " them out"
+                )
         self._arguments = tuple(arguments)
         self._unequal = unequal
         self._config = as_asked(arguments)
@@ -317,46 +317,49 @@ class Planning:
             )
         self._other = others[0] if others else None
 
-    def require_machines(self, machines: Sequence[Machine], where: str) -> None:
-        """Refuses machines that the cluster file does not have.
-
-        Raises:
-            ConfigError: there are such; names them.
-        """
-        missing = [
-            one.name for one in machines if self._type_of(Offer(**_names(one), slots=1)) is None
-        ]
-        if missing:
-            raise ConfigError(
-                f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in"
-                f" {self._where}: add to the hosts of a node type, or have one type without hosts"
-            )
-
-    def expected(self, machines: Sequence[Machine] | None) -> list[Offer]:
-        """Lists the nodes that may come, as far as the files name them.
+    def check(self, machines: Path | None) -> None:
+        """Checks that a plan is possible for all machines that may come, as far as they are named.
 
         Args:
-            machines: those of the machines file, ``None`` where nodes come by themselves.
-        """
-        offers: list[Offer] = []
-        if machines is not None:
-            for one in machines:
-                named = Offer(**_names(one), slots=one.slots or 1)
-                kind = self._type_of(named)
-                if one.slots is None and kind is not None:
-                    if not self._has_cluster:
-                        return []
-                    named = replace(named, slots=kind.gpus)
-                offers.append(named)
-        elif self._has_cluster:
-            for group in self._cluster.groups:
-                names = group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
-                offers += [Offer(name=name, slots=group.type.gpus) for name in names]
-        return offers
+            machines: file of machines, ``None`` where nodes come by themselves.
 
-    def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Lists names of nodes that the cluster file does not have."""
-        return [one.name for one in offers if self._type_of(one) is None]
+        Raises:
+            ConfigError: the file breaks a rule, names machines that the cluster file does not
+                have, or no plan is possible.
+        """
+        offers = self._named_by_cluster() if machines is None else self._named_by_file(machines)
+        if offers:
+            self.plan(offers)
+
+    def _named_by_cluster(self) -> list[Offer]:
+        return [
+            Offer(name=name, slots=group.type.gpus)
+            for group in (self._cluster.groups if self._has_cluster else ())
+            for name in group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
+        ]
+
+    def _named_by_file(self, path: Path) -> list[Offer]:
+        """Returns the nodes of a machines file; none where their slots are not known."""
+        machines = read_machines(path)
+        offers = [Offer(name=one.name, hosts=(one.host,), slots=one.slots or 1) for one in machines]
+        if missing := self.unknown(offers):
+            raise ConfigError(
+                f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
+                f" not in {self._where}: add to the hosts of a node type, or have one type without"
+                " hosts"
+            )
+        if self._has_cluster:
+            types = map(self._type_of, offers)
+            return [
+                replace(offer, slots=one.slots or type_.gpus)
+                for offer, one, type_ in zip(offers, machines, types, strict=True)
+                if type_ is not None
+            ]
+        return offers if all(one.slots for one in machines) else []
+
+    def unknown(self, offers: Sequence[Offer]) -> str:
+        """Returns names of nodes that the cluster file does not have; empty for none."""
+        return ", ".join(one.name for one in offers if self._type_of(one) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
         """Finds the fastest layout.
@@ -395,9 +398,10 @@ class Planning:
         Raises:
             ConfigError: there is no plan.
         """
+        given = self._config.schedule.pipeline_schedule
         request = Request(
             global_batch=self._config.batch.global_batch_size,
-            schedules=self._schedules(),
+            schedules=(given if given in policy_names() else "1f1b",),
             options=options,
         )
         refused: ConfigError | None = None
@@ -447,10 +451,6 @@ class Planning:
         names = [name for kind in kinds for name in found[kind]]
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
         return names, PlanInputs(self._model, cluster, profile_of(self._profile, kinds))
-
-    def _schedules(self) -> tuple[str, ...]:
-        given = self._config.schedule.pipeline_schedule
-        return (given if given in policy_names() else "1f1b",)
 
     def _options(self, cluster: Cluster) -> SearchOptions:
         config = self._config
@@ -536,7 +536,7 @@ class Planning:
             tensor=plan.tp,
             pipeline=plan.pp,
             data=plan.dp,
-            partition=self._layers(plan),
+            partition=tuple(self._model.counted(plan.partition)),
             micro_batch=plan.micro_batch,
             microbatches=plan.num_microbatches,
             flags=tuple(flags),
@@ -545,20 +545,3 @@ class Planning:
             pace=pace,
             widths=() if len(set(counts)) == 1 else tuple(counts),
         )
-
-    def _layers(self, plan: Plan) -> tuple[int, ...]:
-        return tuple(self._model.counted(plan.partition))
-
-
-def _names(machine: Machine) -> dict[str, Any]:
-    return {"name": machine.name, "hosts": (machine.host,)}
-
-
-def _refuse_chosen(arguments: Sequence[str]) -> None:
-    given = {word.partition("=")[0] for word in arguments}
-    for name in _CHOSEN:
-        if name in given:
-            raise ConfigError(
-                f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of them"
-                " out"
-            )

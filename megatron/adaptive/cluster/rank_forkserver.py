@@ -65,17 +65,13 @@ def _import() -> None:
     """Imports what ranks need; what is missing is for them to say."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
-        if _has_gpu():
+        if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
         device.quiet_libraries()
         for name in _MODULES:
             importlib.import_module(f"megatron.adaptive.{name}")
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 class _Forkserver:
@@ -106,15 +102,13 @@ class _Forkserver:
                         break
                     *lines, buffer = (buffer + data).split(b"\n")
                     for line in lines:
-                        self._obey(json.loads(line))
+                        order = json.loads(line)
+                        if "start" in order:
+                            self._start(order["start"])
+                        else:
+                            self._signal(order["signal"])
         signal.set_wakeup_fd(-1)
         self._signal(signal.SIGKILL)
-
-    def _obey(self, order: dict[str, Any]) -> None:
-        if "start" in order:
-            self._start(order["start"])
-        else:
-            self._signal(order["signal"])
 
     def _start(self, rank: dict[str, Any]) -> None:
         sys.stdout.flush()

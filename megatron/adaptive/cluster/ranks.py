@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from megatron.adaptive.checkpoint.folder import (
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_placement import SnapshotSpec
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
@@ -36,17 +36,16 @@ from megatron.adaptive.planner.measured_module import MeasuredModule
 __all__ = [
     "EXIT_LEFT",
     "JobSpec",
-    "RankPlace",
     "Policy",
     "Program",
     "RunningRanks",
     "ScriptProgram",
-    "Start",
     "TrainerProgram",
     "assign",
     "earliest",
     "how_ended",
     "is_trainer",
+    "is_well",
     "model_file",
     "rank_orders",
 ]
@@ -59,23 +58,6 @@ _FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckp
 _OF_EPOCHS = ("--trace-dir",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Describes one start of a program's ranks.
-
-    Attributes:
-        layout: of them.
-        incarnation: its number.
-        resumed: the iteration that they go on from, 0 for none.
-        progress: folder where they write their progress.
-    """
-
-    layout: ParallelLayout
-    incarnation: int
-    resumed: int
-    progress: Path
-
-
 class Program(ABC):
     """Describes what the ranks of a job run.
 
@@ -86,10 +68,6 @@ class Program(ABC):
     def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
         self.folder = folder
 
-    def latest(self) -> int | None:
-        """Returns the iteration to go on from, ``None`` where there is no checkpoint."""
-        return self.folder.latest()
-
     @abstractmethod
     def check(self) -> None:
         """Refuses a folder of checkpoints that ranks could not go on from.
@@ -99,12 +77,17 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
-        """Returns arguments and further variables of the ranks of a start."""
+    def command(
+        self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
+    ) -> tuple[list[str], dict[str, str]]:
+        """Returns arguments and further variables of the ranks of one start.
 
-    def is_well(self, status: int) -> bool:
-        """Returns whether a rank that ended with a status did so in good order."""
-        return status == 0
+        Args:
+            layout: of them.
+            incarnation: its number.
+            resumed: the iteration that they go on from, 0 for none.
+            progress: folder where they write their progress.
+        """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """Explains why a job goes on whose ranks ended in good order, empty where it need not.
@@ -135,10 +118,12 @@ class TrainerProgram(Program):
 
     def check(self) -> None:
         """Implements :class:`Program`."""
-        if (latest := self.latest()) is not None:
+        if (latest := self.folder.latest()) is not None:
             self.folder.open(latest)
 
-    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+    def command(
+        self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
+    ) -> tuple[list[str], dict[str, str]]:
         """Implements :class:`Program`; later arguments win over the user's."""
         words: list[str] = []
         skip = 0
@@ -146,7 +131,7 @@ class TrainerProgram(Program):
             name, equals, value = word.partition("=")
             if skip:
                 skip -= 1
-            elif start.resumed and name in _FIRST_ONLY:
+            elif resumed and name in _FIRST_ONLY:
                 skip = 0 if equals else _FIRST_ONLY[name]
             else:
                 words.append(word)
@@ -154,10 +139,10 @@ class TrainerProgram(Program):
                     base = value if equals else self._arguments[at + 1]
                     words += [] if equals else [base]
                     skip = 0 if equals else 1
-                    words += [name, f"{base}/epoch-{start.incarnation}"]
+                    words += [name, f"{base}/epoch-{incarnation}"]
         checkpoints = str(self.folder.path)
-        words += [*start.layout.flags, "--save", checkpoints, "--progress-dir", str(start.progress)]
-        if start.resumed:
+        words += [*layout.flags, "--save", checkpoints, "--progress-dir", str(progress)]
+        if resumed:
             words += ["--load", checkpoints]
         return words, {}
 
@@ -182,21 +167,22 @@ class ScriptProgram(Program):
 
     def check(self) -> None:
         """Implements :class:`Program`."""
-        if (latest := self.latest()) is not None:
+        if (latest := self.folder.latest()) is not None:
             read_pipeline_manifest(self.folder.find(latest))
 
-    def command(self, start: Start) -> tuple[list[str], dict[str, str]]:
+    def command(
+        self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
+    ) -> tuple[list[str], dict[str, str]]:
         """Implements :class:`Program`; what losses depend on stays as at first."""
-        layout = start.layout
         known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if known is not None and known.is_random and known.micro_batch_size is None:
             # Dropout draws for a microbatch.
             replace(known, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
-            progress=str(start.progress),
+            progress=str(progress),
             model=str(self._model),
-            epoch=start.incarnation,
+            epoch=incarnation,
             signature="" if known is None else known.signature,
             pipeline_size=layout.pipeline,
             replicas=layout.data,
@@ -204,10 +190,6 @@ class ScriptProgram(Program):
             partition=layout.partition,
         )
         return list(self._arguments), {JOB_VARIABLE: order.to_text()}
-
-    def is_well(self, status: int) -> bool:
-        """Implements :class:`Program`."""
-        return status in (0, EXIT_MEASURED)
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
         """Implements :class:`Program`."""
@@ -268,7 +250,8 @@ class JobSpec:
         stop_s: how long ranks have to come to the end of a step and to save.
         max_restarts: failures in a row without a checkpoint between them.
         address: at which other machines reach the manager, ``None`` to find out.
-        copies: of the state in memory, ``None`` for none.
+        copy_every: steps from one copy of the state in memory to the next, 0 for none.
+        copy_bytes: that copies may take on a node, ``None`` for what is there.
         on_straggler: what is done about a node that stays slow.
         is_pipeline: whether the script trains a ``Pipeline``, and has arguments of its own.
     """
@@ -283,9 +266,17 @@ class JobSpec:
     stop_s: float = 600.0
     max_restarts: int = 3
     address: str | None = None
-    copies: SnapshotSpec | None = None
+    copy_every: int = 0
+    copy_bytes: int | None = None
     on_straggler: Policy = "ignore"
     is_pipeline: bool = False
+
+    @property
+    def copy_settings(self) -> dict[str, Any] | None:
+        """Returns how snapshots are kept, ``None`` for not at all."""
+        if not self.copy_every:
+            return None
+        return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
@@ -342,43 +333,15 @@ class RunningRanks:
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
 
-    def rank_failed(self, key: str, node: Node, status: int, grace_s: float) -> None:
-        """Records a rank's exit; exits caused by a departing node are not failures."""
-        gone = node.why if node.status == "leaving" else ""
-        rank = key.partition("/")[2]
-        self.at_fault(f"rank {rank} on {node.name} {how_ended(status)}", grace_s, gone=gone)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Describes where a rank runs.
-
-    Attributes:
-        node: its node.
-        node_rank: of the node among those used.
-        local_rank: of the rank on its node.
-        local_world_size: ranks on the node.
-    """
-
-    node: Node
-    node_rank: int
-    local_rank: int
-    local_world_size: int
-
-    def variables(self, rank: int, world_size: int) -> dict[str, str]:
-        """Returns the environment of the rank, as torchrun has it."""
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self.node_rank),
-        }
-
 
 def earliest(*moments: float | None) -> float | None:
     """Returns the first of some moments, ``None`` for never."""
     return min((one for one in moments if one is not None), default=None)
+
+
+def is_well(status: int) -> bool:
+    """Returns whether a rank that ended with a status did so in good order."""
+    return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
@@ -388,64 +351,59 @@ def how_ended(status: int) -> str:
     return f"ended with status {status}"
 
 
-def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[RankPlace]:
+def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
     """Lays the ranks of a layout on nodes in turn; tensor-parallel groups stay whole.
 
     Args:
         nodes: with slots enough, in the order of the ranks where the layout has no other.
-        layout: what is to run.
+        layout: what is to be run.
 
     Returns:
-        The place of each rank; of fewer ranks where nodes are missing.
+        The node of each rank; of fewer ranks where nodes are missing.
     """
-    places: list[RankPlace] = []
-    left = layout.world_size
+    places: list[Node] = []
     by_name = {node.name: node for node in nodes}
-    wanted = layout.places or [(node.name, node.slots) for node in nodes]
-    for name, most in wanted:
-        node = by_name.get(name)
-        if node is None:
-            continue
-        count = min(left, most // layout.tensor * layout.tensor)
-        if not count:
-            continue
-        node_rank = places[-1].node_rank + 1 if places else 0
-        places += [
-            RankPlace(node=node, node_rank=node_rank, local_rank=local, local_world_size=count)
-            for local in range(count)
-        ]
-        left -= count
+    for name, most in layout.places or [(node.name, node.slots) for node in nodes]:
+        if name in by_name:
+            most = most // layout.tensor * layout.tensor
+            places += [by_name[name]] * min(layout.world_size - len(places), most)
     return places
 
 
 def rank_orders(
     script: Path,
     arguments: Sequence[str],
-    places: Sequence[RankPlace],
+    places: Sequence[Node],
     incarnation: int,
     variables: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the orders to the agent of each node.
+    """Returns the orders to the agent of each node; ranks have the environment of torchrun.
 
     Args:
         script: of every rank.
         arguments: of the script.
-        places: of the ranks.
+        places: nodes of the ranks.
         incarnation: number of the one that they begin.
         variables: that all ranks get.
     """
-    orders: dict[str, list[dict[str, Any]]] = {}
-    for rank, place in enumerate(places):
-        order = {
-            "key": f"{incarnation}/{rank}",
-            "variables": {
-                **place.variables(rank, len(places)),
-                NODE_VARIABLE: place.node.name,
-                **variables,
-            },
-            "script": str(script),
-            "arguments": list(arguments),
-            "folder": os.getcwd(),
+    counts = Counter(node.name for node in places)
+    orders: dict[str, list[dict[str, Any]]] = {name: [] for name in counts}
+    for rank, node in enumerate(places):
+        own = {
+            "RANK": rank,
+            "WORLD_SIZE": len(places),
+            "LOCAL_RANK": len(orders[node.name]),
+            "LOCAL_WORLD_SIZE": counts[node.name],
+            "GROUP_RANK": list(counts).index(node.name),
+            NODE_VARIABLE: node.name,
         }
-        orders.setdefault(place.node.name, []).append(order)
+        orders[node.name].append(
+            {
+                "key": f"{incarnation}/{rank}",
+                "variables": {**{name: str(value) for name, value in own.items()}, **variables},
+                "script": str(script),
+                "arguments": list(arguments),
+                "folder": os.getcwd(),
+            }
+        )
     return orders

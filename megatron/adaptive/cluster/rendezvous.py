@@ -1,46 +1,36 @@
-"""Lets the nodes of a run on pods find each other before torchrun starts, through a ``TCPStore``.
+"""Lets the nodes of a run on pods find each other before torchrun starts.
 
 ::
 
-    first node   opens the store on MASTER_PORT; waits for hellos; numbers the nodes; sets answer
-    worker       connects, again and again until the deadline; sets hello/N; counts beat/N up
+    first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; sends each its answer
+    worker       connects, again and again until the deadline; sends hello; takes the answer
 
-    arrivals     how many workers ever came; N is a worker's own number among them
-    answer       what all workers get, or the error that they all end with
-    taken/N      worker N has read it; when all have, the store closes and torchrun has its port
-
-Values are JSON. A worker whose beat stands still while others are missing is forgotten, so that it
-can come again. Torch is imported as the nodes meet: about 1.5 s of processor time, which a worker
-that waits for its master spends before the master is there.
+A worker that goes away, or is silent, while others are missing is forgotten, so that it can come
+again. When all have taken their answers torchrun has the port.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.adaptive.cluster.conf import LaunchConf
+from megatron.adaptive.cluster.connection import LONGEST, Connection
 from megatron.adaptive.cluster.host import own_address
-from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-__all__ = ["Hello", "gather_nodes", "join_master", "number_nodes", "open_store"]
+__all__ = ["Hello", "gather_nodes", "join_master", "number_nodes"]
 
 _REPORT_S = 10.0
 _RETRY_S = 0.5
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SILENT_S = 5.0
-"""A worker whose beat stands still for so long has gone away."""
+"""A worker that is silent for so long has gone away."""
 
 Say = Callable[[str], None]
 Places = list[tuple[int, int]]
@@ -126,20 +116,10 @@ def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -
     return next((rank for rank in free if planned and planned[rank] == count), free[0])
 
 
-def open_store(port: int) -> TCPStore:
-    """Opens the store of the first node.
-
-    Raises:
-        SetupError: the port is in use.
-    """
-    check_port(port)
-    return _connect("127.0.0.1", port, is_master=True)
-
-
-def gather_nodes(
+async def gather_nodes(
     conf: LaunchConf,
     own: Hello,
-    store: TCPStore,
+    port: int,
     *,
     say: Say,
     make_answer: Callable[[Places], dict[str, Any]],
@@ -149,7 +129,7 @@ def gather_nodes(
     Args:
         conf: the configuration, which says how many nodes there are.
         own: this node.
-        store: of :func:`open_store`.
+        port: where to listen; free again afterwards.
         say: gets lines for the user.
         make_answer: makes what all workers get from the places of all nodes.
 
@@ -161,73 +141,83 @@ def gather_nodes(
         SetupError: nodes are missing at the deadline, or went away at the last moment.
         ConfigError: the nodes do not fit the configuration.
     """
+    here: dict[Connection, Hello] = {}
+    taken: set[Connection] = set()
+
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Connection(reader, writer)
+        link.beat()
+        with contextlib.suppress(asyncio.CancelledError):
+            hello = await link.receive(_SILENT_S)
+            if hello is not None and hello.pop("what") == "hello":
+                here[link] = Hello(**hello)
+                if await link.receive(_SILENT_S) is None:
+                    del here[link]
+                else:
+                    taken.add(link)
+
     wanted = (conf.nodes or 1) - 1
-    say(f"waiting for {wanted} more of {wanted + 1} nodes on port {store.port}")
-    guests = _wait_for_guests(store, wanted, limit_s=conf["MEETING_TIMEOUT_S"], say=say)
-    address = own_address(None, next(iter(guests.values())).address) if guests else None
+    say(f"waiting for {wanted} more of {wanted + 1} nodes on port {port}")
+    server = await asyncio.start_server(attend, "", port, limit=LONGEST)
     try:
-        places = number_nodes(conf, [own, *guests.values()])
-        answer = make_answer(places)
-    except AdaptiveError as error:
-        _send_answer(store, guests, {"error": str(error)})
-        raise
-    ranks = {number: rank for number, (rank, _) in zip(guests, places[1:], strict=True)}
-    if missing := _send_answer(store, guests, {**answer, "ranks": ranks, "master_addr": address}):
-        raise SetupError(
-            f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there, and"
-            " this node, again"
-        )
-    return places[0][0], answer, address
+        await _wait_for(here, wanted, port, limit_s=conf["MEETING_TIMEOUT_S"], say=say)
+        guests = dict(list(here.items())[:wanted])
+        address = own_address(None, next(iter(guests.values())).address) if guests else None
+        try:
+            places = number_nodes(conf, [own, *guests.values()])
+            answer = await asyncio.to_thread(make_answer, places)
+        except AdaptiveError as error:
+            for link in guests:
+                link.send("answer", error=str(error))
+            await _wait_for_all(guests, taken)
+            raise
+        for link, (rank, _) in zip(guests, places[1:], strict=True):
+            link.send("answer", **answer, node_rank=rank, master_addr=address)
+        if missing := await _wait_for_all(guests, taken):
+            raise SetupError(
+                f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there,"
+                " and this node, again"
+            )
+        return places[0][0], answer, address
+    finally:
+        server.close()
+        for link in list(here):
+            await link.close()
 
 
-def _wait_for_guests(store: TCPStore, wanted: int, *, limit_s: float, say: Say) -> dict[int, Hello]:
-    """Returns the workers that are there, by their numbers, once there are enough."""
+async def _wait_for(
+    here: dict[Connection, Hello], wanted: int, port: int, *, limit_s: float, say: Say
+) -> None:
+    """Returns once there are enough workers."""
     begin_s = said_s = time.monotonic()
-    hellos: dict[int, Hello] = {}
-    beats: dict[int, tuple[int, float]] = {}
-    while True:
+    while len(here) < wanted:
         now_s = time.monotonic()
-        for number in range(1, store.add("arrivals", 0) + 1):
-            if number not in hellos and store.check([f"hello/{number}"]):
-                hellos[number] = Hello(**json.loads(store.get(f"hello/{number}")))
-            count = store.add(f"beat/{number}", 0)
-            if beats.get(number, (-1, 0.0))[0] != count:
-                beats[number] = count, now_s
-        here = {
-            number: hello
-            for number, hello in sorted(hellos.items())
-            if now_s - beats[number][1] < _SILENT_S
-        }
-        if len(here) >= wanted:
-            return dict(list(here.items())[:wanted])
         if now_s - begin_s > limit_s:
             names = ", ".join(hello.host for hello in here.values())
             raise SetupError(
                 f"{len(here) + 1} of {wanted + 1} nodes were there after {limit_s:g} s (besides"
                 f" this one {names or 'none'}): start bash run_worker.sh on the others with this"
-                f" node's address, let port {store.port} through the firewall, or set"
+                f" node's address, let port {port} through the firewall, or set"
                 f" NNODES={len(here) + 1}"
             )
         if now_s - said_s > _REPORT_S:
             said_s = now_s
             left_s = limit_s - now_s + begin_s
             say(f"{len(here) + 1} of {wanted + 1} nodes are here; {left_s:.0f} s left")
-        time.sleep(_POLL_S)
+        await asyncio.sleep(_POLL_S)
 
 
-def _send_answer(store: TCPStore, guests: dict[int, Hello], answer: dict[str, Any]) -> list[str]:
-    """Gives the workers their answer; returns the hosts that did not take it in time."""
-    store.set("answer", json.dumps(answer))
-    keys = {f"taken/{number}": hello.host for number, hello in guests.items()}
+async def _wait_for_all(guests: dict[Connection, Hello], taken: set[Connection]) -> list[str]:
+    """Returns the hosts of the workers that did not take their answer in time."""
     end_s = time.monotonic() + _SILENT_S
-    while missing := [host for key, host in keys.items() if not store.check([key])]:
+    while missing := [hello.host for link, hello in guests.items() if link not in taken]:
         if time.monotonic() > end_s:
             break
-        time.sleep(_POLL_S)
+        await asyncio.sleep(_POLL_S)
     return missing
 
 
-def join_master(
+async def join_master(
     find_master: Callable[[], tuple[str, int] | None], hello: Hello, *, limit_s: float, say: Say
 ) -> dict[str, Any]:
     """Reaches the first node as a worker, which may not be up yet, and waits for its answer.
@@ -255,60 +245,38 @@ def join_master(
         try:
             place = find_master()
             if place is not None:
-                return _join(place, hello, end_s, say)
+                return await _join(place, hello, end_s, say)
         except SetupError as error:
             why = str(error)
-        except (OSError, RuntimeError) as error:  # torch's own are of the second kind
-            where = "" if place is None else f"{place[0]}:{place[1]}: "
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            why = f"{where}{reason}"
+        except OSError as error:
+            why = f"{error}" if place is None else f"{place[0]}:{place[1]}: {error}"
         if time.monotonic() - said_s > _REPORT_S:
             said_s = time.monotonic()
             say(f"waiting for the master ({why}); {left_s:.0f} s left")
-        time.sleep(_RETRY_S)
+        await asyncio.sleep(_RETRY_S)
     raise SetupError(
         f"the master was not reached within {limit_s:g} s ({why}): start bash run_master.sh on the "
         "first node, name it with --master-addr, and see that no firewall is between"
     )
 
 
-def _join(place: tuple[str, int], hello: Hello, end_s: float, say: Say) -> dict[str, Any]:
-    # Says why the master is out of reach, which the store does not, and by which way it is reached.
-    with socket.create_connection(place, timeout=_CONNECT_S) as link:
-        own = str(link.getsockname()[0])
-    store = _connect(*place)
-    number = store.add("arrivals", 1)
-    store.set(f"hello/{number}", json.dumps(asdict(replace(hello, address=own))))
-    say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
-    while not store.check(["answer"]):
-        store.add(f"beat/{number}", 1)
-        if time.monotonic() > end_s:
-            raise TimeoutError("other nodes did not come")
-        time.sleep(_POLL_S)
-    answer = json.loads(store.get("answer"))
-    store.set(f"taken/{number}", "")
+async def _join(place: tuple[str, int], hello: Hello, end_s: float, say: Say) -> dict[str, Any]:
+    link = await Connection.connect(*place, _CONNECT_S)
+    own = link.own_address
+    try:
+        link.send("hello", **asdict(replace(hello, address=own)))
+        link.beat()
+        say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
+        left_s = max(0.0, end_s - time.monotonic())
+        try:
+            answer = await asyncio.wait_for(link.receive(), left_s)
+        except asyncio.TimeoutError:
+            raise TimeoutError("other nodes did not come") from None
+        if answer is None:
+            raise ConnectionResetError("it went away, or has all its nodes")
+        link.send("taken")
+    finally:
+        await link.close()
     if "error" in answer:
         raise ConfigError(str(answer["error"]))
-    rank = answer["ranks"].get(str(number))
-    if rank is None:
-        raise ConnectionResetError(0, "it has all its nodes")
-    return {**answer, "node_rank": rank, "own_addr": own}
-
-
-def _connect(host: str, port: int, *, is_master: bool = False) -> TCPStore:
-    """Opens the store, or connect to it.
-
-    Raises:
-        RuntimeError: nobody listens there, or it is no store.
-    """
-    # A connection that ends would print a stack of C++ as a warning.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        host,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_S),
-    )
+    return {**answer, "own_addr": own}

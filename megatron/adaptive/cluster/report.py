@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,9 @@ from megatron.adaptive.cluster.status import (
 )
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
-from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.progress import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.views.page import plotly_js
+from megatron.adaptive.trace.views.page import write_html
 from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
 from megatron.adaptive.trace.views.palette import IDLE
 
@@ -261,22 +257,8 @@ def write_report(found: Mapping[str, Any], target: Path) -> None:
         TraceError: the file cannot be written.
         SetupError: plotly is not installed.
     """
-    plotly = plotly_js()
-    before, after = _asset("report.html").split("{{scripts}}")
-    before = before.replace("{{title}}", escape(str(found["title"])))
-    text = json.dumps(found).replace("<", "\\u003c")
-    with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write(before.replace("{{style}}", _asset("report.css")))
-        file.write(f'<script type="application/json" id="report-data">{text}</script>\n')
-        for part in (plotly, _asset("report.js")):
-            file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
-        file.write(after)
-
-
-def _asset(name: str) -> str:
-    return (
-        resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
-    )
+    data = [("report-data", found)]
+    write_html(target, str(found["title"]), __package__, "report", data, ["report.js"])
 
 
 MAX_BARS = 60_000

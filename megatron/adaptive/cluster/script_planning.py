@@ -40,9 +40,9 @@ class ScriptPlanning:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def unknown(self, offers: Sequence[Offer]) -> list[str]:
-        """Lists nodes that cannot be planned with: none."""
-        return []
+    def unknown(self, offers: Sequence[Offer]) -> str:
+        """Returns nodes that cannot be planned with: none."""
+        return ""
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True

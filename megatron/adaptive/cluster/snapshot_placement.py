@@ -25,7 +25,6 @@ __all__ = [
     "HeldSnapshot",
     "JobSnapshots",
     "SnapshotSource",
-    "SnapshotSpec",
     "buddies",
     "newest",
     "read_inventories",
@@ -37,19 +36,6 @@ _HERE = ("present", "leaving")
 _NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
 
 Next = Callable[[float | None], Awaitable[Event | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotSpec:
-    """Settings of snapshots.
-
-    Attributes:
-        every: steps from one to the next.
-        limit_bytes: that they may take on a node, ``None`` for what is there.
-    """
-
-    every: int = 1
-    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +156,8 @@ class JobSnapshots:
     """Places and restores the snapshots of one job, for its manager.
 
     Args:
-        spec: how they are kept, ``None`` for not at all.
+        settings: steps from one to the next (``every``) and what they may take on a node
+            (``limit_bytes``); ``None`` for no snapshots.
         members: the nodes.
         folder: of checkpoints.
         secret: of the job.
@@ -179,13 +166,13 @@ class JobSnapshots:
 
     def __init__(
         self,
-        spec: SnapshotSpec | None,
+        settings: Mapping[str, Any] | None,
         members: Membership,
         folder: CheckpointFolder | PipelineFolder,
         secret: str,
         kept: tuple[str, SnapshotKeeper] | None = None,
     ) -> None:
-        self._spec = spec
+        self._settings = settings
         self._members = members
         self._folder = folder
         self._secret = secret
@@ -201,8 +188,8 @@ class JobSnapshots:
             epoch: its number.
             names: of the nodes with ranks, in their order.
         """
-        spec, members = self._spec, self._members
-        if spec is None:
+        settings, members = self._settings, self._members
+        if settings is None:
             return {}
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in names:
@@ -225,7 +212,7 @@ class JobSnapshots:
                 "settings": {
                     "node": name,
                     "domain": name if alone else node.host,
-                    **asdict(spec),
+                    **settings,
                 },
             }
         return found
@@ -255,7 +242,7 @@ class JobSnapshots:
             following: waits for the next event.
             limit_s: for the nodes to write it.
         """
-        if self._spec is None:
+        if self._settings is None:
             return
         try:
             await self._recover(following, limit_s)

@@ -63,15 +63,6 @@ class Stragglers:
         self._moves: deque[float] = deque(maxlen=_MOST_MOVES)
         self._recalled: dict[str, Mapping[str, Any]] = {}
 
-    @property
-    def why(self) -> str:
-        """Explains why the chooser found no layout; may be empty."""
-        return self._chooser.why
-
-    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Implements ``layouts.Chooser``."""
-        return self._chooser.is_better(layout, running)
-
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
         """Chooses a layout; nodes that were left out take part only where there is none without.
 
@@ -222,7 +213,7 @@ class Stragglers:
         most = 1 - WORTH_A_MORPH
         if layout.step_s is not None and running.layout.step_s is not None:
             return layout.step_s < most * running.layout.step_s
-        new = [self._slowness.get(place.node.name, 1.0) for place in assign(nodes, layout)]
+        new = [self._slowness.get(node.name, 1.0) for node in assign(nodes, layout)]
         old = [self._slowness.get(name, 1.0) for name in _nodes(running)]
         return relative_time(layout, new) < most * relative_time(running.layout, old)
 

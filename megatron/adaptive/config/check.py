@@ -135,7 +135,7 @@ def chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
 
 
 def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
-    """What stages of unequal widths cannot do."""
+    """Refuses what stages of unequal widths cannot do."""
     parallel, schedule = config.parallel, config.schedule
     if parallel.unequal_sizes is None:
         return

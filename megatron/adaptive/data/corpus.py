@@ -20,6 +20,7 @@ import secrets
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,13 +257,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _publish(work: Path, folder: Path, spec: CorpusSpec) -> bool:
     """Move ``work`` to ``folder``; return whether another process was there first."""
-    try:
+    with suppress(OSError):
         # Succeeds when the folder is missing or empty, in one step.
         os.rename(work, folder)
         return False
-    except OSError:
-        if _is_whole(folder, spec):
-            return True
+    if _is_whole(folder, spec):
+        return True
     _refuse_foreign(folder)
     # A broken corpus, or one of other settings: without its manifest it counts for nothing until
     # the new manifest is in place.

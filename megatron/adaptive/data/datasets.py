@@ -196,7 +196,7 @@ def _check(
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
-        check_vocabulary_fits(prefix, vocab_size)
+        check_vocabulary_fits(infos[prefix], vocab_size)
     for name, count, share in zip(_SPLIT_NAMES, counts, edges or [None] * 3, strict=True):
         if not count or share is None:
             continue

@@ -106,7 +106,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
     )
 
 
-def check_vocabulary_fits(prefix: str | Path, vocab_size: int) -> None:
+def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
     """Check that the data holds no id outside ``0..vocab_size-1``.
 
     Reads all of a ``.bin`` file up to 256 MB. Of a larger one it reads 256 MB in pieces of 4 MB
@@ -114,14 +114,13 @@ def check_vocabulary_fits(prefix: str | Path, vocab_size: int) -> None:
     data of another vocabulary.
 
     Args:
-        prefix: path of both files without suffix; checked with :func:`check_indexed` before.
+        info: of the files, from :func:`check_indexed`.
         vocab_size: ids the tokenizer knows, without padding.
 
     Raises:
         DataError: an id is outside; says how large a vocabulary the data needs.
     """
-    info = check_indexed(prefix)
-    path = f"{prefix}.bin"
+    path = f"{info.prefix}.bin"
     try:
         tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
     except OSError as error:

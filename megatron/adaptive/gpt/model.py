@@ -269,7 +269,16 @@ def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
-    settings = _data_parallel_config(config)
+    parallel, precision = config.parallel, config.precision
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        check_for_nan_in_grad=precision.check_for_nan_in_loss_and_grad,
+        bucket_size=parallel.ddp_bucket_size,
+        average_in_collective=parallel.ddp_average_in_collective,
+    )
     wrapped = [
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(chunks)
@@ -385,19 +394,6 @@ def _layer_spec(config: TrainerConfig) -> ModuleSpec:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
     return get_gpt_layer_local_spec(
         qk_layernorm=model.qk_layernorm, normalization=model.normalization
-    )
-
-
-def _data_parallel_config(config: TrainerConfig) -> DistributedDataParallelConfig:
-    parallel, precision = config.parallel, config.precision
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        check_for_nan_in_grad=precision.check_for_nan_in_loss_and_grad,
-        bucket_size=parallel.ddp_bucket_size,
-        average_in_collective=parallel.ddp_average_in_collective,
     )
 
 

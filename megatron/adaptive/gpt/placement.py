@@ -56,9 +56,9 @@ from megatron.adaptive.schedule.widths import Widths, chosen
 
 __all__ = [
     "PlacedLayout",
-    "UnequalGradients",
     "embedding_ranks",
     "finalize_gradients",
+    "finalize_unequal_gradients",
     "local_copies",
     "placement_of",
     "set_up_unequal_mesh",
@@ -297,34 +297,24 @@ def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
                 bucket.gradient_scaling_factor = 1.0
 
 
-class UnequalGradients:
-    """Does what megatron-core's ``finalize_model_grads`` does.
-
-    Args:
-        widths: of the stages.
-    """
-
-    def __init__(self, widths: Widths) -> None:
-        self._brings = widths.place_of(dist.get_rank())[1] == 0
-
-    def __call__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        num_tokens: torch.Tensor | None = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-    ) -> None:
-        """Reduce the gradients of a step; see :func:`embedding.finalize_gradients`."""
-        assert num_tokens is None
-        finalize_model_grads(
-            list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
-        )
-        weight = _tied_weight(chunks)
-        if weight is not None:
-            gradient: torch.Tensor = weight.main_grad
-            if not self._brings:
-                gradient.zero_()
-            dist.all_reduce(gradient, group=_ends_group)
+def finalize_unequal_gradients(
+    widths: Widths,
+    chunks: Sequence[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Do what :func:`finalize_gradients` does where stages, of the given widths, are unequal."""
+    assert num_tokens is None
+    finalize_model_grads(
+        list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
+    )
+    weight = _tied_weight(chunks)
+    if weight is not None:
+        gradient: torch.Tensor = weight.main_grad
+        if widths.place_of(dist.get_rank())[1]:
+            gradient.zero_()
+        dist.all_reduce(gradient, group=_ends_group)
 
 
 def _end_ranks(widths: Widths) -> list[int]:

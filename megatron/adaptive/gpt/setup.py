@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from megatron.adaptive.gpt.model import (
     transformer_config,
 )
 from megatron.adaptive.gpt.placement import (
-    UnequalGradients,
     finalize_gradients,
+    finalize_unequal_gradients,
     placement_of,
     widths_of,
 )
@@ -49,19 +50,23 @@ from megatron.adaptive.schedule.schedule import Schedule
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
     """Returns the order of work. Collective over all ranks."""
     config, settings = job.config, job.config.schedule
-    pieces, given = _weight_pieces(config), None
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    pieces, given, replay = _weight_pieces(config), None, None
+    if settings.replay_schedule is not None:
+        records = load_on_all(settings.replay_schedule, job.control_group)
+        replay = Replay(records, RecordShape.of(placement, pieces), pp_rank)
     if settings.schedule_file is not None:
         given = _given_schedule(config, placement)
         pieces = given.weight_pieces
     return Orders(
         schedule=settings.pipeline_schedule,
         placement=placement,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_rank=pp_rank,
         cap=settings.activation_cap,
         weight_pieces=pieces,
         group_size=config.parallel.microbatch_group_size_per_vp_stage,
         given=given,
-        replay=_replay(job, placement),
+        replay=replay,
         widths=widths_of(config),
     )
 
@@ -71,16 +76,6 @@ def _weight_pieces(config: TrainerConfig) -> int:
     return weight_pieces(
         settings.weight_pieces, splits=config.splits_backward, is_rule=settings.is_rule
     )
-
-
-def _replay(job: TrainingJob, placement: Placement) -> Replay | None:
-    """Read the orders of ``--replay-schedule``. Collective over all ranks."""
-    path = job.config.schedule.replay_schedule
-    if path is None:
-        return None
-    shape = RecordShape.of(placement, _weight_pieces(job.config))
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    return Replay(load_on_all(path, job.control_group), shape, pp_rank)
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
@@ -194,9 +189,9 @@ def build_run(job: TrainingJob) -> Run:
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
     widths = widths_of(config)
-    finalize = finalize_gradients
+    finalize: Callable[..., None] = finalize_gradients
     if widths is not None:
-        finalize = UnequalGradients(widths)
+        finalize = partial(finalize_unequal_gradients, widths)
     core.finalize_model_grads_func = tracing.around("reduce", finalize)
     replay = wiring = None
     forward_backward: Callable[..., list[Any]]

@@ -39,6 +39,8 @@ __all__ = [
     "layer_table",
     "make_estimator",
     "optimizer_s",
+    "range_largest",
+    "range_sums",
     "stage_memory",
     "state_bytes",
 ]
@@ -260,6 +262,21 @@ def optimizer_s(
     """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
     each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
     return each * parameters / (dp if distributed_optimizer else 1)
+
+
+def range_sums(values: Any) -> Any:
+    """Returns ``[begin, end]`` sums of a row, ``[n + 1, n + 1]``."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return total[None, :] - total[:, None]
+
+
+def range_largest(values: Any) -> Any:
+    """Returns ``[begin, end]`` the largest of a row, ``[n + 1, n + 1]``; 0 for none."""
+    count = len(values)
+    found = np.zeros((count + 1, count + 1))
+    for begin in range(count if np.any(values) else 0):
+        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
+    return found
 
 
 MATRIX_SHARE = 0.7

@@ -36,7 +36,6 @@ __all__ = [
     "placement_text",
     "plan_document",
     "table",
-    "write_conf",
     "write_plan",
 ]
 
@@ -359,13 +358,17 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
     return groups
 
 
-def write_plan(document: Mapping[str, Any], path: Path) -> None:
-    """Writes a plan file.
+def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:
+    """Writes a plan file, or variables of ``conf.sh``.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or ``conf.sh`` cannot say such stages.
     """
-    _write(json.dumps(document, indent=2) + "\n", path)
+    text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
@@ -385,22 +388,6 @@ def conf_text(document: Mapping[str, Any]) -> str:
     for name, value in values.items():
         lines.append(f"{name}='{value}'" if " " in value else f"{name}={value}")
     return "\n".join(lines) + "\n"
-
-
-def write_conf(document: Mapping[str, Any], path: Path) -> None:
-    """Writes a plan as variables of ``conf.sh``.
-
-    Raises:
-        ConfigError: the file cannot be written, or the trainer cannot run such stages.
-    """
-    _write(conf_text(document), path)
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
 _GB = 1e9
@@ -449,15 +436,11 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         cells += [seconds_text(steps * seen.seconds)] * bool(tokens)
         cells += [f"{steps * seen.price_per_step:,.0f}"] * (priced and tokens > 0)
         lines.append(cells)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
+    text, indent = _aligned(lines), " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
         layers = format_partition(inputs.model.counted(row.plan.partition))
         places = placement_text(row.plan, inputs.cluster)
-        text.insert(2 * number, f"{'':{widths[0]}}  layers {layers} on {places}")
+        text.insert(2 * number, f"{indent}  layers {layers} on {places}")
     return "\n".join(text)
 
 
@@ -504,15 +487,8 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
         names = dict.fromkeys(inputs.cluster.nodes[replica.node].name for replica in place.replicas)
         layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
         memory = stage.memory
-        held = (
-            memory.parameter_bytes,
-            memory.gradient_bytes,
-            memory.optimizer_bytes,
-            memory.activation_bytes,
-            memory.workspace_bytes,
-            memory.total_bytes,
-            memory.limit_bytes,
-        )
+        *parts, limit_bytes = vars(memory).values()
+        held = (*parts, memory.total_bytes, limit_bytes)
         times = (stage.forward_s, stage.backward_s, stage.send_s)
         lines.append(
             [
@@ -522,11 +498,15 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
                 *(f"{value / _GB:.2f}" for value in held),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
+    return "\n".join(_aligned(lines))
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
-    )
+    ]
 
 
 def _replicas(plan: Plan) -> str:

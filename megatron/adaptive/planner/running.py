@@ -24,7 +24,14 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import Runtime, in_flight, layer_table, state_bytes
+from megatron.adaptive.planner.layers import (
+    Runtime,
+    in_flight,
+    layer_table,
+    range_largest,
+    range_sums,
+    state_bytes,
+)
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import PlanInputs, Profile
@@ -205,11 +212,14 @@ class _Shape:
             inputs = running.inputs(self._size)
             table = layer_table(inputs, node, tp=1, micro_batch=self._micro_batch)
             seconds = np.maximum(
-                seconds, _sums(table.forward_s + table.backward_s + table.weight_s)
+                seconds, range_sums(table.forward_s + table.backward_s + table.weight_s)
             )
             state = sum(state_bytes(running.model, dp=1, distributed_optimizer=False))
-            fixed = _sums(table.parameters * state) + _sums(table.kept_bytes) * self._held[rank]
-            needed = np.maximum(needed, fixed + _largest(table.workspace_bytes))
+            fixed = (
+                range_sums(table.parameters * state)
+                + range_sums(table.kept_bytes) * self._held[rank]
+            )
+            needed = np.maximum(needed, fixed + range_largest(table.workspace_bytes))
         return seconds, needed, min(one.memory_bytes for one in nodes)
 
     def best(self, given: tuple[int, ...] | None) -> Option:
@@ -313,22 +323,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
         weights: of each piece.
         num_stages: each of one piece at least.
     """
-    return least_largest([_sums(weights)] * num_stages)
-
-
-def _sums(values: Any) -> Any:
-    """Returns ``[begin, end]`` sums of a row."""
-    before = np.concatenate([[0.0], np.cumsum(values)])
-    return before[None, :] - before[:, None]
-
-
-def _largest(values: Any) -> Any:
-    """Returns ``[begin, end]`` the largest of a row; 0 of none."""
-    count = len(values)
-    found = np.zeros((count + 1, count + 1))
-    for begin in range(count):
-        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
-    return found
+    return least_largest([range_sums(weights)] * num_stages)
 
 
 def _nothing_divides(

@@ -28,7 +28,14 @@ from megatron.adaptive.planner.communication import (
     measured_all_reduce,
     ring_segments,
 )
-from megatron.adaptive.planner.layers import LayerTable, layer_table, optimizer_s, stage_memory
+from megatron.adaptive.planner.layers import (
+    LayerTable,
+    layer_table,
+    optimizer_s,
+    range_largest,
+    range_sums,
+    stage_memory,
+)
 from megatron.adaptive.planner.plan import StagePlace
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_space import StageClass, place_on
@@ -287,8 +294,7 @@ class Tables:
     def _sums(self, key: Any, values: Any) -> Any:
         """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
         if key not in self._ranges:
-            total = np.concatenate([[0.0], np.cumsum(values)])
-            self._ranges[key] = total[None, :] - total[:, None]
+            self._ranges[key] = range_sums(values)
         return self._ranges[key]
 
     def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
@@ -323,7 +329,7 @@ class Tables:
             parameters=parameters,
             kept_bytes=0.0,
             held=0.0,
-            workspace_bytes=_largest(table.workspace_bytes),
+            workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
             limit_bytes=node.memory_bytes,
@@ -426,14 +432,3 @@ class Tables:
                         self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
                     tied[kind, a, b] = self._reduce[key]
         return tied
-
-
-def _largest(values: Any) -> Any:
-    """Returns ``[n + 1, n + 1]`` largest of every range; 0 for none."""
-    n = len(values)
-    if not np.any(values):
-        return np.zeros((n + 1, n + 1))
-    found = np.zeros((n + 1, n + 1))
-    for low in range(n):
-        found[low, low + 1 :] = np.maximum.accumulate(values[low:])
-    return found

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 
-from megatron.adaptive.checkpoint.state import unwrapped
 from megatron.adaptive.errors import TransportError
 
 __all__ = ["Passage", "Share", "Table", "exchange", "passages", "shares_of", "steps_of"]
@@ -124,7 +124,7 @@ def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for chunk, stage in zip(chunks, stages, strict=True):
-        model = unwrapped(chunk)
+        model = unwrap_model(chunk)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue

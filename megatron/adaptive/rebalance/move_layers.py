@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 
-from megatron.adaptive.checkpoint.state import unwrapped
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
@@ -124,7 +124,7 @@ def _rebuilt(run: Run, job: TrainingJob, stages: Sequence[int], layers: Sequence
     former = run.optimizer
     bare = [_unwrap(chunk) for chunk in run.chunks]
     _let_buffers_go(former)
-    blocks = [unwrapped(chunk).decoder for chunk in bare]
+    blocks = [unwrap_model(chunk).decoder for chunk in bare]
     here = {layer.layer_number: layer for block in blocks for layer in block.layers}
     for block, numbers in zip(blocks, layers, strict=True):
         _set_layers(run, config, block, numbers, here)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.checkpoint.state import mesh_shape, unwrapped
+from megatron.adaptive.checkpoint.state import mesh_shape
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
@@ -304,7 +305,7 @@ def _propose(
 
 def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
     """Returns the chunks that hold more than layers, with their blocks of layers."""
-    models = [(chunk, unwrapped(model)) for chunk, model in enumerate(run.chunks)]
+    models = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     return {
         chunk: (model, model.decoder)
         for chunk, model in models

@@ -1,6 +1,5 @@
 """The page in a real browser: it opens, zooms, names what lies under the pointer, and slides."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +10,8 @@ from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import write_page
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
+from ...browser import complaints, opened_browser
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-dev-shm-usage "
-    "--disable-background-networking --disable-component-update --disable-sync "
-    "--window-size=1400,900"
-)
 READY_S = 60
 MIDDLE_OF_SPAN = """
 const kinds = CATEGORIES.map((c) => c.kind);
@@ -49,23 +43,12 @@ def figures(run: RunTrace) -> RunFigures:
 @pytest.fixture(scope="module")
 def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A headless Chromium that has the page open."""
-    programs = shutil.which("chromium"), shutil.which("chromedriver")
-    if None in programs:
-        pytest.skip("no chromium and chromedriver: bash prerequisite.sh --views")
     folder = tmp_path_factory.mktemp("profile")
     write_page(run, folder / "page.html", run.iterations)
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in (*FLAGS.split(), f"--user-data-dir={folder / 'profile'}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
-    try:
+    with opened_browser(folder / "profile") as driver:
         driver.set_script_timeout(READY_S)
         driver.get((folder / "page.html").as_uri())
         yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture
@@ -137,7 +120,7 @@ def x_range(page: Any) -> list[float]:
 
 
 def test_it_opens_without_an_error_and_asks_nobody(page: Any, figures: RunFigures) -> None:
-    assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert complaints(page) == []
     loaded = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert [name for name in loaded if not name.startswith(("data:", "blob:"))] == []
     step_ms = figures.step_ns[-1, 0] / 1e6
@@ -242,4 +225,4 @@ def test_replicas_their_mean_and_views_of_too_many_spans(page: Any) -> None:
     assert "shown as parts of time" in said
     assert "zoom in for arrows" in said
     assert page.execute_script(area) > 100
-    assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert complaints(page) == []

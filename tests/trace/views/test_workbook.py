@@ -21,7 +21,7 @@ from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
 from megatron.adaptive.trace.views.workbook import (
     MAX_BINS,
     MAX_COLUMNS,
-    Bin,
+    ChartCell,
     add_order,
     fill_bins,
     lay_out,
@@ -216,16 +216,16 @@ def test_bins_of_time_show_what_covers_most_of_them() -> None:
     step = PipelineStep(1, "x", "loop", 1, 1, 2, (row,), (), 0, 60 * ms, waits=(waits,))
     bins = fill_bins(step)
     # 0.1 ms is the finest of 1, 2, 5, 10, ... that needs no more than 600 columns.
-    assert (bins.unit_ns, bins.num_bins) == (100_000, 600)
+    assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
     assert bins.rows[0] == (
-        Bin(0, 300, row[0], None),
-        Bin(300, 303, row[1], None),
-        Bin(303, 308, None, "order"),
-        Bin(308, 310, None, None),
-        Bin(310, 400, row[2], None),
-        Bin(400, 460, None, "memory"),
-        Bin(460, 500, None, None),
-        Bin(500, 600, row[3], None),
+        ChartCell(0, 300, row[0], None),
+        ChartCell(300, 303, row[1], None),
+        ChartCell(303, 308, None, "order"),
+        ChartCell(308, 310, None, None),
+        ChartCell(310, 400, row[2], None),
+        ChartCell(400, 460, None, "memory"),
+        ChartCell(460, 500, None, None),
+        ChartCell(500, 600, row[3], None),
     )
 
 
@@ -242,10 +242,10 @@ def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
     bins = fill_bins(step)
     assert bins.unit_ns == unit
     assert bins.rows[0] == (
-        Bin(0, 1, row[0], None),  # half of it is covered, most by the first
-        Bin(1, 2, None, ""),  # of no cause that is known
-        Bin(2, 599, None, None),
-        Bin(599, 600, row[3], None),
+        ChartCell(0, 1, row[0], None),  # half of it is covered, most by the first
+        ChartCell(1, 2, None, ""),  # of no cause that is known
+        ChartCell(2, 599, None, None),
+        ChartCell(599, 600, row[3], None),
     )
 
 
@@ -275,7 +275,7 @@ def test_the_sheet_time_is_the_bins(tmp_path: Path, write_spans: Callable[..., P
         (None, WAIT_COLORS["input"], 202, 401),
         ("0-0", chunk_color("B", 0, 1), 402, 601),
     ]
-    assert fill_bins(step).num_bins == MAX_BINS
+    assert fill_bins(step).num_columns == MAX_BINS
     assert sheet["A7"].value == "wait for input"
     assert sheet.freeze_panes == "B3"
 

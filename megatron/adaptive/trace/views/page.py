@@ -13,7 +13,7 @@ import base64
 import gzip
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib import resources
@@ -54,6 +54,7 @@ __all__ = [
     "replay",
     "simulated_columns",
     "span_columns",
+    "write_html",
     "write_page",
 ]
 
@@ -108,7 +109,7 @@ def write_page(
     """
     for iteration in iterations:
         run.require_iteration(iteration)
-    plotly = plotly_js()
+    plotly_js()  # refuses before the run is read
     if figures is None:
         ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
         figures = run_figures(run, iterations, ranks=ranks)
@@ -117,20 +118,52 @@ def write_page(
     colors = categories(run.num_chunks)
     head = _head(run, figures, choice, groups, colors)
     notes = [*choice.notes]
+
+    def blocks() -> Iterator[tuple[str, Any]]:
+        yield from _blocks(run, choice, groups, colors, simulated, notes)
+        yield "page", {**head, "notes": [*run.notes(), *figures.notes(), *notes]}
+
+    write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
+    return notes
+
+
+def write_html(
+    target: str | os.PathLike[str],
+    title: str,
+    package: str,
+    name: str,
+    blocks: Iterable[tuple[str, Any]],
+    scripts: Sequence[str],
+) -> None:
+    """Writes a page that needs nothing but itself, replacing the file.
+
+    Args:
+        target: the file, ``.html``.
+        title: of its window.
+        package: has a folder ``assets`` with ``NAME.html``, ``NAME.css`` and the scripts.
+        name: of the template, whose ``{{blocks}}`` gives way to data and scripts.
+        blocks: id and content of each block of data, for JSON.
+        scripts: run in this order after plotly.js.
+
+    Raises:
+        SetupError: plotly is not installed.
+        TraceError: the file cannot be written.
+    """
+    plotly = plotly_js()
+
+    def asset(file_name: str) -> str:
+        return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
+
+    before, after = asset(f"{name}.html").split("{{blocks}}")
+    before = before.replace("{{title}}", escape(title)).replace("{{style}}", asset(f"{name}.css"))
     with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
-        before, after = _asset("page.html").split("{{blocks}}")
-        before = before.replace("{{title}}", escape(f"Trace of {run.run}"))
-        file.write(before.replace("{{style}}", _asset("page.css")))
-        for name, block in _blocks(run, choice, groups, colors, simulated, notes):
-            file.write(f'<script type="application/json" id="{name}">{json.dumps(block)}</script>')
-        head["notes"] = [*run.notes(), *figures.notes(), *notes]
-        text = json.dumps(head).replace("<", "\\u003c")
-        file.write(f'<script type="application/json" id="page">{text}</script>')
-        code = "\n".join(map(_asset, SCRIPTS))
-        for part in (plotly, code):
+        file.write(before)
+        for block, content in blocks:
+            text = json.dumps(content).replace("<", "\\u003c")
+            file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
+        for part in (plotly, "\n".join(map(asset, scripts))):
             file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
         file.write(after)
-    return notes
 
 
 def plotly_js() -> str:
@@ -147,12 +180,6 @@ def plotly_js() -> str:
         ) from error
     text: str = get_plotlyjs()
     return text
-
-
-def _asset(name: str) -> str:
-    return (
-        resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
-    )
 
 
 def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:

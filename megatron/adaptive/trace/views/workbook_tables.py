@@ -15,7 +15,7 @@ from openpyxl import Workbook
 from openpyxl.chart import BarChart, LineChart, Reference
 from openpyxl.chart.axis import TextAxis
 from openpyxl.chart.legend import Legend
-from openpyxl.styles import Alignment
+from openpyxl.styles import Alignment, Font
 from openpyxl.utils import get_column_letter
 from openpyxl.worksheet.worksheet import Worksheet
 
@@ -25,10 +25,17 @@ from megatron.adaptive.trace.read import describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
 from megatron.adaptive.trace.summary import NS_PER_MS, PART_NAMES, PARTS, parts_ms
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.workbook_cells import BOLD
 
-__all__ = ["MAX_ITERATIONS", "MAX_RANK_COLUMNS", "add_charts", "add_iterations", "add_summary"]
+__all__ = [
+    "BOLD",
+    "MAX_ITERATIONS",
+    "MAX_RANK_COLUMNS",
+    "add_charts",
+    "add_iterations",
+    "add_summary",
+]
 
+BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
 """Rows of the sheet *iterations*; of a longer run it has every so many rows one."""
 MAX_RANK_COLUMNS = 256
