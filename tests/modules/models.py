@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from megatron.adaptive.modules import CutPoint
+from megatron.adaptive.modules import CutPoint, Pipeline
 
 WIDTH, WORDS = 8, 16
 
@@ -79,3 +83,57 @@ def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.
         "mask": torch.rand(samples, length, generator=generator) > 0.2,
         "label": ids.roll(-1, dims=1),
     }
+
+
+class Net(nn.Module):
+    """With a buffer that each forward changes, and dropout: ``x [n, 4]`` to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.cut, self.last = CutPoint(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        x = F.dropout(self.norm(self.first(x)), 0.1, self.training)
+        return self.last(self.cut(x)).square().mean()
+
+
+def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
+    """Return the batch of a step for it."""
+    return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
+
+
+class Training:
+    """A pipeline of it in this process, with a scheduler, and the losses of its steps."""
+
+    def __init__(
+        self, samples: int = 4, precision: Any = None, optimizer: Any = torch.optim.AdamW
+    ) -> None:
+        torch.manual_seed(1)
+        self.pipeline = Pipeline(
+            Net(), batch_of(0, samples), micro_batch_size=2, mixed_precision=precision
+        )
+        self.optimizer = optimizer(self.pipeline.parameters(), lr=0.1)
+        # Its first steps overflow in fp16: the optimizer has no state then.
+        self.pipeline.set_optimizer(self.optimizer, initial_loss_scale=2.0**40)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
+        self.state: dict[str, Any] = {"scheduler": self.scheduler}
+        self.losses: dict[int, float] = {}
+
+    def run(
+        self,
+        total: int,
+        folder: Path | None,
+        *,
+        last: int | None = None,
+        before: Callable[[int], object] = lambda step: None,
+        **options: Any,
+    ) -> None:
+        """Train, and end before step ``last`` as a process that is killed: nothing is saved."""
+        for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
+            if step == last:
+                break
+            before(step)
+            self.losses[step], _ = self.pipeline.step(batch_of(step))
+            self.scheduler.step()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.adaptive.schedule.registry import policy_names
+
 from .ranks import Case, assert_same, load_example
 
 # Schedules with the chunks that they run here; one microbatch more than a round of four.
@@ -56,9 +58,15 @@ def case_of(name: str) -> tuple[Case, Any]:
     return case, case.expected()
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", "vit", "gpt2", "bert"])
+# Every schedule with every model and both sizes, and every model with both sizes.
+CASES = [
+    (name, (2, 4)[(place + turn) % 2], *one)
+    for turn, one in enumerate(SCHEDULES)
+    for place, name in enumerate(NO_DROPOUT)
+]
+
+
+@pytest.mark.parametrize(("name", "size", "schedule", "chunks"), CASES)
 def test_stages_give_losses_and_gradients_of_the_whole(
     name: str, size: int, schedule: str, chunks: int | None
 ) -> None:
@@ -71,8 +79,6 @@ def test_stages_give_losses_and_gradients_of_the_whole(
 
 
 def test_each_schedule_is_tried() -> None:
-    from megatron.adaptive.schedule.registry import policy_names
-
     assert {name for name, _ in SCHEDULES} | {"forward-only"} == set(policy_names())
 
 

@@ -11,27 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
-from megatron.adaptive.modules import CutPoint, Pipeline
+from megatron.adaptive.modules import Pipeline
 from megatron.adaptive.modules.sizes import JobEnded
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.cut, self.last = torch.nn.Linear(4, 4), CutPoint(), torch.nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.cut(torch.tanh(self.first(x)))).square().mean()
-
-
-def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
+from .models import Training, batch_of
 
 
 def train(pipeline: Pipeline, at: int, do: Callable[[], object], **options: Any) -> None:
@@ -46,38 +34,15 @@ def fail() -> None:
     raise KeyError
 
 
-class Trained:
-    """A pipeline with a scheduler."""
-
-    def __init__(self, samples: int = 4) -> None:
-        torch.manual_seed(1)
-        self.pipeline = Pipeline(Net(), batch_of(0, samples), micro_batch_size=2)
-        self.losses: dict[int, float] = {}
-
-        def make(ones: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            self.optimizer = torch.optim.AdamW(ones, lr=0.1)
-            return self.optimizer
-
-        self.pipeline.set_optimizer(make)
-        milestones = [2, 4]
-        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones, 0.5)
-
-    def run(self, total: int, folder: Path | None, **options: Any) -> None:
-        state = {"scheduler": self.scheduler}
-        for step in self.pipeline.loop(total, folder=folder, state=state, **options):
-            self.losses[step], _ = self.pipeline.step(batch_of(step))
-            self.scheduler.step()
-
-
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made: list[Trained] = []
+    made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 
-    def make(samples: int = 4) -> Trained:
+    def make(samples: int = 4) -> Training:
         if made:
             made[-1].pipeline.close()
-        made.append(Trained(samples))
+        made.append(Training(samples))
         return made[-1]
 
     yield make
@@ -122,27 +87,19 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(PipelineFolder, "commit", late)
     folder = tmp_path / "checkpoints"
     begun, seen = trained(), []
-    for step in begun.pipeline.loop(
-        9,
-        folder=folder,
-        save_interval=2,
-        keep=2,
-        async_save=True,
-        state={"scheduler": begun.scheduler},
-    ):
+
+    def look(step: int) -> None:
         if step == 3:  # that of step 2 is under way, and its weights have changed since
-            seen += [one.name for one in folder.glob("step_*")]
+            seen.extend(one.name for one in folder.glob("step_*"))
             gate.set()
-        begun.pipeline.step(batch_of(step))
-        begun.scheduler.step()
-        if step == 6:
-            break
+
+    begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
     begun.pipeline.close()  # waits for the last one
     assert seen == []
     assert sorted(one.name for one in folder.iterdir()) == ["step_00000004", "step_00000006"]
     for step in (4, 6):
         later = trained()
-        later.pipeline.load(folder, step=step, state={"scheduler": later.scheduler})
+        later.pipeline.load(folder, step=step, state=later.state)
         losses = [later.pipeline.step(batch_of(step))[0]]
         assert losses == [whole.losses[step]]
 
@@ -255,12 +212,12 @@ def test_a_job_tells_where_to_save_and_hears_of_steps(
     }
     monkeypatch.setenv("MEGATRON_ADAPTIVE_JOB", json.dumps(order))
     with pytest.raises(JobEnded) as ended:
-        Trained()
+        Training()
     assert ended.value.code == 79
     signature = json.loads((tmp_path / "model.json").read_text())["signature"]
     order |= {"signature": signature, "pipeline_size": 1, "replicas": 1, "micro_batch_size": 2}
     monkeypatch.setenv("MEGATRON_ADAPTIVE_JOB", json.dumps({**order, "partition": [2]}))
-    one = Trained()
+    one = Training()
     try:
         assert one.pipeline.partition == (2,)
         with pytest.raises(ConfigError, match="outside of Pipeline.loop"):
@@ -273,7 +230,7 @@ def test_a_job_tells_where_to_save_and_hears_of_steps(
         assert not (tmp_path / "unused").exists()
     finally:
         one.pipeline.close()
-    again = Trained()
+    again = Training()
     try:
         mark_over(tmp_path / "p")  # the job goes on without it
         with pytest.raises(CheckpointError, match="gone on without these ranks"):

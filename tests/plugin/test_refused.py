@@ -61,23 +61,7 @@ def test_what_is_not_refused() -> None:
     ("name", "value", "reason"),
     [
         ("num_moe_experts", 8, "experts trade tokens with replicas whose order of work may differ"),
-        (
-            "overlap_moe_expert_parallel_comm",
-            True,
-            "it runs forwards and backwards merged into one",
-        ),
         ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
-        ("enable_cuda_graph", True, "a CUDA graph replays the order it was captured in"),
-        (
-            "defer_embedding_wgrad_compute",
-            True,
-            "megatron-core's own loop computes what it puts off",
-        ),
-        (
-            "num_microbatches_with_partial_activation_checkpoints",
-            2,
-            "it counts on the order of megatron-core's own loop",
-        ),
         ("hybrid_context_parallel", True, "it has a loop of its own"),
     ],
 )

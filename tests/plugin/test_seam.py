@@ -58,19 +58,14 @@ def test_every_holder_gets_it_and_gives_it_back(holder: Any) -> None:
     assert isinstance(seam, Seam)
     assert pipeline_parallel.get_forward_backward_func is seam
     assert holder.get_forward_backward_func is seam
-    megatron.adaptive.uninstall()
-    assert pipeline_parallel.get_forward_backward_func is ORIGINAL
-    assert holder.get_forward_backward_func is ORIGINAL
-    megatron.adaptive.uninstall()
-
-
-def test_installing_twice_is_installing_once(holder: Any) -> None:
-    megatron.adaptive.install()
-    seam = schedules.get_forward_backward_func
     megatron.adaptive.install()
     megatron.adaptive.install("1f1b")  # no step has run
     assert schedules.get_forward_backward_func is seam
     assert seam.original is ORIGINAL
+    megatron.adaptive.uninstall()
+    assert pipeline_parallel.get_forward_backward_func is ORIGINAL
+    assert holder.get_forward_backward_func is ORIGINAL
+    megatron.adaptive.uninstall()
 
 
 def test_other_settings_after_a_step_are_refused() -> None:

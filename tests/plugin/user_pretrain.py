@@ -3,7 +3,7 @@
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
     {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
-     "refused": {name: {"install": {...}, "config": {...}, "arguments": {...}, "again": bool}},
+     "refused": {name: {"arguments": {...}, "again": bool}},
      "fails_on": rank that fails in the last run, or null}
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
@@ -66,12 +66,10 @@ def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
     """Return what the step says."""
-    job = start(shape, case.get("install", {}))
+    job = start(shape, {})
     if case.get("again"):
         user.train(job, 1)
         job = regroup(shape)
-    for name, value in case.get("config", {}).items():
-        setattr(job.config, name, value)
     try:
         user.get_forward_backward_func()(
             forward_step_func=user.forward_step,

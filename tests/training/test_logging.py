@@ -58,6 +58,10 @@ def report(iteration: int, **changes: Any) -> IterationReport:
         losses={"lm loss": 9.0 + iteration},
         loss_scale=1.0,
         grad_norm=1.234,
+        updated=True,
+        num_zeros=None,
+        bubble_fraction=None,
+        params_norm=None,
         memory_bytes=1000,
         peak_memory_bytes=2000 + iteration,
     )
@@ -150,54 +154,38 @@ class TestLine:
             "number of nan iterations:   0 | tokens/s/rank: 1024.0 |"
         )
 
-    def test_comes_once_an_interval(self) -> None:
-        lines = printed(*(report(iteration) for iteration in range(1, 8)))
+    def test_comes_once_an_interval_and_starts_anew_after_it(self) -> None:
+        reports = [report(1, elapsed_s=9.0, updated=False), *map(report, range(2, 8))]
+        lines = printed(*reports)
         assert [re.findall(r"iteration +(\d+)/", line) for line in lines] == [["2"], ["4"], ["6"]]
-
-    def test_starts_anew_after_each_interval(self) -> None:
-        lines = printed(report(1, elapsed_s=9.0, skipped=True), report(2), report(3), report(4))
-        last = fields(lines[1])
-        assert last["elapsed time per iteration (ms)"] == "500.0"
-        assert last["lm loss"] == "1.250000E+01"
-        assert last["number of skipped iterations"] == "0"
-
-    def test_a_resumed_run_averages_what_it_has(self) -> None:
-        (line,) = printed(report(6, elapsed_s=0.25))
-        assert fields(line)["elapsed time per iteration (ms)"] == "250.0"
-        assert fields(line)["lm loss"] == "1.500000E+01"
+        found = fields(lines[1])
+        assert found["elapsed time per iteration (ms)"] == "500.0"
+        assert found["lm loss"] == "1.250000E+01"
+        assert found["number of skipped iterations"] == "0"
+        (resumed,) = printed(report(6, elapsed_s=0.25))  # it has one iteration
+        assert fields(resumed)["elapsed time per iteration (ms)"] == "250.0"
+        assert fields(resumed)["lm loss"] == "1.500000E+01"
 
     def test_losses_of_skipped_iterations_are_left_out(self) -> None:
-        bad = report(1, losses={"lm loss": math.inf}, skipped=True, is_nan=True, grad_norm=None)
+        bad = report(1, losses={"lm loss": math.inf}, updated=False, grad_norm=None)
+        none = fields(printed(bad, dataclasses.replace(bad, iteration=2))[0])
+        assert not {"lm loss", "grad norm"} & set(none)
         found = fields(printed(bad, report(2))[0])
         assert found["lm loss"] == "1.100000E+01"
         assert found["number of skipped iterations"] == "1"
         assert found["number of nan iterations"] == "1"
         assert found["elapsed time per iteration (ms)"] == "500.0"
 
-    def test_has_no_loss_or_norm_where_none_is_known(self) -> None:
-        (line,) = printed(
-            *(report(i, skipped=True, grad_norm=None, loss_scale=2.0**31) for i in (1, 2))
-        )
-        found = fields(line)
-        assert "lm loss" not in found
-        assert "grad norm" not in found
-        assert found["loss scale"] == "2147483648.0"
-        assert found["number of skipped iterations"] == "2"
-
     def test_has_every_loss_and_the_optional_norms_in_megatrons_order(self) -> None:
         losses = {"lm loss": 2.0, "z loss": 0.5}
-        (line,) = printed(*(report(i, losses=losses, num_zeros=7, params_norm=3.5) for i in (1, 2)))
+        first = report(1, losses=losses, num_zeros=7, params_norm=3.5, bubble_fraction=0.15)
+        last = dataclasses.replace(first, iteration=2, bubble_fraction=None)
+        (line,) = printed(first, last)
         order = ["lm loss", "z loss", "loss scale", "grad norm", "num zeros", "params norm"]
         assert [name for name in fields(line) if name in order] == order
         assert fields(line)["num zeros"] == "7"
         assert fields(line)["params norm"] == "3.500"
-
-    def test_bubble_is_the_mean_of_what_is_known(self) -> None:
-        lines = printed(
-            report(1, bubble_fraction=0.1), report(2, bubble_fraction=0.2), report(3), report(4)
-        )
-        assert lines[0].endswith("| bubble: 15.0% |")
-        assert "bubble" not in lines[1]
+        assert line.endswith("| bubble: 15.0% |")  # of what is known
 
     def test_tokens_of_a_batch_that_grows(self) -> None:
         found = fields(
@@ -263,11 +251,13 @@ def test_only_the_writer_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_messages_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """And no bar is shown where there is no terminal."""
     log = TrainingLog(
         settings(), is_writer=True, accelerator=CPU, total_iterations=1, start_iteration=0
     )
     log.message("saved")
+    log.iteration(report(1))
     log.close()
     log.close()
     captured = capsys.readouterr()
@@ -323,21 +313,14 @@ class TestTensorBoard:
         assert curves["lm loss validation ppl"] == [(4, pytest.approx(math.exp(2.0)))]
         assert curves["lm loss validation ppl vs samples"][0][0] == 64
 
-    def test_flags_take_curves_away(self, tmp_path: Path) -> None:
-        curves = self.write(
-            tmp_path,
-            "--no-log-learning-rate-to-tensorboard --no-log-loss-scale-to-tensorboard",
-        )
+    def test_flags_take_curves_and_points_away(self, tmp_path: Path) -> None:
+        flags = "--no-log-learning-rate-to-tensorboard --no-log-loss-scale-to-tensorboard"
+        flags += " --tensorboard-log-interval 3 --log-interval 100"
+        curves = self.write(tmp_path, flags, accelerator=H200)
         assert not any("learning-rate" in tag or "loss-scale" in tag for tag in curves)
-
-    def test_points_come_once_an_interval_of_their_own(self, tmp_path: Path) -> None:
-        curves = self.write(tmp_path, "--tensorboard-log-interval 3 --log-interval 100")
         assert curves["lm loss"] == [(3, 12.0)]
-
-    def test_utilization_on_a_gpu(self, tmp_path: Path) -> None:
         share = flops_per_token(settings()) * 1024 / 989e12
-        curves = self.write(tmp_path, accelerator=H200)
-        assert curves["model-flops-utilization"][0] == (1, pytest.approx(share))
+        assert curves["model-flops-utilization"][0] == (3, pytest.approx(share))
 
     def test_a_second_run_adds_to_the_first(self, tmp_path: Path) -> None:
         cfg = settings(f"--tensorboard-dir {tmp_path}")
@@ -412,7 +395,3 @@ class TestBar:
         found = [line for line in lines if "consumed samples" in line]
         assert len(found) == 2
         assert all(re.match(r" \[.*\] iteration .* \|$", line) for line in found)
-
-    def test_is_not_shown_elsewhere(self, capsys: pytest.CaptureFixture[str]) -> None:
-        printed(report(1), report(2))
-        assert capsys.readouterr().err == ""

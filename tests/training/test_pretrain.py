@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -48,17 +49,11 @@ class Store:
         return count if key == "error" else self.looks // 3
 
 
-def raised(error: Exception, cause: Exception | None = None) -> Exception:
-    """An error with a traceback."""
-    try:
-        raise error from cause
-    except Exception as found:
-        return found
-
-
 def wrapped() -> Exception:
     """A broken connection as megatron-core's builder of datasets hands it on."""
-    return raised(Exception("the dataset failed to build"), RuntimeError(GLOO))
+    error = Exception("the dataset failed to build")
+    error.__cause__ = RuntimeError(GLOO)
+    return error
 
 
 RANK_3 = Environment(rank=3, local_rank=3, world_size=4)
@@ -69,14 +64,14 @@ BROKEN = "error: rank 3 lost its connection with another rank ("
 @pytest.mark.parametrize(
     ("error", "lost", "told"),
     [
-        (raised(RuntimeError("Connection closed")), LOST, ""),
+        (RuntimeError("Connection closed"), LOST, ""),
         (wrapped(), LOST, ""),
         (wrapped(), None, BROKEN + "Read error [10.57.0.4]:24756: Connection reset by peer), "),
-        (raised(RuntimeError(WAITED)), None, BROKEN + "Timed out waiting 60000ms for recv "),
-        (raised(dist.DistNetworkError("Failed to recv\n#0")), None, BROKEN + "Failed to recv), "),
-        (raised(OSError(28, "No space left on device")), None, "error: rank 3 cannot write: No"),
-        (raised(RuntimeError("shape mismatch")), None, "Traceback"),
-        (raised(ValueError("a bug"), KeyError("x")), LOST, "Traceback"),
+        (RuntimeError(WAITED), None, BROKEN + "Timed out waiting 60000ms for recv "),
+        (dist.DistNetworkError("Failed to recv\n#0"), None, BROKEN + "Failed to recv), "),
+        (OSError(28, "No space left on device"), None, "error: rank 3 cannot write: No"),
+        (RuntimeError("shape mismatch"), None, "RuntimeError: shape mismatch"),
+        (ValueError("a bug"), LOST, "ValueError: a bug"),
     ],
 )
 def test_only_a_bug_leaves_a_traceback(
@@ -87,17 +82,13 @@ def test_only_a_bug_leaves_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A rank that was lost looked like a bug where datasets were built, or the network was cut."""
-
-    def end(status: int) -> None:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
     with pytest.raises(SystemExit) as ended:
         module._fail(module._expected(error, 3), store, watcher, RANK_3)
     said = capsys.readouterr().err
-    is_bug = told == "Traceback"
+    is_bug = told.startswith(type(error).__name__)
     assert ended.value.code == (1 if is_bug else 2)
     assert told in said
     if not is_bug:
@@ -110,11 +101,7 @@ def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     lost: PeerLostError | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others, which had met the same error, told it again and that the store was gone."""
-
-    def end(status: int) -> None:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
     first = Environment(rank=0, local_rank=0, world_size=4)

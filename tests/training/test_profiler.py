@@ -77,20 +77,12 @@ def test_each_iteration_is_marked(tmp_path: Path) -> None:
     assert "ProfilerStep#2" not in names
 
 
-def test_a_run_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
-    run(settings(f"--profile --use-pytorch-profiler {WINDOW}"), tmp_path, last=3)
-    (trace,) = traces(tmp_path)
-    assert profiled_iterations(trace) == [2]
-
-
-@pytest.mark.parametrize(("first", "profiled"), [(3, [3]), (5, None)])
-def test_a_resumed_run_profiles_the_rest_of_the_window(
-    tmp_path: Path, first: int, profiled: list[int] | None
+@pytest.mark.parametrize(("first", "last", "profiled"), [(0, 3, [[2]]), (3, 8, [[3]]), (5, 8, [])])
+def test_a_part_of_a_run_profiles_its_part_of_the_window(
+    tmp_path: Path, first: int, last: int, profiled: list[list[int]]
 ) -> None:
-    run(settings(f"--profile --use-pytorch-profiler {WINDOW}"), tmp_path, first=first, last=8)
-    assert [profiled_iterations(trace) for trace in traces(tmp_path)] == (
-        [] if profiled is None else [profiled]
-    )
+    run(settings(f"--profile --use-pytorch-profiler {WINDOW}"), tmp_path, first=first, last=last)
+    assert [profiled_iterations(trace) for trace in traces(tmp_path)] == profiled
 
 
 def test_ranks_that_are_asked_for_write_files_of_their_own(tmp_path: Path) -> None:

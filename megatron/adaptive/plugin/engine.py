@@ -37,7 +37,6 @@ from megatron.adaptive.engine.build import (
     open_trace,
 )
 from megatron.adaptive.engine.deferred_layers import attach_stores
-from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders, weight_pieces
@@ -46,7 +45,6 @@ from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.plugin.refused import check_call, check_model
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.recorder import Recorder
 
 __all__ = ["Engine"]
 
@@ -190,12 +188,12 @@ class Engine:
             payload_shape=self._payload,
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
-            recorder=None if self._trace is None else self._trace.recorder,
+            recorder=None if self._trace is None else self._trace.tracing.recorder,
             transport=TransportConfig(transport=self._settings.transport),
             in_flight=self._orders(config).inputs_in_flight(num_microbatches),
         )
         if self._trace is not None:
-            self._trace.watch(self._wiring.executor)
+            self._trace.tracing.watch(self._wiring.executor.snapshot)
         self._forward_backward = None
         if former is not None:
             former.close()  # by now all ranks are here, with nothing under way
@@ -213,7 +211,7 @@ class Engine:
             executor=self._wiring.executor,
             orders=self._orders(config),
             stores=attach_stores(self._chunks) if self._settings.split_backward else None,
-            span=None if self._trace is None else self._trace.span,
+            span=None if self._trace is None else self._trace.tracing.span,
         )
 
     def _orders(self, config: Any) -> Orders:
@@ -246,10 +244,13 @@ class StepTrace:
 
     Args:
         tracing: where it goes.
+
+    Attributes:
+        tracing: as given.
     """
 
     def __init__(self, tracing: Tracing) -> None:
-        self._tracing = tracing
+        self.tracing = tracing
         self._iteration = 0
         self._optimizers = 0  # within each other
         self._update: AbstractContextManager[None] | None = None
@@ -258,32 +259,19 @@ class StepTrace:
             register_optimizer_step_post_hook(self._update_ends),
         ]
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """Recorder that the executor puts its spans into."""
-        return self._tracing.recorder
-
-    def watch(self, executor: Executor) -> None:
-        """Shows programs that look on what this rank does."""
-        self._tracing.watch(executor.snapshot)
-
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """Trace what the block does on the device, as a span of ``kind``."""
-        return self._tracing.span(kind)
-
     def begin(self, num_microbatches: int) -> None:
         """Begin a training step, under the number that the log will have for it."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         self._iteration = max(self._iteration, current or 0) + 1
         self._try(
             functools.partial(
-                self._tracing.begin_iteration, self._iteration, num_microbatches, is_traced=True
+                self.tracing.begin_iteration, self._iteration, num_microbatches, is_traced=True
             )
         )
 
     def end(self) -> None:
         """Write what the step before did, and what came after it."""
-        self._try(self._tracing.end_iteration)
+        self._try(self.tracing.end_iteration)
 
     def close(self) -> None:
         """End the trace.
@@ -293,18 +281,18 @@ class StepTrace:
         """
         for hook in self._hooks:
             hook.remove()
-        self._tracing.close()
+        self.tracing.close()
 
     def timed(self, iterators: Any) -> Any:
         """The data iterators of a training step, their reads traced; ``None`` stays what it is."""
         if isinstance(iterators, list):
             return [self.timed(one) for one in iterators]
-        return None if iterators is None else _Timed(iterators, self._tracing.data_read)
+        return None if iterators is None else _Timed(iterators, self.tracing.data_read)
 
     def _update_begins(self, *_: Any) -> None:
         self._optimizers += 1
         if self._optimizers == 1:
-            self._update = self._tracing.span("optimizer")
+            self._update = self.tracing.span("optimizer")
             self._update.__enter__()
 
     def _update_ends(self, *_: Any) -> None:

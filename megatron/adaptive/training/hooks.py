@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -328,23 +327,17 @@ class Reporting(Hook):
         self._live, self._log = live, log
 
     def after_step(self, step: TrainedStep) -> None:
-        live, result = self._live, step.result
-        run, settings = live.run, live.config.logging
+        live, run, settings = self._live, self._live.run, self._live.config.logging
         self._log.iteration(
             IterationReport(
+                **vars(step.result),
                 iteration=step.iteration,
                 consumed_samples=live.progress.consumed_train_samples,
                 elapsed_s=time.perf_counter() - step.begin_s,
                 learning_rate=max(float(group["lr"]) for group in run.optimizer.param_groups),
                 global_batch_size=step.global_batch_size,
-                losses=result.losses,
                 loss_scale=float(run.optimizer.get_loss_scale()),
-                grad_norm=result.grad_norm,
-                skipped=not result.updated,
-                is_nan=not all(math.isfinite(loss) for loss in result.losses.values()),
                 params_norm=params_norm(run) if settings.log_params_norm else None,
-                num_zeros=result.num_zeros,
-                bubble_fraction=result.bubble_fraction,
                 memory_bytes=run.job.accelerator.memory_in_use_bytes(),
                 peak_memory_bytes=run.job.accelerator.peak_memory_bytes(),
             )

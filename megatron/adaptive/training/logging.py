@@ -25,6 +25,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
+from megatron.adaptive.gpt.step import StepResult
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -74,8 +75,8 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationReport:
-    """Holds what was measured of one iteration.
+class IterationReport(StepResult):
+    """Holds what was measured of one iteration, besides its results.
 
     Attributes:
         iteration: number of the iteration, the first being 1.
@@ -83,14 +84,8 @@ class IterationReport:
         elapsed_s: wall time of the iteration.
         learning_rate: as the optimizer holds it after the iteration.
         global_batch_size: samples of the iteration over all ranks.
-        losses: mean of each loss over the batch, by name.
         loss_scale: as the optimizer holds it after the iteration, 1 without one.
-        grad_norm: before clipping, ``None`` if unknown.
-        skipped: the optimizer left the weights alone because of an overflow.
-        is_nan: a loss was infinite or not a number.
         params_norm: norm of all parameters, with ``--log-params-norm``.
-        num_zeros: zeros in the gradient, with ``--log-num-zeros-in-grad``.
-        bubble_fraction: idle time over step time, mean over the pipeline's ranks, in [0, 1].
         memory_bytes: in use on the device (on a CPU: of the process) after the iteration.
         peak_memory_bytes: largest value of ``memory_bytes`` so far.
     """
@@ -100,16 +95,15 @@ class IterationReport:
     elapsed_s: float
     learning_rate: float
     global_batch_size: int
-    losses: Mapping[str, float]
     loss_scale: float
-    grad_norm: float | None
-    skipped: bool = False
-    is_nan: bool = False
-    params_norm: float | None = None
-    num_zeros: int | None = None
-    bubble_fraction: float | None = None
-    memory_bytes: int = 0
-    peak_memory_bytes: int = 0
+    params_norm: float | None
+    memory_bytes: int
+    peak_memory_bytes: int
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether a loss is infinite or not a number."""
+        return not all(math.isfinite(loss) for loss in self.losses.values())
 
 
 class TrainingLog:
@@ -316,7 +310,7 @@ class TrainingLog:
         tokens_per_s = round(now.tokens_per_s * self._cfg.world_size, 1)
         bubbles = [one.bubble_fraction for one in reports if one.bubble_fraction is not None]
         losses = [_Figure(tag=name, value=loss) for name, loss in report.losses.items()]
-        kept = [one.losses for one in reports if not one.skipped]
+        kept = [one.losses for one in reports if one.updated]
         for name in dict.fromkeys(name for each in kept for name in each):
             values = [each[name] for each in kept if name in each]
             losses.append(_Figure(f"{name}: {sum(values) / len(values):.6E}"))
@@ -363,7 +357,7 @@ class TrainingLog:
                 "params-norm",
                 report.params_norm,
             ),
-            _Figure(f"number of skipped iterations: {sum(one.skipped for one in reports):3d}"),
+            _Figure(f"number of skipped iterations: {sum(not one.updated for one in reports):3d}"),
             _Figure(f"number of nan iterations: {sum(one.is_nan for one in reports):3d}"),
             _Figure(
                 f"tokens/s/rank: {mean.tokens_per_s:.1f}",
