@@ -89,7 +89,7 @@ def emulated(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "cores": os.cpu_count(),
         "times": asdict(times),
         "seed": options.seed,
-        "rows": [row.as_dict() for row in rows],
+        "rows": [asdict(row) for row in rows],
         "goals": [{**asdict(goal), "met": goal.met} for goal in found],
         "records": records,
     }

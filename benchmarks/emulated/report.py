@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ class Row:
         """Ranks and microbatches."""
         return self.num_ranks, self.num_microbatches
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return asdict(self)
-
 
 def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Row]:
     """Sum up records.
@@ -65,9 +61,10 @@ def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Row
         times: that they were measured with.
         seed: that they were measured with.
     """
-    steps: dict[tuple[int, int, str, str], dict[int, Record]] = defaultdict(dict)
+    steps: dict[tuple[Any, ...], dict[int, Record]] = defaultdict(dict)
     for record in records:
-        steps[_key(record, record["competitor"])][record["repetition"]] = record
+        key = tuple(record[n] for n in ("num_ranks", "num_microbatches", "scenario", "competitor"))
+        steps[key][record["repetition"]] = record
     runtimes = {
         ranks: _runtime(records, ranks) for ranks in {record["num_ranks"] for record in records}
     }
@@ -180,10 +177,6 @@ def chart(rows: Sequence[Row], path: Path) -> None:
     figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _key(record: Record, competitor: str) -> tuple[int, int, str, str]:
-    return record["num_ranks"], record["num_microbatches"], record["scenario"], competitor
 
 
 def _runtime(records: Sequence[Record], num_ranks: int) -> Runtime:

@@ -33,14 +33,6 @@ class Times:
     backward_s: float = 0.008
     weight_s: float = 0.008
 
-    def mean_s(self, kind: ActionKind) -> float:
-        """Mean of one kind; a whole backward takes that of B and that of W."""
-        return {
-            ActionKind.F: self.forward_s,
-            ActionKind.B: self.backward_s,
-            ActionKind.W: self.weight_s,
-        }[kind]
-
     @property
     def rank_s(self) -> float:
         """Mean time of one microbatch on one rank: forward and whole backward of both halves."""
@@ -106,33 +98,23 @@ class Draws:
     slow_link: tuple[int, int] | None = None
     link_delay_s: float = 0.0
 
-    def duration_s(
-        self, placement: Placement, kind: ActionKind, stage: int, microbatch: int
-    ) -> float:
-        """Seconds that an action takes; ``B`` is the backward by inputs alone.
-
-        Args:
-            placement: of one or two chunks per rank.
-            kind: kind of the action.
-            stage: stage in pipeline order.
-            microbatch: microbatch.
-        """
-        per_stage = HALVES // placement.num_chunks
-        halves = range(stage * per_stage, (stage + 1) * per_stage)
-        total = sum(self.halves_s[kind][half][microbatch] for half in halves)
-        return total * self.rank_factors[placement.locate(stage)[0]]
-
     def table_s(self, placement: Placement) -> dict[ActionKind, tuple[tuple[float, ...], ...]]:
-        """Return :meth:`duration_s` of everything, ``[kind][stage][microbatch]``."""
+        """Return the seconds of all actions, ``[kind][stage][microbatch]``.
+
+        ``B`` is the backward by inputs alone; ``placement`` has one or two chunks per rank.
+        """
+        each = HALVES // placement.num_chunks
+        factors = [self.rank_factors[placement.locate(s)[0]] for s in range(placement.num_stages)]
         return {
             kind: tuple(
-                tuple(
-                    self.duration_s(placement, kind, stage, microbatch)
-                    for microbatch in range(self.num_microbatches)
+                tuple(sum(halves) * factor for halves in zip(*rows, strict=True))
+                for rows, factor in zip(
+                    (of_kind[at : at + each] for at in range(0, len(of_kind), each)),
+                    factors,
+                    strict=True,
                 )
-                for stage in range(placement.num_stages)
             )
-            for kind in ActionKind
+            for kind, of_kind in self.halves_s.items()
         }
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
@@ -156,13 +138,12 @@ def draw(
     lengths = _lengths(scenario, num_microbatches, rng)
     halves_s = {
         kind: tuple(
-            tuple(
-                times.mean_s(kind) * length * _factor(rng, scenario.jitter_sigma)
-                for length in lengths
-            )
+            tuple(mean_s * length * _factor(rng, scenario.jitter_sigma) for length in lengths)
             for _ in range(HALVES * num_ranks)
         )
-        for kind in ActionKind
+        for kind, mean_s in zip(
+            ActionKind, (times.forward_s, times.backward_s, times.weight_s), strict=True
+        )
     }
     middle = num_ranks // 2
     factors = [1.0] * num_ranks

@@ -15,7 +15,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.adaptive import accelerator
 
@@ -38,20 +38,8 @@ from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 _LEAD_S = 0.006
 
 
-class Runner(Protocol):
-    """One competitor on one rank."""
-
-    placement: Placement
-    delays_in_transport: bool
-
-    def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Get ready for a step; not timed."""
-
-    def run(self) -> None:
-        """Run the step."""
-
-    def finish(self) -> None:
-        """Clean up and check after the step; not timed."""
+Runner = MegatronRunner | TorchRunner | OurRunner
+"""One competitor on one rank; ``prepare`` and ``finish`` of a step are not timed, ``run`` is."""
 
 
 class Rank:

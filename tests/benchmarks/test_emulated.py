@@ -56,7 +56,7 @@ def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
                 halves = [
                     draws.halves_s[kind][half][microbatch] for half in (2 * rank, 2 * rank + 1)
                 ]
-                whole = draws.duration_s(ONE, kind, rank, microbatch)
+                whole = draws.table_s(ONE)[kind][rank][microbatch]
                 assert whole == pytest.approx(sum(halves) * factor)
 
 
@@ -68,16 +68,17 @@ def test_draws_belong_to_stages_and_speed_to_ranks() -> None:
         for stage in range(placement.num_stages):
             expected = TIMES.forward_s * (8 // placement.num_stages)
             expected *= 1.3 if placement.locate(stage)[0] == slow else 1.0
-            assert draws.duration_s(placement, F, stage, 0) == pytest.approx(expected)
+            assert draws.table_s(placement)[F][stage][0] == pytest.approx(expected)
 
 
 def test_a_long_microbatch_is_long_everywhere() -> None:
     draws = drawn("lengths")
     lengths = [seconds / TIMES.forward_s for seconds in draws.halves_s[F][0]]
     assert len(set(lengths)) == 6
-    for kind in ActionKind:
+    means_s = {F: TIMES.forward_s, B: TIMES.backward_s, W: TIMES.weight_s}
+    for kind, mean_s in means_s.items():
         for half in draws.halves_s[kind]:
-            assert [seconds / TIMES.mean_s(kind) for seconds in half] == pytest.approx(lengths)
+            assert [seconds / mean_s for seconds in half] == pytest.approx(lengths)
 
 
 def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:

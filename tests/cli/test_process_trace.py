@@ -134,7 +134,7 @@ def test_the_text_form_gives_the_same_figures(
         (process, ["--run-dir", "missing"], "missing does not exist"),
         (process, ["--output", "runs/one/traces/trace_rank_00000.jsonl/x"], "cannot write"),
         (visualize, ["--format", "svg"], "invalid choice"),
-        (visualize, ["--output-dir", "runs/latest"], "cannot write"),
+        (visualize, ["--output-dir", "runs/one/traces/trace_rank_00000.jsonl"], "cannot write"),
         (visualize, ["--output", "a.xlsx", "--output-dir", "b"], "not allowed with argument"),
     ],
 )

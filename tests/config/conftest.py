@@ -21,6 +21,19 @@ Parse = Callable[..., TrainerConfig]
 Complaint = Callable[..., str]
 
 
+def broken_cases(table: str) -> list[tuple[str, int, list[str]]]:
+    """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
+
+    ``@2`` is left out for one process. Indented lines continue the one before.
+    """
+    cases = []
+    for line in table.replace("\n    ", " ").splitlines():
+        given, _, message = line.partition("=> ")
+        flags, _, world_size = given.partition("@")
+        cases.append((flags, int(world_size or 1), message.split(" | ")))
+    return cases
+
+
 def _parse(flags: str, world_size: int, engine: bool, apex: bool, base: str) -> TrainerConfig:
     return parse(
         f"{base} {flags}".split(),

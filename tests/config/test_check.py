@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, Complaint, Parse
+from .conftest import SMALL, Complaint, Parse, broken_cases
 
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
 
-# Flags, @ processes where there are several, => words of the message.
 BROKEN = """\
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 @6
     => world size 6 | tensor 2 x pipeline 2 | = 4 | multiple of 4
@@ -119,12 +118,15 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 """
 
 
-@pytest.mark.parametrize("case", BROKEN.replace("\n    ", " ").splitlines())
-def test_a_broken_rule_is_named(complaint: Complaint, case: str) -> None:
-    given, _, message = case.partition("=> ")
-    flags, _, world_size = given.replace("PP2", PP2).replace("UNEQUAL", UNEQUAL).partition("@")
-    text = complaint(flags, world_size=int(world_size or 1))
-    assert [word for word in message.split(" | ") if word not in text] == []
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    broken_cases(BROKEN.replace("PP2", PP2).replace("UNEQUAL", UNEQUAL)),
+)
+def test_a_broken_rule_is_named(
+    complaint: Complaint, flags: str, world_size: int, words: list[str]
+) -> None:
+    text = complaint(flags, world_size=world_size)
+    assert [word for word in words if word not in text] == []
 
 
 NO_DATA = SMALL.replace("--mock-data --vocab-size 100", "")

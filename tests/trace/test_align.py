@@ -9,6 +9,7 @@ import pytest
 from megatron.adaptive.trace.event import ClockSamples, Span, TraceHeader
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
+from tests.trace.conftest import make_header, write_spans
 
 UNIX = 1_700_000_000_000_000_000
 Header = Callable[..., TraceHeader]
@@ -23,9 +24,7 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
     return replace(header, host=name, clock=name, monotonic_ns=monotonic_ns, unix_ns=unix_ns)
 
 
-def test_ranks_of_one_clock_keep_their_monotonic_times(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
+def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
     # The pairs of readings differ by the time between them and by corrections of the time of day.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
@@ -38,9 +37,7 @@ def test_ranks_of_one_clock_keep_their_monotonic_times(
     assert run.notes() == []
 
 
-def test_ranks_of_two_hosts_are_moved_onto_unix_time(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
+def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
     here = on_host(make_header(0), "a", 1_000, UNIX)
     there = on_host(make_header(1), "b", 9_000_000, UNIX + 500)
     write_spans(tmp_path, here, [Span("F", 0, 0, 1_100, 1_200, 1)])
@@ -61,7 +58,7 @@ def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
     )
 
 
-def write_measured(folder: Path, make_header: Header, write_spans: Write, offset_ns: int) -> None:
+def write_measured(folder: Path, offset_ns: int) -> None:
     """Ranks 0 on one host, 1 and 2 on another whose time of day is an hour wrong."""
     write_spans(
         folder, on_host(make_header(0, 3), "a", 0, UNIX), [Span("F", 0, 0, 10**9, 10**9, 1)]
@@ -76,10 +73,8 @@ def write_measured(folder: Path, make_header: Header, write_spans: Write, offset
             recorder.record("F", 0, 0, begin, begin + 10)
 
 
-def test_samples_of_one_rank_place_all_ranks_of_its_clock(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
-    write_measured(tmp_path, make_header, write_spans, offset_ns=-5_000_000_123)
+def test_samples_of_one_rank_place_all_ranks_of_its_clock(tmp_path: Path) -> None:
+    write_measured(tmp_path, offset_ns=-5_000_000_123)
     run = read_run(tmp_path)
     assert starts(run) == pytest.approx([UNIX + 10**9 + 1000 * rank for rank in range(3)], abs=2)
     assert run.notes() == []
@@ -87,10 +82,8 @@ def test_samples_of_one_rank_place_all_ranks_of_its_clock(
     assert run.alignment.clocks[1].ranks == (1, 2)
 
 
-def test_samples_serve_where_the_reference_itself_is_missing(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
-    write_measured(tmp_path, make_header, write_spans, offset_ns=700)
+def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> None:
+    write_measured(tmp_path, offset_ns=700)
     (tmp_path / "trace_rank_00000.jsonl").unlink()
     first, second = starts(read_run(tmp_path))
     assert second - first == 1000
@@ -101,9 +94,7 @@ def message(kind: str, of: str, peer: int, start_ns: int, end_ns: int, *, reason
     return Span(kind, 0, 0, start_ns, end_ns, 1, bytes=8, peer=peer, of=of, reason=reason)
 
 
-def write_conversation(
-    folder: Path, make_header: Header, write_spans: Write, error_ns: int
-) -> None:
+def write_conversation(folder: Path, error_ns: int) -> None:
     """F goes from 0 to 1 in 300 ns, B back in 100 ns; rank 1's time of day is wrong."""
     here = on_host(make_header(0), "a", 0, UNIX)
     there = on_host(make_header(1), "b", 0, UNIX + error_ns)
@@ -125,10 +116,8 @@ def write_conversation(
     )
 
 
-def test_messages_place_a_clock_that_was_not_measured(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
-    write_conversation(tmp_path, make_header, write_spans, error_ns=70_000)
+def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
+    write_conversation(tmp_path, error_ns=70_000)
     run = read_run(tmp_path)
     # Between the 300 ns there and the 100 ns back there is no telling: 200 ns each.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
@@ -136,9 +125,7 @@ def test_messages_place_a_clock_that_was_not_measured(
     assert run.alignment.contradiction_ns == 0
 
 
-def test_clocks_that_contradict_their_messages_are_named(
-    tmp_path: Path, make_header: Header, write_spans: Write
-) -> None:
+def test_clocks_that_contradict_their_messages_are_named(tmp_path: Path) -> None:
     here, there = on_host(make_header(0), "a", 0, UNIX), on_host(make_header(1), "b", 0, UNIX)
     write_spans(
         tmp_path, here, [message("send", "F", 1, 9000, 9010), message("receive", "B", 1, 1, 2)]

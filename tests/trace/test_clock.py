@@ -33,9 +33,9 @@ def exchanges(
     return np.stack([local, received, answered, back], axis=1), local, reference
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("offset_s", [-5.0, 5.0])
-@pytest.mark.parametrize("drift_ppm", [-50.0, 50.0])
+@pytest.mark.parametrize(
+    ("seed", "offset_s", "drift_ppm"), [(0, -5.0, -50.0), (1, 5.0, 50.0), (2, -5.0, 50.0)]
+)
 def test_offset_and_drift_are_found(seed: int, offset_s: float, drift_ppm: float) -> None:
     samples, local, reference = exchanges(seed, 120, offset_s, drift_ppm)
     fit = fit_clock(samples)

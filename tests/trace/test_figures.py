@@ -10,7 +10,7 @@ import pytest
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import figures as figures_module
-from megatron.adaptive.trace.event import KINDS, Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import KINDS, Span, trace_file_name
 from megatron.adaptive.trace.figures import (
     WAIT_CAUSES,
     RunFigures,
@@ -20,6 +20,7 @@ from megatron.adaptive.trace.figures import (
 )
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.table import TraceTable
+from tests.trace.conftest import make_header, write_spans
 
 #   time     0    10   20   30   40   50   60   70
 #   actions  F0---|    |F1--|B0--------|    W0--|       of iteration 3
@@ -90,9 +91,7 @@ def test_a_rank_without_actions() -> None:
     assert len(rank_figures(TraceTable.concat([]), 1).iterations) == 0
 
 
-def test_steps_are_those_of_each_pipeline(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     # Ranks 0 and 2 are one pipeline, 1 and 3 the other; rank 3 wrote only the first iteration.
     for rank in range(4):
         header = make_header(rank, 2, world_size=4, pp_rank=rank // 2, dp_rank=rank % 2)

@@ -15,21 +15,11 @@ from megatron.adaptive.trace.event import (
     TraceHeader,
 )
 from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
+from tests.trace.conftest import make_header
 
 
 def header(**changes: object) -> TraceHeader:
-    values: dict[str, object] = {
-        "run": "run-1",
-        "rank": 1,
-        "world_size": 4,
-        "pp_rank": 1,
-        "num_ranks": 2,
-        "num_chunks": 2,
-        "num_microbatches": 8,
-        "schedule": "adaptive",
-        "dp_rank": 1,
-    }
-    return TraceHeader(**{**values, **changes})  # type: ignore[arg-type]
+    return make_header(1, num_chunks=2, world_size=4, dp_rank=1, **changes)
 
 
 def test_header_and_samples_survive_their_line() -> None:

@@ -32,6 +32,7 @@ from megatron.adaptive.trace.live import (
 from megatron.adaptive.trace.live_state import ENDED, NowFile, read_now
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
+from tests.trace.conftest import make_header
 
 Header = Callable[..., TraceHeader]
 
@@ -51,7 +52,7 @@ def ended_pid() -> int:
 
 
 @pytest.fixture
-def recorders(tmp_path: Path, make_header: Header) -> Iterator[list[Recorder]]:
+def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
     """Two ranks that write, in the folder ``traces``."""
     made = [Recorder(tmp_path / "traces", make_header(rank)) for rank in range(2)]
     yield made
@@ -87,9 +88,7 @@ def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0
     return snapshot
 
 
-def test_a_run_is_followed_from_before_its_start_to_its_end(
-    tmp_path: Path, make_header: Header
-) -> None:
+def test_a_run_is_followed_from_before_its_start_to_its_end(tmp_path: Path) -> None:
     run, traces = LiveRun(tmp_path), tmp_path / "traces"
     snapshot = run.refresh()
     assert (snapshot.state, snapshot.ranks, snapshot.header) == ("waiting", [], None)
@@ -190,7 +189,7 @@ def test_of_a_long_file_only_the_end_is_read(
 
 
 def test_the_rest_of_a_block_whose_writer_was_killed_is_passed_over(
-    tmp_path: Path, recorders: list[Recorder], make_header: Header
+    tmp_path: Path, recorders: list[Recorder]
 ) -> None:
     for iteration in (1, 2):
         run_iteration(recorders, iteration)
@@ -205,9 +204,7 @@ def test_the_rest_of_a_block_whose_writer_was_killed_is_passed_over(
     assert (tail.problem, iterations_of(tail)) == ("", [1, 2, 3])
 
 
-def test_another_start_takes_the_place_of_the_one_before(
-    tmp_path: Path, make_header: Header
-) -> None:
+def test_another_start_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     run, traces = LiveRun(tmp_path), tmp_path / "traces"
     for number in (1, 2):
         if number == 2:
@@ -222,7 +219,7 @@ def test_another_start_takes_the_place_of_the_one_before(
 
 
 def test_a_process_that_is_gone_was_killed(
-    tmp_path: Path, make_header: Header, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "SILENT_S", 0.0)
     for rank, pid in enumerate((os.getpid(), ended_pid)):
@@ -234,7 +231,7 @@ def test_a_process_that_is_gone_was_killed(
 
 
 def test_ranks_of_another_machine_fall_silent(
-    tmp_path: Path, make_header: Header, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
         header = replace(make_header(rank), pid=ended_pid, host="another")
@@ -247,7 +244,7 @@ def test_ranks_of_another_machine_fall_silent(
 
 
 def test_damage_is_told_and_does_not_end_the_view(
-    tmp_path: Path, recorders: list[Recorder], make_header: Header
+    tmp_path: Path, recorders: list[Recorder]
 ) -> None:
     run_iteration(recorders, 1)
     for recorder in recorders:
@@ -281,25 +278,12 @@ def test_the_latest_run_is_found(tmp_path: Path) -> None:
         find_live(tmp_path / "gone")
 
 
-def header_of(rank: int, pp_rank: int, world_size: int) -> TraceHeader:
-    return TraceHeader(
-        run="run-1",
-        rank=rank,
-        world_size=world_size,
-        pp_rank=pp_rank,
-        num_ranks=8,
-        num_chunks=1,
-        num_microbatches=4,
-        schedule="1f1b",
-    )
-
-
 class TestSlowRanks:
     def found(self, replicas: int, factors: dict[int, float]) -> dict[int, Slowness]:
         """Of four stages in so many replicas; stages differ by a little, iterations too."""
         headers, times = {}, {}
         for rank in range(4 * replicas):
-            headers[rank] = header_of(rank, rank // replicas, 4 * replicas)
+            headers[rank] = make_header(rank, 4, world_size=4 * replicas, pp_rank=rank // replicas)
             usual = (100 + 10 * (rank // replicas)) * factors.get(rank, 1.0)
             times[rank] = [usual * (1 + 0.02 * (turn % 3 - 1)) for turn in range(12)]
         return slow_ranks(headers, times)
@@ -317,12 +301,12 @@ class TestSlowRanks:
         assert {rank: s.than for rank, s in self.found(1, {2: 1.6}).items()} == {2: "stages"}
 
     def test_against_the_past(self) -> None:
-        headers = {rank: header_of(rank, rank, 2) for rank in range(2)}
+        headers = {rank: make_header(rank) for rank in range(2)}
         found = slow_ranks(headers, {0: [100.0] * 32, 1: [300.0] * 22 + [450.0] * 10})
         assert found == {1: Slowness(1.5, "before")}
 
     def test_spikes_are_no_slowness(self) -> None:
-        headers = {rank: header_of(rank, 0, 2) for rank in range(2)}
+        headers = {rank: make_header(rank, pp_rank=0) for rank in range(2)}
         assert slow_ranks(headers, {0: [100.0] * 8, 1: [100.0, 300.0] * 4}) == {}
 
 
@@ -346,9 +330,7 @@ class TestNow:
             assert (now.doing, now.since_s) == (doing, since_s)
         file.end(None)
 
-    def test_a_look_that_fails_ends_the_looking_alone(
-        self, tmp_path: Path, make_header: Header
-    ) -> None:
+    def test_a_look_that_fails_ends_the_looking_alone(self, tmp_path: Path) -> None:
         def look() -> dict[str, Any]:
             raise RuntimeError("a bug")
 
@@ -360,7 +342,7 @@ class TestNow:
         assert (now.iteration, now.doing) == (0, ENDED)  # nothing but the end is known
         assert read_run(tmp_path).iterations == (1,)
 
-    def test_the_end_is_said(self, tmp_path: Path, make_header: Header) -> None:
+    def test_the_end_is_said(self, tmp_path: Path) -> None:
         with Recorder(tmp_path, make_header(0)) as recorder:
             recorder.watch(lambda: {"iteration": 5, "doing": "optimizer"})
         now = read_now(tmp_path, 0)

@@ -10,10 +10,11 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import index as index_module
-from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
+from tests.trace.conftest import make_header, write_spans
 
 FOUR = (("F", 0), ("F", 1), ("B", 0), ("B", 1))
 
@@ -93,9 +94,7 @@ def test_a_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_a_renamed_file_and_a_chunk_out_of_range_are_refused(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_renamed_file_and_a_chunk_out_of_range_are_refused(tmp_path: Path) -> None:
     path = write_spans(tmp_path, make_header(0), [])
     path.rename(tmp_path / trace_file_name(1))
     with pytest.raises(TraceError, match=r"header of rank 0.*named after rank 1"):
@@ -106,9 +105,7 @@ def test_a_renamed_file_and_a_chunk_out_of_range_are_refused(
         read_run(tmp_path).ranks[0].table()
 
 
-def test_a_file_that_goes_on_with_another_shape_is_refused(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_file_that_goes_on_with_another_shape_is_refused(tmp_path: Path) -> None:
     path = write_spans(tmp_path, make_header(0), [Span("F", 0, 0, 1, 2, 1)])
     path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
     with pytest.raises(
@@ -117,9 +114,7 @@ def test_a_file_that_goes_on_with_another_shape_is_refused(
         read_run(tmp_path)
 
 
-def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
-) -> None:
+def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(tmp_path: Path) -> None:
     header = make_header(0, 1, num_microbatches=1)
     for start in (100, 900):
         with Recorder(tmp_path, header) as recorder:
@@ -132,9 +127,7 @@ def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(
     assert starts == {1: [101], 2: [902], 3: [903]}
 
 
-def test_the_microbatch_count_follows_the_marker(
-    tmp_path: Path, make_header: Callable[..., TraceHeader]
-) -> None:
+def test_the_microbatch_count_follows_the_marker(tmp_path: Path) -> None:
     with Recorder(tmp_path, make_header(0, 1, num_microbatches=8)) as recorder:
         recorder.begin_iteration(1, 2)
         for microbatch in range(2):
@@ -145,9 +138,7 @@ def test_the_microbatch_count_follows_the_marker(
     assert run.complete_iterations() == (1,)
 
 
-def test_a_killed_block_that_a_resumed_run_follows_is_incomplete(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_killed_block_that_a_resumed_run_follows_is_incomplete(tmp_path: Path) -> None:
     header = make_header(0, 1, num_microbatches=2)
     spans = [Span(a, 0, m, 10 * n, 10 * n + 5, 1) for n, (a, m) in enumerate(FOUR)]
     path = write_spans(tmp_path, header, spans, num_microbatches=2)
@@ -181,9 +172,7 @@ def test_only_what_is_asked_for_is_parsed(
     assert read_run(folder, ranks=[1]).missing_ranks == (0,)
 
 
-def test_a_clock_that_was_set_back_is_named(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
     starts = {1: 10**10, 2: 2 * 10**10, 3: 5 * 10**9, 4: 6 * 10**9}
     spans = [Span("F", 0, 0, start, start + 10, i) for i, start in starts.items()]
     write_spans(tmp_path, make_header(0, 1), spans)
@@ -195,9 +184,7 @@ def test_a_clock_that_was_set_back_is_named(
     ]
 
 
-def test_a_span_that_ends_before_it_starts_has_no_length(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_span_that_ends_before_it_starts_has_no_length(tmp_path: Path) -> None:
     write_spans(tmp_path, make_header(0, 1), [Span("F", 0, 0, 1000, 900, 1)])
     assert read_run(tmp_path).ranks[0].spans(1) == (Span("F", 0, 0, 1000, 1000, 1),)
 
@@ -217,9 +204,7 @@ def test_version_1_and_a_file_without_a_header_are_refused(write_run: Callable[.
         read_run(folder)
 
 
-def test_replica_picks_one_pipeline(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_replica_picks_one_pipeline(tmp_path: Path) -> None:
     for rank in range(8):
         places = {"pp_rank": rank // 4, "dp_rank": rank // 2 % 2, "tp_rank": rank % 2}
         header = make_header(rank, 2, world_size=8, **places)

@@ -21,17 +21,9 @@ from megatron.adaptive.trace.event import (
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
+from tests.trace.conftest import make_header
 
-HEADER = TraceHeader(
-    run="run-1",
-    rank=0,
-    world_size=1,
-    pp_rank=0,
-    num_ranks=1,
-    num_chunks=1,
-    num_microbatches=2,
-    schedule="1f1b",
-)
+HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
 
 
 def records(path: Path) -> list[object]:

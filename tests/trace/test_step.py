@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.step import pipeline_step, stages_of_rank
+from tests.trace.conftest import make_header, simulate, write_spans
 
 
 def test_a_step_holds_the_executed_order_from_time_zero(
     write_run: Callable[..., Path],
-    simulate: Callable[..., list[list[tuple[str, int, int, int, int]]]],
 ) -> None:
     step = pipeline_step(read_run(write_run(2, 2, 4)), 2)
     rows = [[(s.action, s.chunk, s.microbatch, s.start_ns, s.end_ns) for s in r] for r in step.rows]
@@ -24,9 +24,7 @@ def test_a_step_holds_the_executed_order_from_time_zero(
     assert step.actions == ("F", "B")
 
 
-def test_waits_are_cut_to_the_step(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_waits_are_cut_to_the_step(tmp_path: Path) -> None:
     spans = (
         Span("wait", 0, 0, 50, 110, 1, of="F", reason="input"),
         Span("F", 0, 0, 110, 120, 1),
@@ -42,9 +40,7 @@ def test_waits_are_cut_to_the_step(
     assert (step.dp_rank, step.num_replicas) == (0, 1)
 
 
-def test_the_default_is_the_last_complete_iteration(
-    write_run: Callable[..., Path], make_header: Callable[..., TraceHeader]
-) -> None:
+def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Path]) -> None:
     folder = write_run(2, 1, 4, iterations=2)
     for rank in range(2):
         with Recorder(folder, make_header(rank)) as recorder:
@@ -68,9 +64,7 @@ def test_an_iteration_out_of_range_says_which_exist(write_run: Callable[..., Pat
         pipeline_step(run, 9)
 
 
-def test_a_run_without_anything_to_draw_is_refused(
-    write_run: Callable[..., Path], make_header: Callable[..., TraceHeader]
-) -> None:
+def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path]) -> None:
     folder = write_run(1, iterations=0)
     with pytest.raises(TraceError, match="holds no iteration"):
         pipeline_step(read_run(folder))
@@ -89,9 +83,7 @@ def test_missing_ranks_keep_their_empty_row(write_run: Callable[..., Path]) -> N
     assert [len(row) for row in step.rows] == [8, 0, 8]
 
 
-def test_a_clock_set_back_within_the_step_is_noticed(
-    tmp_path: Path, make_header: Callable[..., TraceHeader], write_spans: Callable[..., Path]
-) -> None:
+def test_a_clock_set_back_within_the_step_is_noticed(tmp_path: Path) -> None:
     ms = 1_000_000
     for rank, starts in enumerate(((0, 10, 20), (5, 15, 2))):
         spans = [Span("F", 0, m, at * ms, (at + 1) * ms, 1) for m, at in enumerate(starts)]

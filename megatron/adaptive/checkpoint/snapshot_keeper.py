@@ -190,7 +190,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the snapshots of one rank; ``key`` tells them from others."""
+    """Holds the snapshots of one rank; identified by ``key``."""
 
     key: dict[str, Any]
     file: SnapshotFile

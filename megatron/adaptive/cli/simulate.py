@@ -13,23 +13,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.schedule.render import render_timeline
-from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.unequal import SCHEDULES, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
-__all__ = ["ALL", "simulate_unequal"]
-
+__all__ = ["main"]
 
 _BAR = 40
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
+_SIZES = "--stage-data-parallel-sizes"
+# What the simulation of stages of unequal sizes does not know, with what says nothing.
+_UNKNOWN = {
+    "jitter": 0.0,
+    "microbatch_jitter": 0.0,
+    "occupancy": 0.0,
+    "slow_rank": [],
+    "weight_pieces": None,
+    "placement": None,
+    "timeline": 0,
+    "chart": None,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,12 +50,17 @@ def main(argv: Sequence[str]) -> int:
         ScheduleError: the profile is wrong or no schedule suits the pipeline.
     """
     options = _parser().parse_args(argv)
-    _check(options)
-    if options.stage_data_parallel_sizes is not None:
-        default = options.schedules == _SCHEDULES
-        return simulate_unequal(options, ALL if default else options.schedules)
-    fine = options.stages * options.chunks
-    profile = _profile(options, fine)
+    unequal = options.stage_data_parallel_sizes is not None
+    records = _simulate_unequal(options) if unequal else _simulate(options)
+    if options.json is not None:
+        with replaced(options.json) as temporary:
+            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Simulates and prints; returns the figures for JSON."""
+    profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
     outcomes: list[CandidateOutcome] = []
@@ -63,13 +78,19 @@ def main(argv: Sequence[str]) -> int:
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
         print(f"\nchart: {options.chart}")
-    if options.json is not None:
-        with replaced(options.json) as temporary:
-            Path(temporary).write_text(
-                json.dumps([_as_json(outcome) for outcome in outcomes], indent=2) + "\n",
-                encoding="utf-8",
-            )
-    return 0
+    return [
+        {
+            "schedule": one.candidate.name,
+            "placement": one.candidate.placement.kind,
+            "chunks": one.candidate.placement.num_chunks,
+            "weight_pieces": one.candidate.weight_pieces,
+            "cap": one.candidate.cap,
+            "makespans_s": list(one.makespans_s),
+            "bubble_fraction": one.bubble_fraction,
+            "peak_microbatches": one.peak_units,
+        }
+        for one in outcomes
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,11 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--stages", type=int, required=True, help="ranks of the pipeline")
-    add("--chunks", type=int, default=2, help="chunks per rank, where a schedule has several")
-    add("--microbatches", type=int, required=True, help="microbatches per step")
+    add("--stages", type=count, required=True, help="ranks of the pipeline")
+    add("--chunks", type=count, default=2, help="chunks per rank, where a schedule has several")
+    add("--microbatches", type=count, required=True, help="microbatches per step")
     add(
-        "--stage-data-parallel-sizes",
+        _SIZES,
         metavar="2-1",
         help="ranks of each stage, of which each has one of so many microbatches",
     )
@@ -117,19 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--placement", choices=("loop", "v"), help="where chunks live; default v for 2 chunks")
     out = parser.add_argument_group("output")
     add = out.add_argument
-    add("--draws", type=int, default=20, help="simulated steps per schedule, with jitter")
+    add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
     add("--seed", type=int, default=0, help="of the first draw")
     add("--timeline", type=int, default=0, metavar="COLUMNS", help="also draw the steps as text")
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name in ("stages", "chunks", "microbatches", "draws"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: give at least 1")
 
 
 def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
@@ -197,79 +211,58 @@ def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
         )
 
 
-def _as_json(outcome: CandidateOutcome) -> dict[str, Any]:
-    candidate = outcome.candidate
-    return {
-        "schedule": candidate.name,
-        "placement": candidate.placement.kind,
-        "chunks": candidate.placement.num_chunks,
-        "weight_pieces": candidate.weight_pieces,
-        "cap": candidate.cap,
-        "makespans_s": list(outcome.makespans_s),
-        "bubble_fraction": outcome.bubble_fraction,
-        "peak_microbatches": outcome.peak_units,
-    }
-
-
-ALL = ",".join(SCHEDULES)
-"""Schedules compared where none is named."""
-
-_FLAG = "--stage-data-parallel-sizes"
-# What this simulation does not know, with what says nothing.
-_UNKNOWN = {
-    "jitter": 0.0,
-    "microbatch_jitter": 0.0,
-    "occupancy": 0.0,
-    "slow_rank": [],
-    "weight_pieces": None,
-    "placement": None,
-    "timeline": 0,
-    "chart": None,
-}
-
-
-def simulate_unequal(options: argparse.Namespace, schedules: str) -> int:
-    """Simulate a step of each schedule and print a table.
-
-    Args:
-        options: of ``simulate``; microbatches are those of the whole step.
-        schedules: names with commas between them.
+def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Simulates stages of unequal sizes and prints; returns the figures for JSON.
 
     Raises:
-        ConfigError: an option is wrong, or not for stages of unequal sizes.
+        ConfigError: an option is wrong, or not for such stages.
     """
     widths = _widths(options)
     for name, nothing in _UNKNOWN.items():
         if getattr(options, name) != nothing:
-            raise ConfigError(f"--{name.replace('_', '-')} is not known with {_FLAG}: leave it out")
-    count = widths.num_stages
-    forward, backward = (options.forward,) * count, (options.backward + options.weight,) * count
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not known with {_SIZES}: leave it out"
+            )
+    stages = widths.num_stages
+    forward, backward = (options.forward,) * stages, (options.backward + options.weight,) * stages
     if options.profile is not None:
-        times = load_profile(options.profile, num_stages=count).times
+        times = load_profile(options.profile, num_stages=stages).times
         forward = times.forward_s
-        pairs = zip(times.backward_s, times.weight_s, strict=True)
-        backward = tuple(one + other for one, other in pairs)
-    steps = []
-    for name in schedules.split(","):
+        backward = tuple(map(sum, zip(times.backward_s, times.weight_s, strict=True)))
+    default = options.schedules == _SCHEDULES
+    steps = {}
+    for name in SCHEDULES if default else map(str.strip, options.schedules.split(",")):
         try:
-            step = simulate(
-                name.strip(),
+            steps[name] = simulate(
+                name,
                 widths,
                 options.microbatches,
                 forward_s=forward,
                 backward_s=backward,
-                message_s=(options.latency,) * (count - 1),
+                message_s=(options.latency,) * (stages - 1),
                 cap=options.cap,
             )
         except ScheduleError as error:
-            raise ConfigError(f"--schedules {schedules}: {error}") from error
-        steps.append((name.strip(), step))
-    _print(widths, steps)
-    if options.json is not None:
-        records = [_unequal_as_json(name, step) for name, step in steps]
-        with replaced(options.json) as temporary:
-            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
-    return 0
+            raise ConfigError(f"--schedules {options.schedules}: {error}") from error
+    print(f"stages of {widths} ranks; peak in microbatches of a rank of each stage\n")
+    print(f"{'schedule':9} {'step s':>8}  bubble  peak")
+    for name, step in steps.items():
+        peaks = "-".join(
+            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
+            for stage in range(stages)
+        )
+        bubble = statistics.fmean(step.bubble_fraction)
+        print(f"{name:9} {step.makespan_s:8.4g}  {bubble:6.1%}  {peaks}")
+    return [
+        {
+            "schedule": name,
+            "makespans_s": [step.makespan_s],
+            "bubble_fraction": statistics.fmean(step.bubble_fraction),
+            "peak_microbatches": list(step.peak_units),
+            "orders": [" ".join(map(str, order)) for order in step.orders],
+        }
+        for name, step in steps.items()
+    ]
 
 
 def _widths(options: argparse.Namespace) -> Widths:
@@ -277,32 +270,10 @@ def _widths(options: argparse.Namespace) -> Widths:
     try:
         widths = Widths(parse_widths(text))
     except ValueError as error:
-        raise ConfigError(f"{_FLAG} {error}") from error
+        raise ConfigError(f"{_SIZES} {error}") from error
     if widths.num_stages != options.stages:
         raise ConfigError(
-            f"{_FLAG} {text} gives the ranks of {widths.num_stages} stages, --stages is"
+            f"{_SIZES} {text} gives the ranks of {widths.num_stages} stages, --stages is"
             f" {options.stages}: make them equal"
         )
     return widths
-
-
-def _print(widths: Widths, steps: list[tuple[str, SimResult]]) -> None:
-    print(f"stages of {widths} ranks; peak in microbatches of a rank of each stage\n")
-    print(f"{'schedule':9} {'step s':>8}  bubble  peak")
-    for name, step in steps:
-        peaks = "-".join(
-            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
-            for stage in range(widths.num_stages)
-        )
-        bubble = statistics.fmean(step.bubble_fraction)
-        print(f"{name:9} {step.makespan_s:8.4g}  {bubble:6.1%}  {peaks}")
-
-
-def _unequal_as_json(name: str, step: SimResult) -> dict[str, Any]:
-    return {
-        "schedule": name,
-        "makespans_s": [step.makespan_s],
-        "bubble_fraction": statistics.fmean(step.bubble_fraction),
-        "peak_microbatches": list(step.peak_units),
-        "orders": [" ".join(map(str, order)) for order in step.orders],
-    }

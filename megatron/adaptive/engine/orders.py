@@ -167,7 +167,13 @@ class Orders:
             )
             return Follow(schedule.orders[self.pp_rank], schedule.name)
         if self._given is not None and not forward_only:
-            return self._follow(self._given, num_microbatches)
+            given = self._given
+            if given.num_microbatches != num_microbatches:
+                raise ConfigError(
+                    f"schedule {given.name} is one of {given.num_microbatches} microbatches and "
+                    f"this step has {num_microbatches}; set --global-batch-size to match it"
+                )
+            return Follow(given.orders[self.pp_rank], given.name)
         name = "forward-only" if forward_only else self._name()
         if self.widths is not None:
             return unequal.make_policy(name, self.widths, self.pp_rank, num_microbatches)
@@ -179,11 +185,3 @@ class Orders:
             weight_pieces=self.weight_pieces,
         )
         return policies[self.pp_rank]
-
-    def _follow(self, given: Schedule, num_microbatches: int) -> Policy:
-        if given.num_microbatches != num_microbatches:
-            raise ConfigError(
-                f"schedule {given.name} is one of {given.num_microbatches} microbatches and this "
-                f"step has {num_microbatches}; set --global-batch-size to match it"
-            )
-        return Follow(given.orders[self.pp_rank], given.name)

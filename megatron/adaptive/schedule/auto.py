@@ -181,7 +181,7 @@ def choose(
 def _fastest(
     outcomes: Sequence[CandidateOutcome],
 ) -> tuple[CandidateOutcome, CandidateOutcome | None] | None:
-    """What to take and the best fixed order, which it is where a rule gains too little over it."""
+    """Returns the one to take, and the best fixed order: both where a rule gains too little."""
     if not outcomes:
         return None
     fastest = outcomes[0]

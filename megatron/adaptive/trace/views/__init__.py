@@ -1,7 +1,6 @@
 """Draws a trace: one file per view.
 
 - ``palette``   the colours shared by the views
-- ``parts``     where the time of a step went on each rank: work, waits by cause, the ends
 - ``workbook``  ``.xlsx``: the order, the time, figures, native charts
 - ``picture``   ``.png`` for papers
 - ``scalars``   a curve per figure for TensorBoard
