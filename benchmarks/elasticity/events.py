@@ -117,8 +117,8 @@ def role(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         words = process.cmdline()
         parent = process.parent()
-        name = "nursery" if any("nursery" in word for word in words) else "run"
-        if name == "nursery" and parent is not None and parent.cmdline() == words:
+        name = "forkserver" if any("rank_forkserver" in word for word in words) else "run"
+        if name == "forkserver" and parent is not None and parent.cmdline() == words:
             name = "rank"
         if "--agent" in words:
             name = "agent"

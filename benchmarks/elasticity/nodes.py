@@ -2,8 +2,8 @@
 
 ::
 
-    switch ──┬── node 0   init ── run ── agent ── nursery ── ranks
-             ├── node 1   init ── run ── nursery ── ranks
+    switch ──┬── node 0   init ── run ── agent ── forkserver ── ranks
+             ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
 Each has its own processes, name and network. The first process of a node stays when the job's own
@@ -37,7 +37,7 @@ read -r _
 """
 """The first process of a node; its standard input is held open by this program."""
 _PROGRAMS = ("ip", "unshare", "mount", "umount")
-_NURSERY = "megatron.adaptive.cluster.rank_forkserver"
+_FORKSERVER = "megatron.adaptive.cluster.rank_forkserver"
 _LIMIT_S = 20.0
 
 
@@ -171,7 +171,8 @@ class Node:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, as they were forked."""
-        return [one for one in self.processes() if _is_nursery(one) and _is_nursery(one.parent())]
+        forked = [one for one in self.processes() if _is_forkserver(one)]
+        return [one for one in forked if _is_forkserver(one.parent())]
 
     def helpers(self) -> list[psutil.Process]:
         """What manages, starts and ends ranks."""
@@ -262,9 +263,9 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def _is_nursery(process: psutil.Process | None) -> bool:
+def _is_forkserver(process: psutil.Process | None) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process is not None and _NURSERY in process.cmdline()
+        return process is not None and _FORKSERVER in process.cmdline()
     return False
 
 

@@ -41,7 +41,7 @@ _TOGETHER = 0.25
 """How often the next event comes before the job is over this one."""
 _LOOK_S = 0.2
 _OURS = re.compile(
-    r'File ".*/(elastic/(?!nursery)\w+|cli/run)\.py"|never retrieved|Exception in callback'
+    r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:.*  .*\n)*(.*)")
 _REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
@@ -100,7 +100,6 @@ class Soak:
         seed: of the events.
         flags: of the trainer.
         say: told what happens, as it does.
-        kinds: that come.
     """
 
     def __init__(
@@ -109,14 +108,12 @@ class Soak:
         seed: int,
         flags: Sequence[str],
         say: Callable[[str], None],
-        kinds: Sequence[str] = tuple(WEIGHTS),
     ) -> None:
         self.result = Result(seed=seed)
         self._folder = folder
         self._flags = [*flags, "--train-iters", "999999"]
         self._alone = [*self._flags, "--pipeline-model-parallel-size", "1"]
         self._say = say
-        self._kinds = list(kinds)
         self._draw = random.Random(seed)
         self._told: set[str] = set()  # nodes whose end was noticed
         self._start_s = time.monotonic()
@@ -157,8 +154,7 @@ class Soak:
         if out and (len(running) < 2 or self._draw.random() < 0.5):
             self._join(self._draw.choice(out))
         else:
-            weights = [WEIGHTS[name] for name in self._kinds]
-            (name,) = self._draw.choices(self._kinds, weights)
+            (name,) = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
             what = self._events.do(name, self._draw.choice(running))
             if what is None:
                 self._pass(1.0)

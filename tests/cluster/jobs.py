@@ -153,8 +153,8 @@ class ElasticJob(JobFolder):
 
     def rank_on(self, name: str) -> psutil.Process:
         """The rank of a node that has one."""
-        (nursery,) = psutil.Process(self.agent(name)).children()
-        (rank,) = nursery.children()
+        (forkserver,) = psutil.Process(self.agent(name)).children()
+        (rank,) = forkserver.children()
         return rank
 
     def trained(self, incarnation: int, steps: int = 4) -> int:

@@ -12,8 +12,8 @@ import pytest
 from megatron.adaptive.cluster.job import IncarnationProgress
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.plan_process import PlannerChooser
+from megatron.adaptive.cluster.planning import ScriptPlanning
 from megatron.adaptive.cluster.ranks import ScriptProgram, is_trainer, model_file
-from megatron.adaptive.cluster.script_planning import ScriptPlanning
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule

@@ -81,27 +81,6 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         job.close()
 
 
-def test_a_slow_node_is_left_out_and_stays_at_hand(tmp_path: Path) -> None:
-    takes = dict.fromkeys("abc", FAST_S) | {"b": 6 * FAST_S}
-    job = ElasticJob(
-        tmp_path,
-        "abc",
-        ["--save-interval", "100", *ENDLESS],
-        ["--on-straggler", "exclude"],
-        script=SPEEDS,
-        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
-    )
-    try:
-        moved = epoch_for(job, "b is slow, rank ")
-        assert "b" not in moved["nodes"]
-        assert moved["lost_steps"] == 0
-        (slow,) = [node for node in job.state()["machines"] if node["name"] == "b"]
-        assert (slow["status"], slow["why"]) == ("present", "left out: slow")
-        job.stop()
-    finally:
-        job.close()
-
-
 def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     """Two nodes, then three, then a node is lost: the losses are those of one process."""
     own = ["--plan-with", str(profile_file(tmp_path, {"fast": FAST_S}))]

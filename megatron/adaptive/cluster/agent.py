@@ -93,7 +93,7 @@ class Agent:
         finally:
             loop.remove_signal_handler(signal.SIGINT)  # notices are noted to the end
             assert self._orders is not None
-            self._orders.close()  # the nursery kills its ranks and ends
+            self._orders.close()  # the forkserver kills its ranks and ends
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:

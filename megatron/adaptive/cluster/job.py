@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,7 @@ class ProgressReader:
     def _begin(self, folder: Path) -> None:
         self._folder = folder
         self._tail = ProgressTail(folder / PROGRESS_NAME, kept=_STEPS)
-        self._found: dict[str, Any] = {}
-        self._slow: list[SlowRank] = []
+        self._now = IncarnationProgress()
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
@@ -214,32 +213,31 @@ class ProgressReader:
         if folder != self._folder:
             self._begin(folder)
         for line in self._tail.refresh():
-            self._note(line)
-        if self._steps_ms:
-            self._found["step_s"] = statistics.median(self._steps_ms) / 1e3
-        return IncarnationProgress(**self._found, slow=tuple(self._slow))
+            self._now = replace(self._now, **self._found(line))
+        if not self._steps_ms:
+            return self._now
+        return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
-    def _note(self, line: Mapping[str, Any]) -> None:
-        at, found = line["unix_ns"], self._found
+    def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a line says, as attributes of the progress."""
+        at, now = line["unix_ns"], self._now
         if "total_iterations" in line:
-            if not line.get("moved"):  # layers moved between ranks that go on
-                found |= {"total": line["total_iterations"], "begun_ns": at}
-                found["start"] = line.get("start_iteration")
-        elif "loaded_s" in line:
-            found["loaded_s"] = line["loaded_s"]
-        elif "iteration" in line:
-            if "first_ns" in found:
+            if line.get("moved"):  # layers moved between ranks that go on
+                return {}
+            start = line.get("start_iteration")
+            return {"total": line["total_iterations"], "begun_ns": at, "start": start}
+        if "iteration" in line:
+            if now.first_ns is not None:
                 self._steps_ms.append(line.get("step_ms") or 0.0)
-            found.setdefault("first_ns", at)
-            found["iteration"] = line["iteration"]
-        elif "slow_rank" in line:
-            self._slow.append(SlowRank(**{name: line[name] for name in _SLOW}))
-        elif "saved" in line:
-            found |= {"saved_ns": at, "saving_s": line["seconds"]}
-        elif "copies" in line:
-            found["copies"] = line["copies"]
-        elif "ended" in line:
-            found["ended"] = line["ended"]
+            return {
+                "iteration": line["iteration"],
+                "first_ns": at if now.first_ns is None else now.first_ns,
+            }
+        if "slow_rank" in line:
+            return {"slow": (*now.slow, SlowRank(**{name: line[name] for name in _SLOW}))}
+        if "saved" in line:
+            return {"saved_ns": at, "saving_s": line["seconds"]}
+        return {name: line[name] for name in ("loaded_s", "copies", "ended") if name in line}
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:

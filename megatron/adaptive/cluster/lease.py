@@ -50,7 +50,8 @@ class Lease:
         self.folder = folder
         self._number = 0
         self._count = 0
-        self._after_another = self._is_failing = False
+        self.is_taken_over = False  # the job had a manager before
+        self._is_failing = False
 
     def claim(self) -> None:
         """Becomes the manager.
@@ -81,11 +82,6 @@ class Lease:
                 " job is kept in the folder of its checkpoints: free space there or name another"
                 " with --checkpoint"
             ) from error
-
-    @property
-    def is_taken_over(self) -> bool:
-        """Returns whether the job had a manager before."""
-        return self._after_another
 
     def publish(self, facts: Mapping[str, Any]) -> None:
         """Publishes more about the manager.
@@ -139,7 +135,7 @@ class Lease:
     def _free_number(self) -> int:
         number = self._last()
         if number == 0 or not self._is_alive(number):
-            self._after_another = number > 0
+            self.is_taken_over = number > 0
             for old in range(max(1, number - 2), number):
                 self._claim(old).unlink(missing_ok=True)
                 self._beat(old).unlink(missing_ok=True)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -260,22 +260,23 @@ def run_node(
             start_new_session=True,
         )
         sampler = ResourceSampler(os.getpid(), run_dir / f"{name}.gpu")
-        way = None if reach_s is None else _Way(job, place, name, reach_s, err)
+        over, is_cut, stopped = threading.Event(), threading.Event(), threading.Event()
         with _signals_to(job), contextlib.closing(sampler):
-            assert job.stdout is not None
-            assert job.stderr is not None
-            writers = [
-                _Copy(job.stdout, out, sys.stdout if echo else None),
-                _Copy(job.stderr, err, sys.stderr if echo else None),
+            threads = [
+                _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped),
+                _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped),
             ]
+            if reach_s is not None:
+                threads.append(
+                    _in_thread(_end_unreached, job, place, name, reach_s, err, over, is_cut)
+                )
             status = job.wait()
-            if way is not None:
-                way.close()
-            for writer in writers:
-                writer.join(10.0)
-    if way is not None and way.is_cut:
+            over.set()
+            for thread in threads:
+                thread.join(10.0)
+    if is_cut.is_set():
         return _EXIT_UNREACHED
-    if status == 0 and writers[0].stopped:
+    if status == 0 and stopped.is_set():
         # Nodes that end a moment later must not be taken for those left behind.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
@@ -320,86 +321,67 @@ def _is_rank(process: psutil.Process) -> bool:
     return "LOCAL_RANK" in process.environ()
 
 
-class _Way(threading.Thread):
+def _in_thread(work: Callable[..., None], *given: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=given, daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_unreached(
+    job: subprocess.Popen[bytes],
+    place: NodePlace,
+    name: str,
+    limit_s: float,
+    err: IO[bytes],
+    over: threading.Event,
+    is_cut: threading.Event,
+) -> None:
     """Sees whether the first node listens; if not, says so and ends the node's processes.
 
     torchrun itself waits for a quarter of an hour and then does not say what for.
     """
-
-    def __init__(
-        self,
-        job: subprocess.Popen[bytes],
-        place: NodePlace,
-        name: str,
-        limit_s: float,
-        err: IO[bytes],
-    ) -> None:
-        super().__init__(daemon=True)
-        self._job = job
-        self._target = (place.master_addr, place.master_port)
-        self._name = name
-        self._limit_s = limit_s
-        self._err = err
-        self._over = threading.Event()
-        self.is_cut = False
-        self.start()
-
-    def run(self) -> None:
-        end_s = time.monotonic() + self._limit_s
-        why = ""
-        while time.monotonic() < end_s:
-            try:
-                with socket.create_connection(self._target, timeout=_ASK_S):
-                    return
-            except OSError as error:
-                why = error.strerror or str(error)
-            if self._over.wait(0.5):
+    end_s = time.monotonic() + limit_s
+    host, port = place.master_addr, place.master_port
+    why = ""
+    while time.monotonic() < end_s:
+        try:
+            with socket.create_connection((host, port), timeout=_ASK_S):
                 return
-        self.is_cut = True
-        host, port = self._target
-        line = (
-            f"error: {self._name} did not reach the first node at {host}:{port} within "
-            f"{self._limit_s:g} s ({why}): let this port, and all above 1023 between the nodes, "
-            f"through the firewall; python -m megatron.adaptive doctor --master-addr {host} on "
-            "both nodes checks the way\n"
-        )
-        print(line, end="", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            self._err.write(line.encode())
-            self._err.flush()
-        self._job.terminate()
-        if not self._over.wait(_KILL_S):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._job.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Ends the check after the processes; waits for a line that is being written."""
-        self._over.set()
-        self.join(_ASK_S + 1.0)
+        except OSError as error:
+            why = error.strerror or str(error)
+        if over.wait(0.5):
+            return
+    is_cut.set()
+    line = (
+        f"error: {name} did not reach the first node at {host}:{port} within "
+        f"{limit_s:g} s ({why}): let this port, and all above 1023 between the nodes, "
+        f"through the firewall; python -m megatron.adaptive doctor --master-addr {host} on "
+        "both nodes checks the way\n"
+    )
+    print(line, end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        err.write(line.encode())
+        err.flush()
+    job.terminate()
+    if not over.wait(_KILL_S):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
 
 
-class _Copy(threading.Thread):
+def _copy(
+    source: IO[bytes], target: IO[bytes], terminal: IO[str] | None, stopped: threading.Event
+) -> None:
     """Copies lines into a file, and to the terminal if there is one; sees how the run ended."""
-
-    def __init__(self, source: IO[bytes], target: IO[bytes], terminal: IO[str] | None) -> None:
-        super().__init__(daemon=True)
-        self._source = source
-        self._target = target
-        self._terminal = terminal
-        self.stopped = False
-        self.start()
-
-    def run(self) -> None:
-        for line in self._source:
-            if _STOPPED.match(line):
-                self.stopped = True
-            with contextlib.suppress(OSError):  # a full disk must not stop the run
-                self._target.write(line)
-                self._target.flush()
-            if self._terminal is not None:
-                with contextlib.suppress(OSError):
-                    self._terminal.write(line.decode(errors="replace"))
-                    self._terminal.flush()
+    for line in source:
+        if _STOPPED.match(line):
+            stopped.set()
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
+            target.write(line)
+            target.flush()
+        if terminal is not None:
+            with contextlib.suppress(OSError):
+                terminal.write(line.decode(errors="replace"))
+                terminal.flush()
 
 
 def check_files(conf: LaunchConf) -> None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Chooser, Offer, ParallelLayout
-from megatron.adaptive.cluster.planning import Planning
-from megatron.adaptive.cluster.script_planning import ScriptPlanning
+from megatron.adaptive.cluster.planning import Planning, ScriptPlanning
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
@@ -39,7 +38,7 @@ class PlanProcess:
         paths: see ``planning.Planning``.
         arguments: of the trainer.
         unequal: see ``planning.Planning``.
-        model: of a script with a ``Pipeline``, see ``script_planning``; in place of the others.
+        model: see ``planning.ScriptPlanning``, of a script; in place of the others.
     """
 
     def __init__(

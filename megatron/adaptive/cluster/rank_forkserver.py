@@ -1,8 +1,9 @@
 """Forks ranks from one process that has imported what they need, so that a morph need not wait.
 
-Importing torch and megatron-core takes longer than all else in a start. The nursery does it once
-for a node, while nothing depends on it, and forks each rank from there. It has one thread and opens
-no device: on a node with GPUs it imports torch alone, as what looks for a GPU cannot be forked.
+Importing torch and megatron-core takes longer than all else in a start. The forkserver does it
+once for a node, while nothing depends on it, and forks each rank from there. It has one thread and
+opens no device: on a node with GPUs it imports torch alone, as what looks for a GPU cannot be
+forked.
 
 It reads a line of JSON for each order from the descriptor named on its command line and answers
 there::
@@ -11,7 +12,7 @@ there::
     {"signal": 10}                    to all ranks
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
-At the end of its input it kills what it forked; a rank whose nursery dies is killed by the kernel.
+At the end of its input it kills what it forked; the kernel kills a rank whose forkserver dies.
 """
 
 from __future__ import annotations
