@@ -187,7 +187,7 @@ def _beyond(
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What is trained where, and how long it takes.
+    """Holds what a plan is made from: the model, the machines and the measured times.
 
     Attributes:
         model: its layers.
