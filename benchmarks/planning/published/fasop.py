@@ -86,7 +86,7 @@ class FasopRun(PlanInputs):
 
     def searcher(self, options: SearchOptions) -> Searcher:
         """Searches plans of ours for it."""
-        return Searcher(self.inputs, global_batch=self.global_batch, options=options)
+        return Searcher(self, global_batch=self.global_batch, options=options)
 
 
 class Fasop:

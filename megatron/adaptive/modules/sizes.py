@@ -39,11 +39,12 @@ __all__ = ["Chosen", "JobEnded", "choose_orders", "choose_placement", "place"]
 
 _PIECES = 4  # of a weight gradient, under a rule
 _SPLITTING_RULES = ("adaptive", "hinted")
-# What a measured model depends on, besides the model and the sample.
-_SIGNED = (
-    *("shared_weights", "partition", "weights", "slicing", "pipeline_size", "micro_batch_size"),
-    *("batch_size", "schedule", "chunks", "activation_cap", "split_backward"),
-    "memory_limit_bytes",
+# What a measured model depends on, besides the model and the sample, in the order of its digest:
+# models that elastic jobs measured are known by it.
+_SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
+_SIGNED_SHAPE = (
+    *("pipeline_size", "micro_batch_size", "batch_size", "schedule", "chunks"),
+    *("activation_cap", "split_backward"),
 )
 T = TypeVar("T")
 
@@ -421,8 +422,10 @@ def _signature(request: PipelineRequest) -> str:
         "parameters": [(n, list(one.shape), str(one.dtype)) for n, one in model.named_parameters()],
         "cuts": [name for name, one in model.named_modules() if isinstance(one, CutPoint)],
         "sample": [(n, list(one.shape[1:]), str(one.dtype)) for n, one in request.sample.items()],
-        "autocast": request.forward.mixed_precision,
-        **{name: getattr(request, name) for name in _SIGNED},
+        "cut": [getattr(request, name) for name in _SIGNED_CUT],
+        "wanted": [getattr(request, name) for name in _SIGNED_SHAPE],
+        "memory": request.memory_limit_bytes,
+        "autocast": str(request.forward.autocast),
     }
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
