@@ -34,7 +34,7 @@ FLAGS = "--train-iters 99999 --save-interval 99999".split()
 
 
 class Row(NamedTuple):
-    """A figure of the table; without a goal it is only told."""
+    """A figure of the table; without a goal it is only shown."""
 
     what: str
     figure: str
@@ -61,7 +61,7 @@ def main() -> int:
 def cost(rounds: int) -> dict[str, Any]:
     """How much longer steps are for copies."""
     result = copying.measure(rounds)
-    figures: dict[str, Any] = {"copies": result["told"]}
+    figures: dict[str, Any] = {"copies": result["notice"]}
     for name in ("each", "tenth"):
         for unit in ("s", "cpu_s"):
             told = result[name]

@@ -37,7 +37,7 @@ def measure(rounds: int, limit_s: float = 400.0) -> dict[str, Any]:
     Returns:
         By ``each`` and ``tenth``: seconds per step of each round with copies (``copying_s``) and
         without (``plain_s``), the same of processor time (``copying_cpu_s``, ``plain_cpu_s``). And
-        ``told``, what is copied.
+        ``notice``, what is copied.
 
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
@@ -53,7 +53,7 @@ class Rank(GptRank):
         from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
         from megatron.adaptive.checkpoint.training import RunState
 
-        self.told = ""
+        self.notice = ""
         spawn = multiprocessing.get_context("spawn")
         self._keeper, theirs = spawn.Pipe()
         spawn.Process(target=keep, args=(theirs,)).start()
@@ -77,7 +77,7 @@ class Rank(GptRank):
         self._copies = Snapshots(state, self._job, settings, self._tell, self._say)
 
     def _tell(self, text: str) -> None:
-        self.told = text
+        self.notice = text
 
     @staticmethod
     def _say(text: str) -> None:
@@ -97,7 +97,7 @@ class Rank(GptRank):
         }
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        return {"told": self.told}
+        return {"notice": self.notice}
 
     def close(self) -> None:
         self._copies.close()
@@ -120,8 +120,8 @@ class Rank(GptRank):
                 copies.settle(self._iteration)
         seconds = time.perf_counter() - start
         processor = self._processor_s() - processor
-        if self.told.startswith("off"):
-            raise RuntimeError(f"copies of the state are {self.told}")
+        if self.notice.startswith("off"):
+            raise RuntimeError(f"copies of the state are {self.notice}")
         return seconds / WINDOW, processor / WINDOW
 
     def _progress(self) -> Any:

@@ -29,7 +29,7 @@ WEIGHTS = {
     "disk-full": 9,
     "notice": 15,
 }
-"""How often each kind of event comes."""
+"""Weights by which kinds of events are drawn."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
 """Ranges of how long it lasts, where it does: less than the time limit of silence, and more."""
 

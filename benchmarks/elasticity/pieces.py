@@ -2,7 +2,7 @@
 
 Two processes of this machine. The model is profiled, the planner chooses as it does for a
 ``Pipeline`` without sizes, and its best shapes are trained in. Run as a program it is one rank of
-that, and its arguments are the name of a model, steps, and a file for what it tells.
+that, and its arguments are the name of a model, steps, and a file for its results.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ class JobFolder:
         self.checkpoints = checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What the manager tells."""
+        """Reads the manager's state file."""
         path = self.checkpoints / "elastic" / "state.json"
         return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
     def lines(self) -> list[dict[str, Any]]:
-        """What the ranks of all epochs wrote, in order."""
+        """Joins what the ranks of all incarnations wrote, in order."""
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
         found = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
@@ -164,7 +164,7 @@ class ElasticJob(JobFolder):
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Wait until the manager tells of an epoch; returns that."""
+        """Waits until the manager reports an incarnation, and returns it."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 

@@ -1,6 +1,6 @@
 """A user's script with a Pipeline: tells of every step on every rank what it trained on.
 
-Its arguments: total steps, samples of a step, a folder for what it tells, and JSON of further ones:
+Its arguments: total steps, samples of a step, a folder for its results, and JSON of further ones:
 ``folder``, ``save_interval`` and ``async_save`` of the loop, ``state`` for a scheduler of the
 learning rate, ``late`` for pieces that take their time, all else of the Pipeline; ``wrong`` does
 something that a job must refuse.
@@ -43,15 +43,15 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, told: str) -> None:
         super().__init__()
-        self.told = told  # where a file makes it late, empty for never
+        self.late_file = told  # where a file makes it late, empty for never
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = torch.nn.functional.dropout(torch.tanh(block(x)) + x, 0.1, self.training)
-            if self.told:
-                x = Late.apply(x, self.told)
+            if self.late_file:
+                x = Late.apply(x, self.late_file)
             if number < 5:
                 x = self.cuts[number](x)
         return x.square().mean()
