@@ -56,9 +56,9 @@ Part = tuple[str, tuple[int, ...]]
 """Name in a checkpoint, and place in the whole tensor."""
 
 Entry = dict[str, Any]
-"""What a checkpoint's index says of a part, see :func:`entry_of`; of an object its ``name`` alone.
+"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object by its ``name`` alone.
 
-Once it is written also ``path``, ``at`` and ``length``: the file, and its bytes there.
+Once it is written it has also ``path``, ``at`` and ``length``: the file, and its bytes there.
 """
 
 
