@@ -41,7 +41,7 @@ from megatron.adaptive.planner.repartition import (
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
 from megatron.adaptive.rebalance.auto import LAST, decide_on_first, memory_of
-from megatron.adaptive.rebalance.move_layers import with_partition
+from megatron.adaptive.rebalance.move_layers import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
@@ -115,7 +115,7 @@ def resume_partition(job: TrainingJob) -> TrainingJob:
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
         return job
     saved = job.from_first(_saved_partition(config) if job.is_first else None)
-    return job if saved is None else with_partition(job, saved)
+    return job if saved is None else with_schedule(job, partition=saved)
 
 
 def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
