@@ -104,7 +104,8 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: a size is too small.
-        DataError: no source files, the folder holds something else, or it cannot be written.
+        DataError: no source files, the folder holds something else or a corpus of a newer format,
+            or it cannot be written.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -231,8 +232,18 @@ def _corpus_in(folder: Path, *, reused: bool) -> Corpus:
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
+    """Checks that a folder holds a corpus of these settings.
+
+    Raises:
+        DataError: it holds one of a newer format.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] > _FORMAT:
+            raise DataError(
+                f"{folder / _MANIFEST} has format {manifest['format']}, but this program reads"
+                f" {_FORMAT}; use the program that made it, or choose another --output-dir"
+            )
         return all(manifest.get(key) == value for key, value in spec.settings().items()) and all(
             (folder / name).stat().st_size == manifest["sizes"][name] for name in _FILES
         )
