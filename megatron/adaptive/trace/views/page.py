@@ -330,7 +330,7 @@ def _mean_columns(
     end_ns: int,
     bins: int,
 ) -> dict[str, Ints]:
-    """How much of each bin of time each stage spent how, the mean over replicas."""
+    """Shares of each bin of time that each stage spent on each category, mean over replicas."""
     of_stage = Rows({**rows.columns, "row": rows.columns["row"] % num_ranks}, rows.within)
     shares = stage_shares(of_stage, num_ranks, num_categories, start_ns, end_ns, bins)
     known = [len(table) > 0 for table in tables]
