@@ -134,7 +134,6 @@ def _workload(
         durations_ps=_ps(durations),
         delays_ps=_ps(delays),
         occupancy_ps=np.zeros((draws.num_ranks, draws.num_ranks), dtype=np.int64),
-        window_ps=np.zeros((draws.num_ranks, 3), dtype=np.int64),
     )
 
 

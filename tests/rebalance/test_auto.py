@@ -1,11 +1,19 @@
-"""What ``auto`` does with a choice: use it, move for it, or say what would be gained."""
+"""What ``auto`` does with a choice: use it, or move for it where there is room."""
 
 from __future__ import annotations
+
+import pytest
 
 from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.setup import build_run  # noqa: E402
+from megatron.adaptive.rebalance import move_layers  # noqa: E402
 from megatron.adaptive.rebalance.auto import decide  # noqa: E402
 from megatron.adaptive.schedule.auto import ScheduleChoice  # noqa: E402
 from megatron.adaptive.schedule.compare import make_candidate  # noqa: E402
@@ -16,29 +24,25 @@ NEAR = make_candidate("zb-v", 2, 2, 8)
 FAR = make_candidate("interleaved", 2, 2, 8)
 STAY = ScheduleChoice(best=NEAR, outcomes=(), reason="auto takes zb-v")
 MOVE = ScheduleChoice(best=FAR, outcomes=(), reason="auto takes interleaved", gain=0.125, stay=STAY)
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 9 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100"
+)
 
 
-def test_a_choice_under_the_present_placement_is_used() -> None:
-    decision = decide(STAY, PRESENT, movable=False)
-    assert (decision.stay, decision.move, decision.text) == (NEAR, None, "auto takes zb-v")
+def test_a_choice_is_used_or_moved_to() -> None:
+    here, there = decide(STAY, PRESENT), decide(MOVE, PRESENT)
+    assert (here.stay, here.move, here.text) == (NEAR, None, "auto takes zb-v")
+    assert (there.stay, there.move, there.text) == (NEAR, FAR, "auto takes interleaved")
 
 
-def test_a_choice_elsewhere_moves_the_stages() -> None:
-    decision = decide(MOVE, PRESENT, movable=True)
-    assert (decision.stay, decision.move) == (NEAR, FAR)
-    assert decision.text == "auto takes interleaved"
-
-
-def test_where_stages_cannot_move_the_log_says_what_would_be_gained() -> None:
-    decision = decide(MOVE, PRESENT, movable=False)
-    assert (decision.stay, decision.move) == (NEAR, None)
-    assert decision.text.startswith("auto takes zb-v; a loop would take 12.5% less")
-    assert "--save" in decision.text
-    assert decision.text.endswith("--pipeline-placement loop to start with it")
-
-
-def test_without_memory_to_stay_it_says_so() -> None:
-    choice = ScheduleChoice(best=FAR, outcomes=(), reason="auto takes interleaved")
-    decision = decide(choice, PRESENT, movable=False)
-    assert (decision.stay, decision.move) == (None, None)
-    assert "memory is short" in decision.text
+def test_without_room_in_the_host_the_run_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(FLAGS.split(), world_size=1)
+    run = build_run(start_job(config, Environment(), accelerator.detect(0, backend="gloo")))
+    monkeypatch.setattr(move_layers, "available_host_bytes", lambda: 1000)
+    try:
+        with pytest.raises(DeviceMemoryError, match="rank 0 would wait .* no room for them"):
+            move_layers.move_stages([run], "loop", lambda: pytest.fail("released"))
+    finally:
+        end_job()

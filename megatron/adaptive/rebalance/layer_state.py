@@ -38,14 +38,14 @@ class Share:
     """A parameter on this rank and this rank's share of its optimizer state.
 
     Attributes:
-        weight: the parameter.
+        weight: the parameter, or a copy of it.
         held: what the optimizer updates, ``None`` where no part of it is this rank's.
         start: first element of the share.
         end: one past the last.
         state: flat tensors of ``end - start`` elements, by name.
     """
 
-    weight: torch.nn.Parameter
+    weight: torch.Tensor
     held: torch.Tensor | None = None
     start: int = 0
     end: int = 0
