@@ -8,9 +8,7 @@ placement: then the loop moves the stages first (``move_layers.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
@@ -29,10 +26,7 @@ from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "decide", "decide_on_first", "memory_of", "use"]
-
-Measured = TypeVar("Measured")
-T = TypeVar("T")
+__all__ = ["Decision", "Tuner", "decide", "memory_of", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -90,9 +84,8 @@ class Tuner:
         sample = self._sample
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(self._run)
         sample.links = self._links()
-        decision = decide_on_first(
-            self._run.job, self._sample, lambda samples: self._choose(samples, num_microbatches)
-        )
+        samples = self._run.job.gather(sample)
+        decision = self._run.job.on_first(lambda: self._choose(samples, num_microbatches))
         if decision.stay is not None and decision.move is None:
             use(self._run, decision.stay)
         return decision
@@ -154,24 +147,6 @@ class Tuner:
                 )
         dist.barrier(group=run.job.control_group)
         return found
-
-
-def decide_on_first(
-    job: TrainingJob, measured: Measured, decide: Callable[[list[Measured]], T]
-) -> T:
-    """Lets the first rank decide on what all ranks measured. Collective over all ranks.
-
-    Args:
-        job: this process within the job.
-        measured: by this rank.
-        decide: makes the decision from what all ranks measured, by rank.
-
-    Returns:
-        The decision, on all ranks.
-    """
-    gathered = job.gather(measured)
-    decision: T = job.from_first(decide(gathered) if job.is_first else None)
-    return decision
 
 
 def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
