@@ -40,9 +40,9 @@ from benchmarks.report import (  # noqa: E402
     parser_of,
     run,
 )
+from megatron.adaptive.cli.submit import batch_script, settings_text  # noqa: E402
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
 from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
-from megatron.adaptive.cluster.slurm import batch_script, settings_text  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
 

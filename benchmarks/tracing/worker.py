@@ -210,8 +210,9 @@ class Rank:
         self._executor.finish_step()
         done_ns = time.monotonic_ns()
         dist.barrier(group=self._world)
-        self._recorder.record("reduce", -1, -1, done_ns, time.monotonic_ns())
-        self._recorder.record("step", -1, -1, begin_ns, time.monotonic_ns())
+        for kind, start_ns in (("reduce", done_ns), ("step", begin_ns)):
+            times = (start_ns, time.monotonic_ns())
+            self._recorder.extend([(KINDS.index(kind), -1, -1, 0, *times, 0, 0, 0, -1, -1, 0)])
         self._recorder.end_iteration()
         work.check_complete()
         return stages.worked_s
