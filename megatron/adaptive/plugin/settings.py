@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             spec.name,
             type=functools.partial(_convert, _schedule if own else spec.convert),
             choices=None if own else spec.flag.choices or None,
-            metavar="NAME" if own else spec.flag.unit or None,
+            metavar="NAME" if own else spec.unit or None,
             help=f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is "
             "megatron-core's own code."
             if own
