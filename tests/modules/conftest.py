@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +22,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 
     def make(*given: Any) -> Training:
-        if made:
-            made[-1].pipeline.close()
+        end()
         made.append(Training(*given))
         return made[-1]
 
+    def end() -> None:
+        while made:
+            made.pop().pipeline.close()
+        gc.collect()  # cycles keep process groups, with their sockets
+
     yield make
-    if made:
-        made[-1].pipeline.close()
+    end()
