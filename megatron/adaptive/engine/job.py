@@ -13,8 +13,6 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 
-__all__ = ["Job", "destroy_groups", "environment_of_rank", "process_groups"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

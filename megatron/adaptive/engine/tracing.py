@@ -30,9 +30,6 @@ from megatron.adaptive.trace.clock_sync import ClockSync
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
-__all__ = ["OutsideTrace", "Tracing"]
-
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
