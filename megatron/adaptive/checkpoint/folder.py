@@ -39,16 +39,6 @@ from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "PIPELINE_FORMAT",
-    "CheckpointFolder",
-    "Manifest",
-    "PipelineFolder",
-    "StepFolders",
-    "make_pipeline_manifest",
-]
-
 FORMAT_VERSION = 1
 PIPELINE_FORMAT = 1
 _FORMAT = "megatron-adaptive-checkpoint"

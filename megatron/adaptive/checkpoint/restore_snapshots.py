@@ -29,8 +29,6 @@ from megatron.adaptive.checkpoint.folder import (
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
-__all__ = ["assemble", "main", "write"]
-
 _ANSWER_S = 30.0
 _HEAD = "head.json"
 _MESSAGE = 1 << 16

@@ -38,18 +38,6 @@ from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
 
-__all__ = [
-    "Need",
-    "NoSnapshots",
-    "RankParts",
-    "SnapshotPlan",
-    "SnapshotSettings",
-    "SnapshotState",
-    "Snapshots",
-    "make_plan",
-    "why_not",
-]
-
 _SHARE = 0.8  # of the memory that is left
 _GIB = 1024**3
 _KEPT_S = 60.0

@@ -38,18 +38,6 @@ from torch.distributed.checkpoint.metadata import (
 if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
 
-__all__ = [
-    "METADATA",
-    "Entry",
-    "Part",
-    "Piece",
-    "ShardWriter",
-    "TakenState",
-    "entry_of",
-    "index_of",
-    "pickled",
-]
-
 METADATA = ".metadata"
 
 Part = tuple[str, tuple[int, ...]]

@@ -32,23 +32,6 @@ from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 
-__all__ = [
-    "Diagnosing",
-    "GarbageCollection",
-    "Hook",
-    "TrainingRun",
-    "OrderRecorder",
-    "ProfiledWindow",
-    "Rebalancing",
-    "Reporting",
-    "Saving",
-    "SettlingSnapshots",
-    "TakingSnapshots",
-    "TrainedStep",
-    "Validation",
-    "make_profiler",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
@@ -122,12 +105,7 @@ class TrainingRun:
     ) -> None:
         self._log, self._local = log, local
         self.report_position, self.connect = report_position, connect
-        self.progress = progress or Progress(
-            iteration=0,
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-            skipped_iterations=0,
-        )
+        self.progress = progress or Progress()
         self.loader: Any = None
         self.adopt(run)
 

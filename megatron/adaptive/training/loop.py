@@ -27,8 +27,6 @@ from megatron.adaptive.training.hooks import (
 )
 from megatron.adaptive.training.logging import TrainingLog
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Trains a built run to its end.
