@@ -268,12 +268,13 @@ def test_a_run_without_traces_has_its_progress(tmp_path: Path) -> None:
     assert (snapshot.iteration, snapshot.step_ms, len(snapshot.ranks)) == (4, 3.0, 0)
 
 
-def test_the_latest_run_is_found(tmp_path: Path) -> None:
+def test_the_latest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(TraceError, match="there is no runs/latest here"):
-        find_live(None, base=tmp_path)
+        find_live(None)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("one")
-    assert find_live(None, base=tmp_path) == tmp_path / "runs" / "one"
+    assert find_live(None) == tmp_path / "runs" / "one"
     with pytest.raises(TraceError, match="gone does not exist; give the folder of a run"):
         find_live(tmp_path / "gone")
 

@@ -169,7 +169,6 @@ def test_only_what_is_asked_for_is_parsed(
     table = run.ranks[1].table([7, 30, 99])
     assert parsed == [2 * 17]
     assert sorted(set(table.iteration.tolist())) == [7, 30]
-    assert read_run(folder, ranks=[1]).missing_ranks == (0,)
 
 
 def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
