@@ -318,7 +318,6 @@ def test_a_command_refuses_a_version_to_come(here: Path, form: str) -> None:
     assert re.search(rf"\b{version}\b", errors.replace(path.name, "")), errors
 
 
-@pytest.mark.xfail(reason="the state of a job has no version; it is read as it is", strict=False)
 def test_a_state_of_a_version_to_come_is_refused(here: Path) -> None:
     shutil.copytree("elastic-trainer", f"{NEWER}-elastic", dirs_exist_ok=True)
     raise_version(Path(f"{NEWER}-elastic", "elastic", "state.json"), "format")
@@ -327,7 +326,6 @@ def test_a_state_of_a_version_to_come_is_refused(here: Path) -> None:
     assert "state.json" in errors
 
 
-@pytest.mark.xfail(reason="a measured model of another version is measured anew", strict=False)
 def test_a_measured_model_of_a_version_to_come_is_refused(here: Path) -> None:
     path = here / "elastic-script" / "elastic" / "model.json"
     assert MeasuredModule.read(path) is not None
@@ -337,7 +335,6 @@ def test_a_measured_model_of_a_version_to_come_is_refused(here: Path) -> None:
         MeasuredModule.read(change(path, "format"))
 
 
-@pytest.mark.xfail(reason="a corpus of another version is made anew", strict=False)
 def test_a_corpus_of_a_version_to_come_is_refused(here: Path) -> None:
     folder = here / "another" / "corpus"
     shutil.copytree(here / "corpus", folder)

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.gpt.setup import Run  # noqa: E402
-from megatron.adaptive.rebalance import change_placement as moving  # noqa: E402
+from megatron.adaptive.rebalance import move_layers as moving  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog  # noqa: E402
 from megatron.adaptive.training.pretrain import pretrain  # noqa: E402
 

@@ -16,7 +16,7 @@ from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import Jitter, Link, SlowWindow, StageTimes, draw
+from megatron.adaptive.schedule.workload import Jitter, Link, StageTimes, draw
 
 RULES = {
     "ready_first": rules.ready_first,
@@ -38,19 +38,16 @@ def random_case(seed: int) -> tuple[Placement, int, Any, dict[str, Any]]:
         backward_s=tuple(rng.uniform(0.5, 2) for _ in range(stages)),
         weight_s=tuple(rng.uniform(0, 1) for _ in range(stages)),
     )
-    slow = SlowWindow(rank=0, begin_s=3.0, end_s=9.0, factor=2.5)
     workload = draw(
         placement,
         microbatches,
         times,
         jitter=Jitter(seed=seed, action_sigma=0.3, microbatch_sigma=0.2, latency_sigma=0.5),
         link=Link(latency_s=rng.choice([0.0, 0.3]), occupancy_s=rng.choice([0.0, 0.4])),
-        slow=[slow],
     )
     options = {
         "cap": rng.choice([None, 1.0, 2.5]),
         "weight_pieces": rng.choice([0, 1, 4]),
-        "kept_fraction": rng.choice([1.0, 0.5]),
     }
     return placement, microbatches, workload, options
 

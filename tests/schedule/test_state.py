@@ -23,14 +23,12 @@ def make_state(
     rank: int = 0,
     microbatches: int = 4,
     cap: float | None = None,
-    units: tuple[float, ...] | None = None,
     **more: Any,
 ) -> RankState:
     return RankState(
         placement=Placement(num_ranks=ranks, num_chunks=chunks),
         rank=rank,
         num_microbatches=microbatches,
-        activation_units=units,
         cap=cap,
         **more,
     )
@@ -66,22 +64,6 @@ def test_backward_waits_for_its_gradient_and_its_own_forward() -> None:
     assert names(state) == ["F0-1", "B0-0"]
 
 
-def test_in_flight_counts_from_forward_start_to_backward_end() -> None:
-    state = make_state(chunks=2, microbatches=2)
-    assert state.in_flight == 0
-    state.start(Action(F, 0, 0))
-    assert state.in_flight == 0.5
-    state.finish(Action(F, 0, 0))
-    run(state, Action(F, 0, 1))
-    assert state.in_flight == 1.0
-    state.arrive(B, 0, 0)
-    state.start(Action(B, 0, 0))
-    assert state.in_flight == 1.0
-    state.finish(Action(B, 0, 0))
-    assert state.in_flight == 0.5
-    assert state.peak_in_flight == 1.0
-
-
 def test_in_flight_returns_to_nothing_exactly() -> None:
     state = make_state(ranks=1, chunks=3, microbatches=7)
     for microbatch in range(7):
@@ -114,11 +96,8 @@ def test_thirds_add_up_to_the_cap() -> None:
     assert not state.fits(Action(F, 0, 2))
 
 
-@pytest.mark.parametrize(("kept", "after_backward"), [(1.0, 0.5), (0.25, 0.125), (0.0, 0.0)])
-def test_a_split_backward_keeps_its_part_until_the_last_piece(
-    kept: float, after_backward: float
-) -> None:
-    state = make_state(chunks=2, weight_pieces=3, kept_fraction=kept)
+def test_a_split_backward_keeps_its_microbatch_until_the_last_piece() -> None:
+    state = make_state(chunks=2, weight_pieces=3)
     state.arrive(B, 0, 0)
     held = []
     for action in (
@@ -129,7 +108,7 @@ def test_a_split_backward_keeps_its_part_until_the_last_piece(
         assert state.is_ready(action)
         run(state, action)
         held.append(state.in_flight)
-    assert held == [0.5, after_backward, after_backward, after_backward, 0.0]
+    assert held == [0.5, 0.5, 0.5, 0.5, 0.0]
     assert not state.is_ready(Action(W, 0, 0, 3))
 
 
@@ -264,12 +243,7 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
         ({"rank": 2}, "rank 2"),
         ({"microbatches": 0}, "0 microbatches"),
         ({"cap": 0.9}, "least cap is 1 "),
-        ({"units": (1.0, 1.0)}, "2 activation sizes for 1 chunks"),
-        ({"units": (-1.0,)}, "activation size -1.0 of chunk 0"),
-        ({"units": (float("nan"),)}, "activation size nan"),
-        ({"units": (7.0,), "cap": 6.0}, "least cap is 7"),
         ({"weight_pieces": -1}, "-1 pieces of a weight gradient"),
-        ({"kept_fraction": 2.0}, "kept fraction 2.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -21,55 +22,12 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
 from megatron.adaptive.schedule.validate import peak_units, validate
 
-ONE_F_ONE_B = """\
-    rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
-    rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
-    rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 F0-4 B0-3 F0-5 B0-4 B0-5
-    rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
-"""
-BREADTH_FIRST = """\
-    rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
-    rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
-"""
-FORWARD_ONLY = """\
-    rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
-    rank 1 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
-"""
-GPIPE = """\
-    rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
-    rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
-    rank 2 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
-"""
-INTERLEAVED = """\
-    rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
-    rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
-"""
 # Five microbatches in a group of three and one of two.
 GROUPS_OF_3 = """\
 rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 F0-3 B1-1 F0-4 B1-2 F1-3 B0-0 F1-4 B0-1 B0-2 B1-3 \
 B1-4 B0-3 B0-4
 rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 F1-2 B1-2 F0-3 B0-0 F0-4 B0-1 F1-3 B0-2 F1-4 B1-3 \
 B1-4 B0-3 B0-4
-"""
-V_HALF = """\
-  rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 B0-1 W1-2 W0-1 B0-2 W0-2
-  rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
-  rank 2 | F0-0 F1-0 F0-1 F1-1 B1-0 B0-0 W1-0 F0-2 W0-0 F1-2 B1-1 B0-1 W1-1 W0-1 B1-2 B0-2 W1-2 W0-2
-"""
-VARUNA = """\
-    rank 0 | F0-0 F0-1 F0-2 F0-3 F0-4 F0-5 B0-0 B0-1 B0-2 B0-3 B0-4 B0-5
-    rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3 F0-4 F0-5 B0-4 B0-5
-    rank 2 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
-"""
-ZB_H1 = """\
-  rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 W0-0 F0-4 B0-1 W0-1 F0-5 B0-2 W0-2 B0-3 W0-3 B0-4 W0-4 B0-5 W0-5
-  rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 W0-0 F0-4 B0-2 W0-1 F0-5 B0-3 W0-2 B0-4 W0-3 B0-5 W0-4 W0-5
-  rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 W0-0 F0-4 B0-3 W0-1 F0-5 B0-4 W0-2 B0-5 W0-3 W0-4 W0-5
-  rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 W0-0 F0-4 B0-4 W0-1 F0-5 B0-5 W0-2 W0-3 W0-4 W0-5
-"""
-ZB_V = """\
-  rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 W1-2 B0-1 W0-1 B0-2 W0-2
-  rank 1 | F0-0 F1-0 F0-1 F1-1 B1-0 W1-0 F0-2 B0-0 W0-0 F1-2 B1-1 W1-1 B0-1 B1-2 B0-2 W0-1 W1-2 W0-2
 """
 
 
@@ -89,25 +47,29 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "table", "module"),
+    ("module", "schedules"),
     [
-        ("1f1b", made("1f1b", 4, 6), ONE_F_ONE_B, one_f_one_b),
-        ("breadth-first", made("breadth-first", 2, 3), BREADTH_FIRST, gpipe),
-        ("forward-only", made("forward-only", 2, 3), FORWARD_ONLY, gpipe),
-        ("gpipe", made("gpipe", 3, 4, chunks=1), GPIPE, gpipe),
-        ("gpipe", made("gpipe", 2, 3), BREADTH_FIRST, gpipe),
-        ("interleaved", made("interleaved", 2, 4), INTERLEAVED, one_f_one_b),
-        ("v-half", made("v-half", 3, 3), V_HALF, v_half),
-        ("varuna", made("varuna", 3, 6), VARUNA, varuna),
-        ("zb-h1", made("zb-h1", 4, 6), ZB_H1, one_f_one_b),
-        ("zb-v", made("zb-v", 2, 3), ZB_V, zb_v),
+        (one_f_one_b, [made("1f1b", 4, 6), made("interleaved", 2, 4), made("zb-h1", 4, 6)]),
+        (
+            gpipe,
+            [
+                made("gpipe", 3, 4, chunks=1),
+                made("breadth-first", 2, 3),
+                made("forward-only", 2, 3),
+            ],
+        ),
+        (v_half, [made("v-half", 3, 3)]),
+        (varuna, [made("varuna", 3, 6)]),
+        (zb_v, [made("zb-v", 2, 3)]),
     ],
 )
-def test_table(name: str, schedule: Schedule, table: str, module: ModuleType) -> None:
-    assert schedule.name == name
-    assert render_schedule(schedule).split() == table.split()
-    assert module.__doc__ is not None
-    assert table in module.__doc__
+def test_orders_are_the_tables_of_their_docstrings(
+    module: ModuleType, schedules: list[Schedule]
+) -> None:
+    tables = re.findall(r"(?:^ +rank \d \| .+\n)+", module.__doc__ or "", re.MULTILINE)
+    assert len(tables) == len(schedules)
+    for table, schedule in zip(tables, schedules, strict=True):
+        assert render_schedule(schedule).split() == table.split(), schedule.name
 
 
 def test_a_smaller_last_group() -> None:
@@ -150,7 +112,7 @@ def test_valid_and_within_its_memory(
         microbatches = -(-microbatches // ranks) * ranks
     schedule = make_schedule(name, placement, microbatches)
     limits = [PEAKS[name](ranks, rank, placement.num_chunks, microbatches) for rank in range(ranks)]
-    validate(schedule, cap=max(1, *limits))
+    validate(schedule)
     peaks = peak_units(schedule)
     assert all(peak <= limit + 1e-3 for peak, limit in zip(peaks, limits, strict=True))
     if microbatches >= FULL.get(name, 0) * ranks:
@@ -237,7 +199,6 @@ def test_an_evaluation_is_busy_but_for_filling_the_loop() -> None:
 @given(ranks=st.integers(1, 7), microbatches=st.integers(1, 15))
 def test_zb_h1_is_1f1b_with_weight_gradients(ranks: int, microbatches: int) -> None:
     split, plain = made("zb-h1", ranks, microbatches), made("1f1b", ranks, microbatches)
-    assert peak_units(split, kept_fraction=0.0) == peak_units(plain)
     without = [[a for a in order if a.kind is not ActionKind.W] for order in split.orders]
     assert without == [list(order) for order in plain.orders]
 

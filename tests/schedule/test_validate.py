@@ -156,39 +156,6 @@ def test_only_the_columns_around_the_cell_are_drawn() -> None:
     assert max(map(len, lines[1:])) < 140
 
 
-def test_a_cap_that_the_schedule_exceeds() -> None:
-    schedule = make_schedule("gpipe", ONE_CHUNK, 4)
-    validate(schedule, cap=4)
-    with pytest.raises(
-        ScheduleError, match=r"rank 0, position 3: F0-3 makes the rank hold 4, above the cap of 3"
-    ):
-        validate(schedule, cap=3)
-    with pytest.raises(ScheduleError, match="least cap is 1"):
-        validate(schedule, cap=0.5)
-    with pytest.raises(ScheduleError, match="rank 0, position 1"):
-        validate(schedule, cap=15, activation_units=(10.0,))
-
-
-def test_weight_gradients_hold_memory() -> None:
-    """From the forward to the last piece of W; between B and W a part of it."""
-    late = schedule_of("F0-0 F0-1 B0-0 B0-1 W0-0 W0-1", "F0-0 B0-0 F0-1 B0-1 W0-0 W0-1")
-    with pytest.raises(
-        ScheduleError, match="rank 0, position 1: F0-1 makes the rank hold 2, above"
-    ):
-        validate(late, cap=1.5)
-    later = schedule_of(SPLIT, "F0-0 B0-0 F0-1 B0-1 W0-0 W0-1")
-    with pytest.raises(
-        ScheduleError, match="rank 1, position 2: F0-1 makes the rank hold 2, above"
-    ):
-        validate(later, cap=1.5)
-    validate(later, cap=1.5, kept_fraction=0.5)
-    validate(schedule_of(SPLIT, SPLIT), cap=1)
-    with pytest.raises(ScheduleError, match="rank 0, position 3: F0-1 makes the rank hold 1.5"):
-        validate(schedule_of(HALVES, HALVES), cap=1, kept_fraction=0.5)
-    with pytest.raises(ScheduleError, match="kept fraction 2"):
-        validate(late, cap=2, kept_fraction=2)
-
-
 def test_an_empty_schedule_misses_its_forwards() -> None:
     with pytest.raises(ScheduleError, match="orders for 1 ranks: its placement has 2"):
         validate(schedule_of(GOOD))

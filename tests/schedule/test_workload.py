@@ -16,7 +16,6 @@ from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import (
     Jitter,
     Link,
-    SlowWindow,
     StageTimes,
     draw,
     load_profile,
@@ -78,24 +77,11 @@ def test_one_link_may_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "factor", "finish"),
-    [(0.25, 9.0, 2.0, 1.75), (0.25, 0.75, 2.0, 1.25), (5.0, 6.0, 3.0, 1.0), (0.0, 0.5, 0.5, 0.5)],
-)
-def test_work_in_a_slow_window_takes_longer(
-    begin: float, end: float, factor: float, finish: float
-) -> None:
-    window = SlowWindow(rank=0, begin_s=begin, end_s=end, factor=factor)
-    result = simulate(TWO, 1, make_policies("1f1b", TWO, 1), draw(TWO, 1, TIMES, slow=[window]))
-    assert result.spans[0][0].end_s == pytest.approx(finish, abs=1e-9)
-
-
-@pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: Jitter(seed=0, action_sigma=-0.1), "action_sigma is -0.1"),
         (lambda: Jitter(seed=0, latency_sigma=float("nan")), "latency_sigma is nan"),
         (lambda: Link(latency_s=-1.0), "latency_s is -1.0"),
-        (lambda: SlowWindow(rank=0, begin_s=2, end_s=1, factor=2), "end after it begins"),
         (lambda: draw(TWO, 1, TIMES, rank_factors=(1.0,)), "1 rank factors for 2 ranks"),
         (
             lambda: draw(TWO, 1, StageTimes(forward_s=(1.0,), backward_s=(1.0, 1.0))),
@@ -104,10 +90,6 @@ def test_work_in_a_slow_window_takes_longer(
         (
             lambda: draw(TWO, 1, StageTimes(forward_s=(1.0, float("nan")), backward_s=(1.0, 1.0))),
             "forward time of stage 1 is nan",
-        ),
-        (
-            lambda: draw(TWO, 1, TIMES, slow=[SlowWindow(rank=2, begin_s=0, end_s=1, factor=2)]),
-            "slow window of rank 2 in a pipeline of 2 ranks",
         ),
     ],
 )

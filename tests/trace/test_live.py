@@ -32,7 +32,7 @@ from megatron.adaptive.trace.live import (
 from megatron.adaptive.trace.live_state import ENDED, NowFile, read_now
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
-from tests.trace.conftest import make_header
+from tests.trace.conftest import make_header, record
 
 Header = Callable[..., TraceHeader]
 
@@ -69,9 +69,9 @@ def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) 
         for microbatch in range(2):
             for kind in ("F", "B"):
                 end = begin + round(10**7 * (slow if rank == 0 else 1.0))
-                recorder.record(kind, 0, microbatch, begin, end, in_flight_bytes=1 << 20)
+                record(recorder, kind, 0, microbatch, begin, end, in_flight_bytes=1 << 20)
                 begin = end
-        recorder.record("wait", 0, 0, at, at + rank * 10**7, of="F", reason="input")
+        record(recorder, "wait", 0, 0, at, at + rank * 10**7, of="F", reason="input")
         recorder.end_iteration()
 
 

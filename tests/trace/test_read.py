@@ -14,7 +14,7 @@ from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
-from tests.trace.conftest import make_header, write_spans
+from tests.trace.conftest import make_header, record, write_spans
 
 FOUR = (("F", 0), ("F", 1), ("B", 0), ("B", 1))
 
@@ -120,7 +120,7 @@ def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(tmp_path: Path
         with Recorder(tmp_path, header) as recorder:
             for iteration in (1, 2) if start == 100 else (2, 3):
                 recorder.begin_iteration(iteration, 1)
-                recorder.record("F", 0, 0, start + iteration, start + 10)
+                record(recorder, "F", 0, 0, start + iteration, start + 10)
     run = read_run(tmp_path)
     assert run.iterations == (1, 2, 3)
     starts = {i: [s.start_ns for s in run.ranks[0].spans(i)] for i in run.iterations}
@@ -131,8 +131,8 @@ def test_the_microbatch_count_follows_the_marker(tmp_path: Path) -> None:
     with Recorder(tmp_path, make_header(0, 1, num_microbatches=8)) as recorder:
         recorder.begin_iteration(1, 2)
         for microbatch in range(2):
-            recorder.record("F", 0, microbatch, 1, 2)
-            recorder.record("B", 0, microbatch, 3, 4)
+            record(recorder, "F", 0, microbatch, 1, 2)
+            record(recorder, "B", 0, microbatch, 3, 4)
     run = read_run(tmp_path)
     assert run.ranks[0].num_microbatches == {1: 2}
     assert run.complete_iterations() == (1,)

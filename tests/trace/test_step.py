@@ -9,8 +9,8 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.step import pipeline_step, stages_of_rank
-from tests.trace.conftest import make_header, simulate, write_spans
+from megatron.adaptive.trace.step import PipelineStep, pipeline_step, stages_of_rank
+from tests.trace.conftest import make_header, record, simulate, write_spans
 
 
 def test_a_step_holds_the_executed_order_from_time_zero(
@@ -45,7 +45,7 @@ def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Pat
     for rank in range(2):
         with Recorder(folder, make_header(rank)) as recorder:
             recorder.begin_iteration(3, 4)
-            recorder.record("F", 0, 0, 1, 2)
+            record(recorder, "F", 0, 0, 1, 2)
     run = read_run(folder)
     assert pipeline_step(run).iteration == 2
     assert pipeline_step(run, 3).iteration == 3
@@ -70,7 +70,7 @@ def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path
         pipeline_step(read_run(folder))
     with Recorder(folder, make_header(0, 1)) as recorder:
         recorder.begin_iteration(1, 4)
-        recorder.record("optimizer", -1, -1, 1, 2)
+        record(recorder, "optimizer", -1, -1, 1, 2)
     with pytest.raises(TraceError, match="nothing to draw"):
         pipeline_step(read_run(folder))
 
@@ -113,3 +113,14 @@ def test_labels(
 ) -> None:
     step = pipeline_step(read_run(write_run(2, num_chunks, 2, placement=placement)))
     assert step.label(1) == label
+
+
+def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
+    # p ranks and m microbatches: a rank idles (p - 1) / (m + p - 1) of the step.
+    folder = write_run(4, 1, 8)
+    (folder / trace_file_name(1)).unlink()  # is not known, so it does not enter the mean
+    step = pipeline_step(read_run(folder))
+    assert step.step_ns == (8 + 3) * 3_000_000
+    assert step.bubble_fractions == pytest.approx(dict.fromkeys((0, 2, 3), 3 / 11))
+    assert step.bubble_fraction == pytest.approx(3 / 11)
+    assert PipelineStep(1, "x", "loop", 1, 1, ((Span("F", 0, 0, 0, 0, 1),),)).bubble_fraction == 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -98,6 +97,8 @@ def assemble(order: Mapping[str, Any]) -> None:
         CheckpointError: something is missing in it.
         OSError: the folder cannot be written.
     """
+    from megatron.adaptive.checkpoint.torch_dist import METADATA, index_of
+
     folder = _folder(order)
     partial = folder.partial_path(order["step"])
     entries: list[dict[str, Any]] = []
@@ -109,8 +110,7 @@ def assemble(order: Mapping[str, Any]) -> None:
         lines += part["lines"]
         path.unlink()
     _require_whole(entries)
-    with (partial / ".metadata").open("wb") as output:
-        pickle.dump(_metadata(entries), output)
+    (partial / METADATA).write_bytes(index_of(entries))
     head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
     (partial / _HEAD).unlink()
     if isinstance(folder, PipelineFolder):
@@ -178,39 +178,6 @@ def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
             raise CheckpointError(
                 f"{entry['name']} has {have[entry['name']]} of its {whole} elements"
             )
-
-
-def _metadata(entries: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the index of torch's distributed checkpoints."""
-    import torch
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    tensors: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
-    for entry in entries:
-        offset = torch.Size(entry["offset"])
-        found = tensors.setdefault(
-            entry["name"],
-            TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, entry["type"])),
-                size=torch.Size(entry["whole"]),
-                chunks=[],
-            ),
-        )
-        index = MetadataIndex(entry["name"], offset, len(found.chunks))
-        found.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(entry["size"])))
-        places[index] = filesystem._StorageInfo(entry["path"], entry["at"], entry["length"])
-    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
-    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return metadata
 
 
 if __name__ == "__main__":

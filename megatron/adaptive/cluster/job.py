@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _STATE = "state.json"
+_FORMAT = 1
 _FOLDER = "elastic"
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
@@ -319,7 +320,7 @@ class StateFile:
             state: what is known of the job.
         """
         manager = {"host": socket.gethostname(), "pid": os.getpid()}
-        own = {"manager": manager, "unix_ns": time.time_ns()}
+        own = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
             draft.write_text(json.dumps({**own, **self._of_all(state)}, indent=1) + "\n")
@@ -338,7 +339,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     """Reads the state of the job that saves into a folder.
 
     Raises:
-        ConfigError: there is no job, or the file is damaged.
+        ConfigError: there is no job, or the file is damaged or of a newer version.
     """
     path = job_folder(checkpoints) / _STATE
     try:
@@ -352,6 +353,12 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
     if not isinstance(state, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+    written = state.get("format", _FORMAT)  # files of earlier programs have none
+    if written != _FORMAT:
+        raise ConfigError(
+            f"--status {checkpoints}: {path} has format {written!r}, but this program reads"
+            f" {_FORMAT}; use the program that wrote it"
+        )
     return state
 
 

@@ -104,7 +104,8 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: a size is too small.
-        DataError: no source files, the folder holds something else, or it cannot be written.
+        DataError: no source files, the folder holds something else or a corpus of a newer format,
+            or it cannot be written.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -115,8 +116,18 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but must be at least 1")
     folder = spec.output_dir.absolute()
-    if _is_whole(folder, spec):
-        return _corpus_in(folder, reused=True)
+    reused = _is_whole(folder, spec) or _make(folder, spec, progress)
+    return Corpus(
+        jsonl=folder / "corpus.jsonl",
+        vocab_file=folder / "vocab.json",
+        merge_file=folder / "merges.txt",
+        data_prefix=folder / "corpus_text_document",
+        reused=reused,
+    )
+
+
+def _make(folder: Path, spec: CorpusSpec, progress: Progress | None) -> bool:
+    """Make a corpus; return whether another process was faster."""
     _refuse_foreign(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +139,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         ) from None
     try:
         _fill(work, spec, progress)
-        reused = _publish(work, folder, spec)
+        return _publish(work, folder, spec)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be written ({error.strerror}); free space or choose another "
@@ -136,7 +147,6 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return _corpus_in(folder, reused=reused)
 
 
 def source_files(source_dir: Path) -> list[Path]:
@@ -220,19 +230,19 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
     model.model.save(str(folder))
 
 
-def _corpus_in(folder: Path, *, reused: bool) -> Corpus:
-    return Corpus(
-        jsonl=folder / "corpus.jsonl",
-        vocab_file=folder / "vocab.json",
-        merge_file=folder / "merges.txt",
-        data_prefix=folder / "corpus_text_document",
-        reused=reused,
-    )
-
-
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
+    """Checks that a folder holds a corpus of these settings.
+
+    Raises:
+        DataError: it holds one of a newer format.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] > _FORMAT:
+            raise DataError(
+                f"{folder / _MANIFEST} has format {manifest['format']}, but this program reads"
+                f" {_FORMAT}; use the program that made it, or choose another --output-dir"
+            )
         return all(manifest.get(key) == value for key, value in spec.settings().items()) and all(
             (folder / name).stat().st_size == manifest["sizes"][name] for name in _FILES
         )

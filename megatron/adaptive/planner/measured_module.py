@@ -134,10 +134,10 @@ class MeasuredModule:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModule | None:
-        """Reads the file; ``None`` where there is none, or of another version of this program.
+        """Reads the file; ``None`` where there is none, or of an earlier version of this program.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: it is damaged, or of a later version.
         """
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +148,15 @@ class MeasuredModule:
                 f"{path} cannot be read ({error}): remove it, and the model is measured anew"
             ) from None
         names = {one.name for one in fields(cls)}
-        if not isinstance(read, dict) or read.pop("format", None) != FORMAT or set(read) != names:
+        if not isinstance(read, dict):
+            return None
+        written = read.pop("format", None)
+        if isinstance(written, int) and written > FORMAT:
+            raise ConfigError(
+                f"{path} has format {written}, but this program reads {FORMAT}: use the program"
+                " that wrote it, or remove the file, and the model is measured anew"
+            )
+        if written != FORMAT or set(read) != names:
             return None
         for name in ("partition", "weights"):
             read[name] = None if read[name] is None else tuple(read[name])

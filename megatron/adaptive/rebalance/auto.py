@@ -3,14 +3,12 @@
 Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
-placement: then the loop moves the stages first (``change_placement.py``).
+placement: then the loop moves the stages first (``move_layers.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,21 +17,16 @@ from megatron.core import parallel_state
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
-from megatron.adaptive.rebalance.change_placement import can_move
-from megatron.adaptive.schedule.auto import ScheduleChoice, choose
+from megatron.adaptive.schedule.auto import choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "decide", "decide_on_first", "memory_of", "use"]
-
-Measured = TypeVar("Measured")
-T = TypeVar("T")
+__all__ = ["Decision", "Tuner", "memory_of", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -72,10 +65,6 @@ class Tuner:
 
         What needs no move is in use when this returns.
 
-        Args:
-            times: of the step.
-            num_microbatches: of the step.
-
         Returns:
             The decision, on all ranks, after that step; ``None`` after others.
 
@@ -91,9 +80,8 @@ class Tuner:
         sample = self._sample
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(self._run)
         sample.links = self._links()
-        decision = decide_on_first(
-            self._run.job, self._sample, lambda samples: self._choose(samples, num_microbatches)
-        )
+        samples = self._run.job.gather(sample)
+        decision = self._run.job.on_first(lambda: self._choose(samples, num_microbatches))
         if decision.stay is not None and decision.move is None:
             use(self._run, decision.stay)
         return decision
@@ -113,7 +101,10 @@ class Tuner:
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
-        return decide(choice, run.placement, movable=can_move(run.job))
+        if choice.best.placement.kind == run.placement.kind:
+            return Decision(text=choice.reason, stay=choice.best)
+        stay = None if choice.stay is None else choice.stay.best
+        return Decision(text=choice.reason, stay=stay, move=choice.best)
 
     def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
         """Returns the activations that memory allows, by the ways in which stages may lie."""
@@ -157,24 +148,6 @@ class Tuner:
         return found
 
 
-def decide_on_first(
-    job: TrainingJob, measured: Measured, decide: Callable[[list[Measured]], T]
-) -> T:
-    """Lets the first rank decide on what all ranks measured. Collective over all ranks.
-
-    Args:
-        job: this process within the job.
-        measured: by this rank.
-        decide: makes the decision from what all ranks measured, by rank.
-
-    Returns:
-        The decision, on all ranks.
-    """
-    gathered = job.gather(measured)
-    decision: T = job.from_first(decide(gathered) if job.is_first else None)
-    return decision
-
-
 def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns the memory of this rank between two steps.
 
@@ -189,31 +162,6 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         for chunk in run.chunks
     )
     return free, run.forward_backward.activation_bytes(), held
-
-
-def decide(choice: ScheduleChoice, present: Placement, *, movable: bool) -> Decision:
-    """Turns a choice into a decision and its text.
-
-    Args:
-        choice: of ``schedule.auto``.
-        present: where stages live.
-        movable: whether they can be moved.
-    """
-    kind = choice.best.placement.kind
-    if kind == present.kind:
-        return Decision(text=choice.reason, stay=choice.best)
-    stay = None if choice.stay is None else choice.stay.best
-    if movable:
-        return Decision(text=choice.reason, stay=stay, move=choice.best)
-    if choice.stay is None:
-        text = f"auto keeps adaptive, for which memory is short; a {kind} would fit"
-    else:
-        text = f"{choice.stay.reason}; a {kind} would take {choice.gain:.1%} less"
-    text += (
-        ", but on several machines stages move only through the folder of --save: give"
-        f" --pipeline-placement {kind} to start with it"
-    )
-    return Decision(text=text, stay=stay)
 
 
 def use(run: Run, candidate: Candidate) -> None:

@@ -38,14 +38,14 @@ class Share:
     """A parameter on this rank and this rank's share of its optimizer state.
 
     Attributes:
-        weight: the parameter.
+        weight: the parameter, or a copy of it.
         held: what the optimizer updates, ``None`` where no part of it is this rank's.
         start: first element of the share.
         end: one past the last.
         state: flat tensors of ``end - start`` elements, by name.
     """
 
-    weight: torch.nn.Parameter
+    weight: torch.Tensor
     held: torch.Tensor | None = None
     start: int = 0
     end: int = 0
@@ -287,17 +287,12 @@ def _pass(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Receives into ``arrived`` and sends ``leaving``, both by peer."""
-    calls = [
-        (call, peer, part)
+    operations = [
+        dist.P2POp(call, part, peer, group, _TAG)
         for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
         for peer in sorted(messages)
         for part in messages[peer].split(_MESSAGE_BYTES)
     ]
-    works: list[Any]
-    if group is not None:
-        works = [call(part, peer, group, _TAG) for call, peer, part in calls]
-    else:
-        operations = [dist.P2POp(call, part, peer) for call, peer, part in calls]
-        works = dist.batch_isend_irecv(operations) if operations else []
+    works = dist.batch_isend_irecv(operations) if operations else []
     for work in works:
         work.wait()

@@ -1,18 +1,29 @@
-"""Cuts the model of a running job anew: layers go to other stages between two steps.
+"""Changes where the model of a running job lies between two steps: its partition or its placement.
 
-Processes, channels, process groups and data stay. On a rank whose stages change::
+Either way weights and optimizer state go from memory to memory, and counters, logs and the data
+loader are the training loop's.
+
+Another partition (:func:`move_layers`) leaves processes, channels, process groups and data as they
+are. On a rank whose stages change::
 
     layers that stay    the same modules and tensors, in a new order
     layers that go      their tensors are kept until they are sent
-    layers that come    built empty; weights and optimizer state arrive from memory to memory
+    layers that come    built empty; weights and optimizer state arrive
 
 and gradient buffers and optimizer are made anew around them. Other ranks only learn of it.
+
+Under another placement (:func:`move_stages`) everything is built anew in the same processes::
+
+    state to the host's memory ──> release, take down ──> build anew, state to its new ranks
+                                   channels, traces       groups, model, optimizer
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +32,18 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.checkpoint.state import load_rng, load_scheduler, sharded_rng
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.initialize import TrainingJob
+from megatron.adaptive.errors import ConfigError, DeviceMemoryError
+from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
 from megatron.adaptive.gpt.placement import PlacedLayout, finalize_gradients
-from megatron.adaptive.gpt.setup import Run, connect_chunks, open_run_trace
+from megatron.adaptive.gpt.setup import Run, build_run, connect_chunks, open_run_trace
 from megatron.adaptive.gpt.step import gather_parameters
+from megatron.adaptive.profiling.memory import available_host_bytes
 from megatron.adaptive.rebalance.layer_state import (
     MAIN,
     Share,
@@ -40,8 +53,9 @@ from megatron.adaptive.rebalance.layer_state import (
     shares_of,
     steps_of,
 )
+from megatron.adaptive.schedule.placement import PlacementKind
 
-__all__ = ["move_layers", "with_partition"]
+__all__ = ["move_layers", "move_stages", "take_down", "with_schedule"]
 
 
 def move_layers(run: Run, partition: Sequence[int]) -> Run:
@@ -63,7 +77,7 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     """
     old = run.job.config
     _check(old, partition)
-    job = with_partition(run.job, partition)
+    job = with_schedule(run.job, partition=tuple(partition))
     config = job.config
     gather_parameters(run)
     run.job.accelerator.synchronize()
@@ -71,17 +85,88 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     before, after = _ranges(old.layers_per_stage), _ranges(config.layers_per_stage)
     run.core.pipeline_model_parallel_layout = PlacedLayout(run.placement, config.layers_per_stage)
     if any(before[stage] != after[stage] for stage in own):
-        run = _rebuilt(run, job, own, [after[stage] for stage in own])
+        run = _rebuilt(run, job, [after[stage] for stage in own])
     else:
         _stand_by(run)
         run = dataclasses.replace(run, job=job)
     return _with_new_trace(run) if config.schedule.trace_dir is not None else run
 
 
-def with_partition(job: TrainingJob, partition: Sequence[int]) -> TrainingJob:
-    """Returns the job with other layers per stage in its settings."""
-    schedule = dataclasses.replace(job.config.schedule, partition=tuple(partition))
+def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
+    """Returns the job with changes in its settings of the schedule."""
+    schedule = dataclasses.replace(job.config.schedule, **changes)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
+
+
+def move_stages(box: list[Run], kind: PlacementKind, release: Callable[[], None]) -> Run:
+    """Goes on under another placement, from the same state. Collective over all ranks.
+
+    Args:
+        box: holds the run, between two steps, and is empty once the run is taken down.
+        kind: how stages lie from here on.
+        release: drops every other reference to the run, so that its memory is free before another
+            one is built; not called where the state has no room to wait.
+
+    Returns:
+        The run that takes its place.
+
+    Raises:
+        DeviceMemoryError: the state has no room in the host's memory, and nothing has changed.
+        TransportError: after ``release``, state did not arrive and is lost.
+    """
+    state = _set_aside(box[0])
+    job = with_schedule(box[0].job, pipeline_placement=kind)
+    random = sharded_rng(job.config).data
+    scheduler = box[0].scheduler.state_dict()
+    release()
+    take_down(box.pop())
+    gc.collect()
+    if job.accelerator.is_cuda:
+        torch.cuda.empty_cache()
+    remake_mesh(job)
+    run = build_run(job)
+    _give(run, state, job.control_group)
+    load_scheduler(run.scheduler, run.optimizer, scheduler)
+    load_rng(random)
+    return run
+
+
+def take_down(run: Run) -> None:
+    """Closes the run's channels and traces; it cannot take another step. Collective."""
+    run.tracing.close()
+    if run.wiring is not None:
+        run.wiring.close()
+    run.job.accelerator.synchronize()
+
+
+def _set_aside(run: Run) -> _State:
+    """Copies the state of a rank into the host's memory, so that its device is free for others."""
+    job = run.job
+    gather_parameters(run)
+    job.accelerator.synchronize()
+    state = _State.of(run)
+    needed = sum(
+        tensor.nbytes
+        for share in state.shares.values()
+        for tensor in (share.weight, *share.state.values())
+    )
+    room = available_host_bytes() // job.environment.local_world_size
+    short = [rank for rank, has in enumerate(job.gather(needed <= room)) if not has]
+    if short:
+        raise DeviceMemoryError(
+            f"weights and optimizer state of rank {short[0]} would wait in the host's memory, "
+            "which has no room for them: start with --pipeline-placement instead"
+        )
+    shares = {
+        name: Share(
+            weight=share.weight.detach().to("cpu", copy=True),
+            start=share.start,
+            end=share.end,
+            state={part: one.to("cpu", copy=True) for part, one in share.state.items()},
+        )
+        for name, share in state.shares.items()
+    }
+    return dataclasses.replace(state, shares=shares)
 
 
 def _check(config: TrainerConfig, partition: Sequence[int]) -> None:
@@ -118,31 +203,72 @@ def _stand_by(run: Run) -> None:
     run.job.gather(None)
 
 
-def _rebuilt(run: Run, job: TrainingJob, stages: Sequence[int], layers: Sequence[range]) -> Run:
+def _rebuilt(run: Run, job: TrainingJob, layers: Sequence[range]) -> Run:
     config = job.config
-    old = shares_of(run.optimizer, run.chunks, stages)
-    former = run.optimizer
+    state = _State.of(run)
     bare = [_unwrap(chunk) for chunk in run.chunks]
-    _let_buffers_go(former)
+    _let_buffers_go(run.optimizer)
     blocks = [unwrap_model(chunk).decoder for chunk in bare]
     here = {layer.layer_number: layer for block in blocks for layer in block.layers}
     for block, numbers in zip(blocks, layers, strict=True):
         _set_layers(run, config, block, numbers, here)
     chunks = wrap(config, run.core, bare)
     optimizer = build_optimizer(config, chunks)
-    new = shares_of(optimizer, chunks, stages)
-    table = _table(old, new, steps_of(former))
-    tables = {rank: found for rank, found in enumerate(job.gather(table)) if found is not None}
-    steps = max(found.steps for found in tables.values())
-    _make_room(old, new, {k: v for found in tables.values() for k, v in found.parts.items()})
-    direct = job.accelerator.backend == "nccl"
-    exchange(passages(tables), job.rank, old, new, None if direct else job.control_group)
-    _settle(former, optimizer, new, steps)
     run.scheduler.optimizer = optimizer
+    run = dataclasses.replace(run, job=job, chunks=chunks, optimizer=optimizer)
+    _give(run, state, None if job.accelerator.backend == "nccl" else job.control_group)
     connect_chunks(config, run.core, chunks, optimizer)
     assert isinstance(run.forward_backward, ForwardBackward)
     run.forward_backward.renew(attach_stores(chunks) if config.splits_backward else None)
-    return dataclasses.replace(run, job=job, chunks=chunks, optimizer=optimizer)
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """Holds the state of a rank's stages while its optimizer is replaced.
+
+    Attributes:
+        shares: parameters and this rank's shares of their state, by name.
+        steps: updates that the optimizer has done.
+        groups: settings of its groups of parameters.
+        scaler: its loss scale, ``None`` where it has none.
+    """
+
+    shares: dict[str, Share]
+    steps: float
+    groups: list[dict[str, Any]]
+    scaler: Any
+
+    @classmethod
+    def of(cls, run: Run) -> _State:
+        (leaf,) = run.optimizer.chained_optimizers
+        return cls(
+            shares=shares_of(run.optimizer, run.chunks, _own_stages(run)),
+            steps=steps_of(run.optimizer),
+            groups=[
+                {key: value for key, value in group.items() if key != "params"}
+                for group in leaf.optimizer.param_groups
+            ],
+            scaler=getattr(leaf, "grad_scaler", None),
+        )
+
+
+def _give(run: Run, state: _State, group: dist.ProcessGroup | None) -> None:
+    """Gives model and optimizer of a run the state that is on the job's ranks. Collective.
+
+    Args:
+        run: as it is now.
+        state: of this rank before.
+        group: see :func:`exchange`.
+    """
+    job, old = run.job, state.shares
+    new = shares_of(run.optimizer, run.chunks, _own_stages(run))
+    table = _table(old, new, state.steps)
+    tables = {rank: found for rank, found in enumerate(job.gather(table)) if found is not None}
+    steps = max(found.steps for found in tables.values())
+    _make_room(old, new, {k: v for found in tables.values() for k, v in found.parts.items()})
+    exchange(passages(tables), job.rank, old, new, group)
+    _settle(state, run.optimizer, new, steps)
 
 
 def _unwrap(chunk: Any) -> torch.nn.Module:
@@ -206,41 +332,42 @@ def _table(old: Mapping[str, Share], new: Mapping[str, Share], steps: float) -> 
 def _make_room(
     old: Mapping[str, Share], new: Mapping[str, Share], parts: Mapping[str, torch.dtype]
 ) -> None:
-    """Takes over state that stays as it is, and make tensors for the rest."""
+    """Takes over what stays on this rank, and makes tensors for the rest."""
     for name, share in new.items():
+        former, device = old.get(name), share.weight.device
+        if former is not None and former.weight is not share.weight:
+            share.weight.data.copy_(former.weight)
         if share.held is None:
             continue
-        former = old.get(name)
         if former is not None and (former.start, former.end) == (share.start, share.end):
+            share.state |= {part: one.to(device) for part, one in former.state.items()}
             if MAIN in share.state:
-                share.held.data = former.state[MAIN].view(share.held.shape)
-            share.state |= former.state
+                share.held.data = share.state[MAIN].view(share.held.shape)
             continue
         for part, dtype in parts.items():
             size = share.end - share.start
-            share.state[part] = torch.empty(size, dtype=dtype, device=share.weight.device)
+            share.state[part] = torch.empty(size, dtype=dtype, device=device)
 
 
-def _settle(former: Any, optimizer: Any, new: Mapping[str, Share], steps: float) -> None:
+def _settle(state: _State, optimizer: Any, new: Mapping[str, Share], steps: float) -> None:
     """Gives the optimizer its state, and the former one's settings and loss scale."""
-    (was,) = former.chained_optimizers
     (leaf,) = optimizer.chained_optimizers
     counts_alone = isinstance(leaf.optimizer, torch.optim.Adam | torch.optim.AdamW)
     for share in new.values():
         parts = {part: tensor for part, tensor in share.state.items() if part != MAIN}
         if share.held is None or not parts:
             continue
-        state = leaf.optimizer.state[share.held]
+        own = leaf.optimizer.state[share.held]
         for part, tensor in parts.items():
-            state[part] = tensor.view(share.held.shape)
+            own[part] = tensor.view(share.held.shape)
         if counts_alone:
-            state["step"] = torch.tensor(float(steps))
-    for group, before in zip(leaf.optimizer.param_groups, was.optimizer.param_groups, strict=True):
-        group.update({key: value for key, value in before.items() if key != "params"})
+            own["step"] = torch.tensor(float(steps))
+    for group, before in zip(leaf.optimizer.param_groups, state.groups, strict=True):
+        group.update(before)
         if steps and not counts_alone and "step" in group:
             group["step"] = int(steps)
-    if hasattr(was, "grad_scaler"):
-        leaf.grad_scaler = was.grad_scaler
+    if hasattr(leaf, "grad_scaler"):
+        leaf.grad_scaler = state.scaler
 
 
 def _with_new_trace(run: Run) -> Run:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-__all__ = ["KINDS", "NUMBER", "Action", "ActionKind", "ActionTable", "action_table"]
-
 
 class ActionKind(str, Enum):
     """Kinds of work: forward, backward (whole, or by inputs when split), backward by weights."""

@@ -27,8 +27,6 @@ from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.registry import is_rule, make_schedule
 from megatron.adaptive.schedule.workload import StageProfile
 
-__all__ = ["ScheduleChoice", "candidates", "choose"]
-
 STATIC = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 RULES = ("adaptive", "hinted")
 DRAWS = 6

@@ -22,8 +22,6 @@ from megatron.adaptive.schedule.registry import (
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.workload import Jitter, StageProfile, draw
 
-__all__ = ["Candidate", "CandidateOutcome", "evaluate", "make_candidate"]
-
 DEFAULT_PIECES = 4
 """Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from megatron.adaptive.schedule import engine, machine, rules
 
-__all__ = ["Rule", "compiled_loop", "is_known", "plain_loop"]
-
 Rule = Callable[[machine.State, Sequence[int]], int]
 """``rule(s, hint)``, see ``rules``."""
 
@@ -59,25 +57,15 @@ def compiled_loop(rule: Rule) -> Callable[[engine.World], int]:
 def _bind(rule: Rule, make: Callable[..., Any]) -> Callable[[engine.World], int]:
     """Copy all functions into one namespace of their own, where ``rule`` is the given one."""
     namespace: dict[str, Any] = {}
-    functions: dict[str, FunctionType] = {}
     for module in _MODULES:
-        for name, value in vars(module).items():
-            if not inspect.isfunction(value):
-                namespace[name] = value
-            elif value.__module__ == module.__name__:
-                functions[name] = value
-    known = functions.pop(rule.__name__) if is_known(rule) else None
-    functions.pop("rule")
-    for name, function in functions.items():
-        copy = FunctionType(function.__code__, namespace, name)
-        copy.__module__ = function.__module__
-        namespace[name] = make(copy)
-    if known is not None:
-        copy = FunctionType(known.__code__, namespace, known.__name__)
-        copy.__module__ = known.__module__
-        namespace["rule"] = make(copy)
-    else:
-        namespace["rule"] = rule
+        namespace |= vars(module)
+    namespace["rule"] = rule
+    ours = {module.__name__ for module in _MODULES}
+    for name, function in list(namespace.items()):
+        if inspect.isfunction(function) and function.__module__ in ours:
+            copy = FunctionType(function.__code__, namespace, function.__name__)
+            copy.__module__ = function.__module__
+            namespace[name] = make(copy)
     loop: Callable[[engine.World], int] = namespace["run"]
     return loop
 

@@ -29,8 +29,6 @@ from megatron.adaptive.schedule.machine import (
     start,
 )
 
-__all__ = ["DEADLOCK", "DONE_ALL", "NOT_READY", "World", "run"]
-
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
 """Results of ``run``; ``NOT_READY`` plus the rank whose policy picked what cannot start."""
 
@@ -49,7 +47,6 @@ class World(NamedTuple):
         delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
         occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
         free: ``[from * ranks + to]``, when the link is free again.
-        window: per rank, begin and end of a slow time and its factor in millionths.
         heap_times, heap_codes, heap_size: the events: an action's end is ``-1 - rank``, an arrival
             the index of its action in ``durations``. Room for one per rank and one per message.
         running: per rank, the code that runs, -1 for none.
@@ -65,7 +62,6 @@ class World(NamedTuple):
     delays: list[int]
     occupancy: list[int]
     free: list[int]
-    window: list[int]
     heap_times: list[int]
     heap_codes: list[int]
     heap_size: list[int]
@@ -118,24 +114,6 @@ def heap_pop(world: World) -> int:
     return earliest
 
 
-def end_of(world: World, rank: int, now: int, work: int) -> int:
-    """When ``work`` picoseconds that start now end, given the rank's slow window."""
-    begin, end, factor = (
-        world.window[3 * rank],
-        world.window[3 * rank + 1],
-        world.window[3 * rank + 2],
-    )
-    if end <= begin or now >= end or now + work <= begin:
-        return now + work
-    if now < begin:
-        work -= begin - now
-        now = begin
-    slow = int(work * (factor / 1e6))
-    if now + slow <= end:
-        return now + slow
-    return end + work - int((end - now) / (factor / 1e6))
-
-
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
     """A rank's microbatch as the whole step counts it."""
     return microbatch * world.widths[stage] + rank - world.where[stage]
@@ -176,7 +154,7 @@ def decide(world: World, rank: int, now: int) -> bool:
     if not is_ready(s, kind, chunk):
         return False
     work = work_of(world, rank, kind, chunk, world.stages[rank * chunks + chunk])
-    end = end_of(world, rank, now, work)
+    end = now + work
     at = s[STARTED]
     world.codes[rank][at] = code
     world.starts[rank][at] = now

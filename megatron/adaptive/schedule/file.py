@@ -38,8 +38,6 @@ from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.validate import validate
 
-__all__ = ["load", "save"]
-
 VERSION = 1
 _REQUIRED = ("version", "ranks", "chunks", "microbatches", "orders")
 _OPTIONAL = ("name", "placement")

@@ -44,8 +44,6 @@ from megatron.adaptive.schedule.action import ActionKind, action_table
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
 
-__all__ = ["forward_only", "gpipe"]
-
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of GPipe, with several chunks of breadth-first."""

@@ -1,7 +1,7 @@
 """The rules that hold for every order of work, as plain functions over one rank's numbers.
 
 A rank's state is one flat sequence of whole numbers, ``s``: a few single values (``s[CAP]``), then
-blocks with a value per chunk, then flags of inputs that have arrived. Plain Python runs these
+blocks of counts per chunk, then flags of inputs that have arrived. Plain Python runs these
 functions on lists, the executor's way (see ``state``); the simulator compiles the very same
 functions and runs them on arrays (see ``compiled``). So they use numbers only: no objects, no
 exceptions, no calls but to each other.
@@ -14,21 +14,6 @@ own backward. A rank may run one action at a time.
 """
 
 from __future__ import annotations
-
-__all__ = [
-    "B",
-    "F",
-    "MEMORY_SCALE",
-    "NO_CAP",
-    "State",
-    "W",
-    "arrive",
-    "finish",
-    "fits",
-    "is_ready",
-    "lane_count",
-    "start",
-]
 
 F, B, W = 0, 1, 2
 """Kinds of action as numbers; ``ActionKind`` lists them in the same order."""
@@ -49,16 +34,13 @@ RANK = 8
 STARTED = 9
 FINISHED = 10
 TOTAL = 11
-FORWARD_ONLY = 12
-HEAD = 13
+UNIT = 12  # activations of one microbatch of a chunk, 0 in an evaluation
+LAST_CHUNK = 13  # holds the last stage, whose forward enables its own backward; -1 for none
+HEAD = 14
 
-# Blocks of one value per chunk. The first six count actions; a count is also the next index.
+# Blocks of one count of actions per chunk; a count is also the next index.
 DONE = 3  # from a kind's block of started actions to that of finished ones
-UNITS = 6  # activations of one microbatch
-KEPT = 7  # what its backward leaves for the weight gradient
-ROOM = 8  # what must be free for a forward: its own and one microbatch of every later chunk
-IS_LAST = 9  # the pipeline's last stage: a forward enables its own backward
-FLAGS = 10
+FLAGS = 6
 
 State = list[int]
 """A rank's numbers; compiled code has an ``int64`` array in its place."""
@@ -86,8 +68,11 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def fits(s: State, chunk: int) -> bool:
-    """True if the graded memory rule lets the chunk's next forward start (see ``memory``)."""
-    return s[IN_FLIGHT] + s[HEAD + ROOM * s[CHUNKS] + chunk] <= s[CAP]
+    """True if the graded memory rule lets the chunk's next forward start (see ``memory``).
+
+    What must be free is its own microbatch and one of every later chunk.
+    """
+    return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
 
 
 def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
@@ -98,33 +83,27 @@ def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
 
 def start(s: State, kind: int, chunk: int) -> None:
     """Note that the chunk's next action of that kind starts; a forward takes its memory now."""
-    chunks = s[CHUNKS]
-    s[HEAD + kind * chunks + chunk] += 1
+    s[HEAD + kind * s[CHUNKS] + chunk] += 1
     s[STARTED] += 1
     if kind != W:
         s[LAST] = kind
-    if kind == F and not s[FORWARD_ONLY]:
-        s[IN_FLIGHT] += s[HEAD + UNITS * chunks + chunk]
+    if kind == F:
+        s[IN_FLIGHT] += s[UNIT]
         s[PEAK] = max(s[PEAK], s[IN_FLIGHT])
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
     """Note that the chunk's oldest running action of that kind ended; memory it frees is free now.
 
-    A whole backward frees everything, a split one all but what its weight gradient needs, the last
-    piece of a weight gradient the rest.
+    A whole backward frees its microbatch; a split one leaves that to the last piece of its weight
+    gradient.
     """
-    chunks = s[CHUNKS]
-    at = HEAD + (kind + DONE) * chunks + chunk
+    at = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[at]
     s[at] = index + 1
     s[FINISHED] += 1
     if kind == F:
-        if s[HEAD + IS_LAST * chunks + chunk] and not s[FORWARD_ONLY]:
+        if chunk == s[LAST_CHUNK]:
             arrive(s, B, chunk, index)
-    elif kind == B:
-        s[IN_FLIGHT] -= s[HEAD + UNITS * chunks + chunk]
-        if s[PIECES] > 0:
-            s[IN_FLIGHT] += s[HEAD + KEPT * chunks + chunk]
-    elif (index + 1) % s[PIECES] == 0:
-        s[IN_FLIGHT] -= s[HEAD + KEPT * chunks + chunk]
+    elif s[PIECES] == 0 or (kind == W and (index + 1) % s[PIECES] == 0):
+        s[IN_FLIGHT] -= s[UNIT]

@@ -1,8 +1,7 @@
 """Limits the activation memory of a rank: caps, and the graded rule that cannot deadlock.
 
-A cap is counted in the unit of the ``activation_units`` given. By default that unit is one
-whole-rank microbatch: the activations of one microbatch over all chunks of a rank, so one chunk
-costs ``1 / num_chunks``.
+A cap is counted in whole-rank microbatches: the activations of one microbatch over all chunks of a
+rank, so that one chunk costs ``1 / num_chunks``. The least cap is 1.
 
 The graded rule: a forward of chunk c may start only if afterwards one microbatch of every later
 local chunk still fits.
@@ -12,7 +11,7 @@ Why it cannot deadlock. Suppose every rank waits. Take the deepest stage s that 
 the forward of stage s+1 has its input, so it must be the cap that stops it. Its rank holds nothing
 at s+1 or deeper, only microbatches of earlier chunks, and when the last of those forwards started,
 room was left for one microbatch of every later chunk, that of s+1 included. So it fits. If no
-stage holds anything, the first forward fits as soon as the cap is at least the least cap. A flat
+stage holds anything, the first forward fits as soon as the cap is at least 1. A flat
 cap (only the microbatch itself must fit) leaves no such room:
 
 ::
@@ -26,13 +25,10 @@ This module owns these numbers. Who holds how much at a moment is the business o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.machine import MEMORY_SCALE
 from megatron.adaptive.schedule.placement import Placement
-
-__all__ = ["check_cap", "default_activation_units", "default_cap", "scaled_cap", "with_rounding"]
 
 # Relative: sums of fractions such as thirds miss their limit by less.
 _ROUNDING = 1e-9
@@ -43,37 +39,24 @@ _ROUNDING_PER_SUM = 500
 _SLACK = 1.5
 
 
-def default_activation_units(num_chunks: int) -> tuple[float, ...]:
-    """Size of one microbatch's activations per local chunk when all chunks are alike."""
-    return (1.0 / num_chunks,) * num_chunks
-
-
 def with_rounding(cap: float) -> float:
     """``cap`` with the slack that sums of rounded amounts need when compared with it."""
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
-def scaled_cap(cap: float) -> int:
-    """A cap as ``machine`` counts it, with its slack."""
-    return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
-
-
-def check_cap(cap: float, activation_units: Sequence[float]) -> None:
-    """Refuse a cap that no order of actions can keep.
-
-    Args:
-        cap: most activations a rank may hold, in the unit of ``activation_units``.
-        activation_units: size of one microbatch per local chunk.
+def scaled_cap(cap: float, num_chunks: int) -> int:
+    """A rank's cap as ``machine`` counts it, with its slack.
 
     Raises:
-        ScheduleError: the cap is not a number or below one microbatch in every local chunk.
+        ScheduleError: no order of actions can keep it: it is not a number or below one microbatch
+            in every chunk.
     """
-    least = sum(activation_units)
-    if math.isnan(cap) or with_rounding(cap) < least:
+    if math.isnan(cap) or with_rounding(cap) < 1:
         raise ScheduleError(
-            f"activation cap {cap:g} is below what any order needs: the least cap is {least:g} (one"
-            f" microbatch in each of {len(activation_units)} chunks)"
+            f"activation cap {cap:g} is below what any order needs: the least cap is 1 (one"
+            f" microbatch in each of {num_chunks} chunks)"
         )
+    return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
 
 def default_cap(placement: Placement, num_microbatches: int) -> float:
@@ -89,9 +72,6 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     Args:
         placement: which rank holds which stage.
         num_microbatches: microbatches per step, at least 1.
-
-    Returns:
-        A cap for activation units that add up to 1 over a rank's chunks.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:

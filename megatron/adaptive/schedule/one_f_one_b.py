@@ -54,8 +54,6 @@ from megatron.adaptive.schedule.action import Action, ActionKind, action_table
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
 
-__all__ = ["interleaved", "one_f_one_b", "order_after", "zb_h1"]
-
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of 1F1B with one chunk per rank."""

@@ -12,8 +12,6 @@ from typing import Literal
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 
-__all__ = ["Placement", "PlacementKind"]
-
 PlacementKind = Literal["loop", "v"]
 _KINDS = ("loop", "v")
 

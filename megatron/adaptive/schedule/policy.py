@@ -16,8 +16,6 @@ from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
 from megatron.adaptive.schedule.compiled import Rule, is_known
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["Follow", "Policy", "RulePolicy", "actions_of", "codes_of", "reasons_of", "rule_of"]
-
 
 class Policy(Protocol):
     """The rule that picks the next action of one rank."""

@@ -26,18 +26,6 @@ from megatron.adaptive.schedule.varuna import varuna
 from megatron.adaptive.schedule.workload import StageTimes
 from megatron.adaptive.schedule.zb_v import zb_v
 
-__all__ = [
-    "hint_codes",
-    "hint_for",
-    "is_rule",
-    "make_policies",
-    "make_schedule",
-    "placement_for",
-    "policy_names",
-    "schedule_names",
-    "splits_backward",
-]
-
 
 @dataclass(frozen=True)
 class _Static:

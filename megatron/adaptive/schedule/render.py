@@ -8,8 +8,6 @@ from __future__ import annotations
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, SimSpan
 
-__all__ = ["render_schedule", "render_timeline"]
-
 _CONTEXT = 6
 _ELLIPSIS = "..."
 

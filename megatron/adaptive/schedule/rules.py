@@ -83,11 +83,10 @@ from megatron.adaptive.schedule.machine import (
     GROUP,
     HEAD,
     IN_FLIGHT,
-    KEPT,
     LAST,
     PIECES,
     STARTED,
-    UNITS,
+    UNIT,
     B,
     F,
     State,
@@ -96,8 +95,6 @@ from megatron.adaptive.schedule.machine import (
     is_ready,
     lane_count,
 )
-
-__all__ = ["breadth_first", "depth_first", "follow", "hinted", "ready_first"]
 
 LOOKAHEAD = 96
 """Number of actions of its hint that ``hinted`` considers, those overtaken included.
@@ -194,11 +191,11 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     filling = True
     for chunk in range(chunks):
         filling = filling and lane_count(s, B, chunk) == 0
+    unit = s[UNIT]
     held = s[IN_FLIGHT]
     peak = held
     other = -1
     early = -1
-    early_units = 0
     for at in range(head, min(len(hint), head + LOOKAHEAD)):
         index = hint[at] // lanes
         code = hint[at] - index * lanes
@@ -207,28 +204,20 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             continue
         kind = code // chunks
         chunk = code - kind * chunks
-        units = s[HEAD + UNITS * chunks + chunk]
         if index == started and is_ready(s, kind, chunk):
-            if at == head:
+            if at == head or kind == W:
                 return code
-            if kind == W:
-                return code
-            if other < 0 and (kind == B or (kind == F and max(peak, held) + units <= s[CAP])):
+            if other < 0 and (kind == B or (kind == F and max(peak, held) + unit <= s[CAP])):
                 if filling and kind == F:
                     if early < 0:
                         early = code
-                        early_units = units
                 else:
                     other = code
         if kind == F:
-            held += units
+            held += unit
             peak = max(peak, held)
-        elif kind == B:
-            held -= units
-            if s[PIECES] > 0:
-                held += s[HEAD + KEPT * chunks + chunk]
-        elif (index + 1) % s[PIECES] == 0:
-            held -= s[HEAD + KEPT * chunks + chunk]
-    if early >= 0 and peak + early_units <= s[CAP]:
+        elif s[PIECES] == 0 or (kind == W and (index + 1) % s[PIECES] == 0):
+            held -= unit
+    if early >= 0 and peak + unit <= s[CAP]:
         return early
     return other

@@ -12,8 +12,6 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Order", "Schedule", "check_num_microbatches", "check_weight_pieces"]
-
 Order = tuple[Action, ...]
 """The actions of one rank, first to last."""
 
@@ -63,17 +61,4 @@ def check_num_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise ScheduleError(
             f"{num_microbatches} microbatches: a step needs at least 1, raise the global batch size"
-        )
-
-
-def check_weight_pieces(weight_pieces: int) -> None:
-    """Refuse a negative number of parts.
-
-    Raises:
-        ScheduleError: below 0.
-    """
-    if weight_pieces < 0:
-        raise ScheduleError(
-            f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1 or"
-            " more"
         )

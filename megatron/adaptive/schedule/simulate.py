@@ -50,7 +50,7 @@ class SimResult:
         codes: per rank, ``[actions] int64``: ``kind * chunks + chunk`` in the order they ran.
         starts_ps: per rank, ``[actions] int64``.
         ends_ps: per rank, ``[actions] int64``.
-        peak_units: per rank, the most activations held, in the unit of the activation sizes.
+        peak_units: per rank, the most activations held, in whole-rank microbatches.
     """
 
     placement: Placement
@@ -120,10 +120,8 @@ def simulate(
     latency_s: float = 0.0,
     jitter: Jitter | None = None,
     cap: float | None = None,
-    activation_units: Sequence[float] | None = None,
     forward_only: bool = False,
     weight_pieces: int = 0,
-    kept_fraction: float = 1.0,
     compiled: bool = False,
 ) -> SimResult:
     """Simulate one step.
@@ -136,10 +134,8 @@ def simulate(
         latency_s: seconds of every message between two ranks; only with mean durations.
         jitter: random factors; only with mean durations.
         cap: activation cap of every rank, None for no limit.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
         forward_only: simulate an evaluation step.
         weight_pieces: parts of each weight gradient; 0 for whole backwards.
-        kept_fraction: part of the activations that a split backward leaves for the weight gradient.
         compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
             Without it the same loop runs as Python, some fifty times slower.
 
@@ -164,11 +160,9 @@ def simulate(
             placement=placement,
             rank=rank,
             num_microbatches=num_microbatches,
-            activation_units=activation_units,
             cap=cap,
             forward_only=forward_only,
             weight_pieces=weight_pieces,
-            kept_fraction=kept_fraction,
         )
         for rank in range(placement.num_ranks)
     ]
@@ -283,7 +277,6 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         delays=workload.delays_ps.reshape(-1),
         occupancy=workload.occupancy_ps.reshape(-1),
         free=zeros(ranks * ranks),
-        window=workload.window_ps.reshape(-1),
         heap_times=zeros(events),
         heap_codes=zeros(events),
         heap_size=zeros(1),

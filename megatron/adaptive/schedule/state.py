@@ -6,18 +6,13 @@ nothing (a policy does), sends nothing and measures nothing: executor and simula
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
 from megatron.adaptive.schedule.machine import HEAD, MEMORY_SCALE, lane_count
-from megatron.adaptive.schedule.memory import check_cap, default_activation_units, scaled_cap
+from megatron.adaptive.schedule.memory import scaled_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import check_num_microbatches, check_weight_pieces
-
-__all__ = ["RankState"]
+from megatron.adaptive.schedule.schedule import check_num_microbatches
 
 
 class RankState:
@@ -30,15 +25,10 @@ class RankState:
         placement: the pipeline's stages over its ranks.
         rank: this rank's position in the pipeline.
         num_microbatches: microbatches per step, at least 1.
-        activation_units: size of one microbatch's activations per local chunk; default
-            ``1 / num_chunks`` each, so that one whole-rank microbatch is 1.
-        cap: most activations that ``fits`` grants, in the unit of ``activation_units``; None for
-            no limit.
+        cap: most activations that ``fits`` grants, in whole-rank microbatches; None for no limit.
         forward_only: evaluation; there are no backwards and no activations are held.
         weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
             compute the weight gradients themselves.
-        kept_fraction: part of a microbatch's activations that its backward by inputs leaves for
-            the weight gradient, 0 to 1.
 
     Raises:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
@@ -61,35 +51,19 @@ class RankState:
         placement: Placement,
         rank: int,
         num_microbatches: int,
-        activation_units: Sequence[float] | None = None,
         cap: float | None = None,
         forward_only: bool = False,
         weight_pieces: int = 0,
-        kept_fraction: float = 1.0,
     ) -> None:
         check_num_microbatches(num_microbatches)
-        check_weight_pieces(weight_pieces)
-        if not 0 <= kept_fraction <= 1:
+        if weight_pieces < 0:
             raise ScheduleError(
-                f"kept fraction {kept_fraction}: a split backward leaves between 0 and 1 of a"
-                " microbatch's activations for the weight gradient"
+                f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
+                " or more"
             )
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
-        if activation_units is None:
-            activation_units = default_activation_units(chunks)
-        if len(activation_units) != chunks:
-            raise ScheduleError(
-                f"{len(activation_units)} activation sizes for {chunks} chunks:"
-                " give one per local chunk"
-            )
-        for chunk, units in enumerate(activation_units):
-            if not (math.isfinite(units) and units >= 0):
-                raise ScheduleError(
-                    f"activation size {units} of chunk {chunk}: must be finite and not negative"
-                )
-        if cap is not None:
-            check_cap(cap, activation_units)
+        most = machine.NO_CAP if cap is None else scaled_cap(cap, chunks)
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -98,7 +72,7 @@ class RankState:
         self.cap = cap
         s = self.numbers = [0] * (HEAD + chunks * (machine.FLAGS + 2 * num_microbatches))
         s[machine.LAST] = -1
-        s[machine.CAP] = machine.NO_CAP if cap is None or forward_only else scaled_cap(cap)
+        s[machine.CAP] = machine.NO_CAP if forward_only else most
         s[machine.CHUNKS] = chunks
         s[machine.MICROBATCHES] = num_microbatches
         s[machine.PIECES] = self.weight_pieces
@@ -109,19 +83,9 @@ class RankState:
         s[machine.TOTAL] = (
             chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
         )
-        s[machine.FORWARD_ONLY] = int(forward_only)
-        room = 0
-        for chunk in reversed(range(chunks)):
-            units = activation_units[chunk] * MEMORY_SCALE
-            room += round(units)
-            blocks = {
-                machine.UNITS: round(units),
-                machine.KEPT: round(units * kept_fraction),
-                machine.ROOM: room,
-                machine.IS_LAST: int(stages[chunk] == placement.num_stages - 1),
-            }
-            for block, value in blocks.items():
-                s[HEAD + block * chunks + chunk] = value
+        s[machine.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
+        ends_here = not forward_only and placement.num_stages - 1 in stages
+        s[machine.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # its forwards need no input
             flags = HEAD + machine.FLAGS * chunks
             s[flags : flags + num_microbatches] = [1] * num_microbatches
@@ -155,7 +119,7 @@ class RankState:
 
     @property
     def in_flight(self) -> float:
-        """Activations held: forwards started whose backward has not finished."""
+        """Activations held, in whole-rank microbatches."""
         return self.numbers[machine.IN_FLIGHT] / MEMORY_SCALE
 
     @property
@@ -252,7 +216,7 @@ class RankState:
         machine.start(self.numbers, NUMBER[action.kind], action.chunk)
 
     def finish(self, action: Action) -> None:
-        """Note that a started action ended; a backward frees its memory now.
+        """Note that a started action ended; memory that it frees is free now.
 
         Raises:
             ScheduleError: the action is not the oldest running one of its kind and chunk.

@@ -37,8 +37,6 @@ from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
-__all__ = ["SCHEDULES", "default_cap", "make_policy", "simulate"]
-
 SCHEDULES = UNEQUAL_SCHEDULES
 """Schedules that stages of unequal widths can follow."""
 
@@ -134,6 +132,5 @@ def simulate(
     workload = replace(
         draw(placement_of(widths), num_microbatches, times, links=links),
         occupancy_ps=np.zeros((widths.num_ranks, widths.num_ranks), dtype=np.int64),
-        window_ps=np.zeros((widths.num_ranks, 3), dtype=np.int64),
     )
     return run_states(states, policies, workload, widths=widths.sizes)

@@ -38,8 +38,6 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
 from megatron.adaptive.schedule.zb_v import zb_v
 
-__all__ = ["squeezed", "v_half"]
-
 _PERIOD = 6
 
 _Row = dict[int, Action]

@@ -1,4 +1,4 @@
-"""Checks that a schedule can run: complete, in order, free of deadlock, within its memory.
+"""Checks that a schedule can run: complete, in order, free of deadlock; counts its memory.
 
 An error has one line with rank, position and action, then the part of the schedule around the cell
 with the cell in brackets.
@@ -7,31 +7,18 @@ with the cell in brackets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, action_table
-from megatron.adaptive.schedule.memory import (
-    check_cap,
-    default_activation_units,
-    with_rounding,
-)
 from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 
-__all__ = ["peak_units", "validate"]
 
-
-def validate(
-    schedule: Schedule,
-    *,
-    cap: float | None = None,
-    activation_units: Sequence[float] | None = None,
-    kept_fraction: float = 1.0,
-) -> None:
+def validate(schedule: Schedule) -> None:
     """Check a schedule, also one from an untrusted source.
 
     Every rank must list each of its actions exactly once; on each stage each kind ascends in the
@@ -39,13 +26,6 @@ def validate(
     wait for each other in a circle. Either nothing lists a W and backwards are whole, or every
     microbatch has its W on every stage, all in the same number of pieces. A schedule without any
     backward is one of an evaluation.
-
-    Args:
-        schedule: what to check.
-        cap: if given, also the most activations a rank may hold.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
-        kept_fraction: part of a microbatch's activations that a split backward leaves for the
-            weight gradient, 0 to 1.
 
     Raises:
         ScheduleError: the first rule found broken, with the place and a picture of it.
@@ -60,49 +40,26 @@ def validate(
     for rank in range(placement.num_ranks):
         _check_order(schedule, rank)
     _check_flow(schedule)
-    if cap is not None:
-        _check_memory(schedule, cap, activation_units, kept_fraction)
 
 
-def peak_units(
-    schedule: Schedule,
-    activation_units: Sequence[float] | None = None,
-    kept_fraction: float = 1.0,
-) -> tuple[float, ...]:
-    """The most activations each rank holds if it follows the schedule.
+def peak_units(schedule: Schedule) -> tuple[float, ...]:
+    """The most activations each rank holds if it follows the schedule, which must be valid.
 
-    A microbatch is held from the start of its forward; a whole backward frees it, a split one all
-    but ``kept_fraction``, the last piece of its weight gradient the rest. A forward-only schedule
-    holds none.
-
-    Args:
-        schedule: a valid schedule.
-        activation_units: size of one microbatch per local chunk; default ``1 / num_chunks`` each.
-        kept_fraction: part of a microbatch's activations that a split backward leaves for the
-            weight gradient, 0 to 1.
+    A microbatch is held from the start of its forward to the end of a whole backward, or of the
+    last piece of its weight gradient. A forward-only schedule holds none.
 
     Returns:
-        One peak per rank, in the unit of ``activation_units``.
-
-    Raises:
-        ScheduleError: sizes or fraction are out of range.
+        One peak per rank, in whole-rank microbatches.
     """
-    return tuple(
-        max(_held_units(schedule, rank, activation_units, kept_fraction), default=0.0)
-        for rank in range(schedule.placement.num_ranks)
-    )
-
-
-def _held_units(
-    schedule: Schedule, rank: int, units: Sequence[float] | None, kept_fraction: float
-) -> Iterator[float]:
-    """Yield what a rank holds after each action of a valid order."""
-    state = _new_state(schedule, rank, activation_units=units, kept_fraction=kept_fraction)
-    for action in schedule.orders[rank]:
-        kind = NUMBER[action.kind]
-        machine.start(state.numbers, kind, action.chunk)
-        machine.finish(state.numbers, kind, action.chunk)
-        yield state.in_flight
+    peaks = []
+    for rank, order in enumerate(schedule.orders):
+        state = _new_state(schedule, rank)
+        for action in order:
+            kind = NUMBER[action.kind]
+            machine.start(state.numbers, kind, action.chunk)
+            machine.finish(state.numbers, kind, action.chunk)
+        peaks.append(state.peak_in_flight)
+    return tuple(peaks)
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoReturn:
@@ -112,14 +69,13 @@ def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoRetur
     )
 
 
-def _new_state(schedule: Schedule, rank: int, **memory: Any) -> RankState:
+def _new_state(schedule: Schedule, rank: int) -> RankState:
     return RankState(
         placement=schedule.placement,
         rank=rank,
         num_microbatches=schedule.num_microbatches,
         forward_only=schedule.forward_only,
         weight_pieces=schedule.weight_pieces,
-        **memory,
     )
 
 
@@ -242,19 +198,3 @@ def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
         )
         rank = source[0]
     return ", ".join(parts)
-
-
-def _check_memory(
-    schedule: Schedule, cap: float, units: Sequence[float] | None, kept_fraction: float
-) -> None:
-    check_cap(cap, units or default_activation_units(schedule.placement.num_chunks))
-    for rank, order in enumerate(schedule.orders):
-        held = _held_units(schedule, rank, units, kept_fraction)
-        for position, total in enumerate(held):
-            if total > with_rounding(cap):
-                _fail(
-                    schedule,
-                    rank,
-                    position,
-                    f"{order[position]} makes the rank hold {total:g}, above the cap of {cap:g}",
-                )

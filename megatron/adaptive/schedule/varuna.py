@@ -35,8 +35,6 @@ from megatron.adaptive.schedule.schedule import Order
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import StageTimes
 
-__all__ = ["varuna"]
-
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of Varuna with one chunk per rank."""

@@ -25,8 +25,6 @@ from itertools import accumulate
 
 from megatron.adaptive.errors import ScheduleError
 
-__all__ = ["Widths", "chosen"]
-
 
 @dataclass(frozen=True)
 class Widths:

@@ -31,17 +31,6 @@ import numpy as np
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = [
-    "Jitter",
-    "Link",
-    "SlowWindow",
-    "StageProfile",
-    "StageTimes",
-    "Workload",
-    "draw",
-    "load_profile",
-]
-
 PS_PER_S = 10**12
 _LONGEST_S = 10**5
 _VERSION = 1
@@ -151,35 +140,6 @@ class StageProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowWindow:
-    """A time in which one rank is slower.
-
-    Attributes:
-        rank: position in the pipeline.
-        begin_s: seconds since the start of the step.
-        end_s: the same, after ``begin_s``.
-        factor: how many times longer work takes meanwhile, above 0.
-
-    Raises:
-        ScheduleError: an attribute is outside its range.
-    """
-
-    rank: int
-    begin_s: float
-    end_s: float
-    factor: float
-
-    def __post_init__(self) -> None:
-        for name in ("begin_s", "end_s", "factor"):
-            _check_number(name, getattr(self, name))
-        if self.begin_s >= self.end_s or self.factor == 0:
-            raise ScheduleError(
-                f"slow window from {self.begin_s:g} s to {self.end_s:g} s, factor {self.factor:g}:"
-                " it must end after it begins, with a factor above 0"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Holds the drawn times of one step, in whole picoseconds.
 
@@ -187,13 +147,11 @@ class Workload:
         durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
         delays_ps: ``[2, stages, microbatches] int64``, latency of the message after an F or B.
         occupancy_ps: ``[ranks, ranks] int64``, from and to.
-        window_ps: ``[ranks, 3] int64``: begin, end and factor in millionths of a slow time.
     """
 
     durations_ps: Any
     delays_ps: Any
     occupancy_ps: Any
-    window_ps: Any
 
 
 def draw(
@@ -205,7 +163,6 @@ def draw(
     link: Link | None = None,
     links: Mapping[tuple[int, int], Link] | None = None,
     rank_factors: Sequence[float] | None = None,
-    slow: Sequence[SlowWindow] = (),
 ) -> Workload:
     """Draws the times of one step.
 
@@ -218,7 +175,6 @@ def draw(
         link: every link between two ranks; None for one that takes no time.
         links: links that differ, by ``(from rank, to rank)``.
         rank_factors: how many times longer each rank takes for everything; None for 1.
-        slow: times in which a rank is slower; at most one per rank.
 
     Raises:
         ScheduleError: an argument is out of range.
@@ -249,7 +205,6 @@ def draw(
         durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
         delays_ps=np.rint(delays * PS_PER_S).astype(np.int64),
         occupancy_ps=np.rint(occupancy * PS_PER_S).astype(np.int64),
-        window_ps=_windows(slow, ranks),
     )
 
 
@@ -283,22 +238,6 @@ def _factors(rank_factors: Sequence[float] | None, ranks: int) -> Any:
     for rank, factor in enumerate(rank_factors):
         _check_number(f"factor of rank {rank}", factor)
     return np.array(rank_factors)
-
-
-def _windows(slow: Sequence[SlowWindow], ranks: int) -> Any:
-    windows = np.zeros((ranks, 3), dtype=np.int64)
-    for window in slow:
-        if not 0 <= window.rank < ranks or windows[window.rank, 1]:
-            raise ScheduleError(
-                f"slow window of rank {window.rank} in a pipeline of {ranks} ranks: ranks count"
-                " from 0, and each has at most one"
-            )
-        windows[window.rank] = (
-            round(window.begin_s * PS_PER_S),
-            round(window.end_s * PS_PER_S),
-            round(window.factor * 1_000_000),
-        )
-    return windows
 
 
 def _check_times(placement: Placement, times: StageTimes) -> None:

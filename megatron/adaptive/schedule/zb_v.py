@@ -28,8 +28,6 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
 
-__all__ = ["zb_v"]
-
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of ZB-V with two chunks per rank in a V."""

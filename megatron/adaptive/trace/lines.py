@@ -61,7 +61,6 @@ def block_text(
     num_microbatches: int,
     start_ns: int,
     rows: Sequence[Row],
-    *,
     is_late: bool = False,
 ) -> str:
     """Returns a marker and the spans below it, ready to be appended.

@@ -24,12 +24,11 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import saved_line
 from megatron.adaptive.engine.stop import StopRequest
-from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
 from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
 from megatron.adaptive.rebalance.auto import Decision, Tuner, use
-from megatron.adaptive.rebalance.change_placement import change_placement
-from megatron.adaptive.rebalance.move_layers import move_layers
+from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 
@@ -262,17 +261,13 @@ class Rebalancing(Hook):
         self._repartitioner.moved(move, live.run, seconds)
 
     def _move_stages(self, decision: Decision, begin_s: float) -> None:
-        """Goes on under another placement.
-
-        Raises:
-            CheckpointError: the state was written but could not be read back.
-        """
+        """Goes on under another placement, or stays where memory does not suffice."""
         live, self._tuner = self._live, None
         assert decision.move is not None
         kind = decision.move.placement.kind
         try:
-            moved = change_placement([live.run], kind, live.progress, live.release)
-        except CheckpointError as error:
+            moved = move_stages([live.run], kind, live.release)
+        except DeviceMemoryError as error:
             if not hasattr(live, "run"):
                 raise
             if decision.stay is not None:
