@@ -20,6 +20,7 @@ import ctypes
 import functools
 import logging
 import os
+import resource
 import sys
 import time
 import warnings
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from megatron.adaptive.errors import SetupError
@@ -98,14 +100,15 @@ class Accelerator:
         """Bytes that tensors hold on the GPU; on a CPU the resident size of the process."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
-        return _resident_bytes()
+        return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
         """The largest value so far of what :meth:`memory_in_use_bytes` counts."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         # The kernel counts the two at different times.
-        return max(_peak_resident_bytes(), _resident_bytes())
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(peak_bytes, self.memory_in_use_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
         """Return the clock that times work on this device."""
@@ -391,14 +394,3 @@ class _AnyIndex(tuple):  # type: ignore[type-arg]
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak_resident_bytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -249,10 +249,8 @@ class Checkpoints:
         return progress
 
     def _request(self, progress: Progress) -> SaveRequest:
-        if self._settings.save is None:
-            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
         return SaveRequest(
-            folder=CheckpointFolder(self._settings.save),
+            folder=CheckpointFolder(str(self._settings.save)),
             step=progress.iteration,
             take=lambda: self._take(progress),
             keep=self._settings.keep_checkpoints,

@@ -21,11 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import (
-    PipelineFolder,
-    make_pipeline_manifest,
-    read_pipeline_manifest,
-)
+from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, require_seen
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
@@ -170,9 +166,8 @@ class Checkpointer:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
         self.saver.finish()
         ranks, local = self._ranks, self.saver.local
-        path = ranks.on_first(lambda: PipelineFolder(folder).find(step), name_rank=False)
+        path, manifest = ranks.on_first(lambda: PipelineFolder(folder).open(step), name_rank=False)
         ranks.together(lambda: require_seen(path, self._mesh))
-        manifest = ranks.on_first(lambda: read_pipeline_manifest(path), name_rank=False)
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
         has_optimizer = optimizer and manifest["optimizer"] is not None
         with (
