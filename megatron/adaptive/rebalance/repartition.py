@@ -174,10 +174,6 @@ class Repartitioner:
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Adds a training step; every interval, decides. Collective then.
 
-        Args:
-            times: of the step.
-            num_microbatches: of the step.
-
         Returns:
             The move to make before the next step, on all ranks alike.
         """
