@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli import doctor
-from megatron.adaptive.cluster.doctor import answer_peers, check_node, check_way
+from megatron.adaptive.cli.doctor import answer_peers, check_node, check_way
 from megatron.adaptive.cluster.host import rdma_ports
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
+from megatron.adaptive.cluster.plan_process import PlannerChooser
 from megatron.adaptive.cluster.planning import Planning
 from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
@@ -93,8 +93,8 @@ def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: 
     config = parse([*model, *found.flags], world_size=3, last_wins=True)
     assert config.parallel.unequal_sizes == found.widths
     assert str(found).startswith(f"PP 2 x DP {found.widths[0]}-{found.widths[1]}, layers ")
-    with contextlib.closing(PlanProcess(files, model, unequal=True)) as process:
-        assert process.ask(nodes("abc"), 60.0) == (found, "")
+    with contextlib.closing(PlannerChooser(files, model, 60.0, print, unequal=True)) as chooser:
+        assert asyncio.run(chooser.choose(model, nodes("abc"))) == found
     # With dropout the microbatch stays, and is dealt out.
     dropping = (*MODEL, "--num-layers", "4", "--global-batch-size", "16")
     kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
@@ -161,28 +161,28 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_a_plan_that_takes_too_long_is_done_without(tmp_path: Path) -> None:
     files = [cluster_file(tmp_path, {"fast": "ab"}), profile_file(tmp_path, SPEEDS)]
-    process = PlanProcess(files, MODEL)
     said: list[str] = []
-    try:
-        hasty = PlannerChooser(process, 0.001, said.append)
-        layout = asyncio.run(hasty.choose(MODEL, nodes("ab")))
+    with contextlib.closing(PlannerChooser(files, MODEL, 0.001, said.append)) as chooser:
+
+        def chosen(names: str) -> ParallelLayout | None:
+            return asyncio.run(chooser.choose(MODEL, nodes(names)))
+
+        layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is None
         assert "the planner did not answer within 0.001 s; the layout is chosen without" in said[0]
         # The same process answers the next question, whatever became of the last one.
-        patient = PlannerChooser(process, 100.0, said.append)
-        layout = asyncio.run(patient.choose(MODEL, nodes("ab")))
+        chooser._within_s = 100.0
+        layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is not None
-        assert asyncio.run(patient.choose(MODEL, nodes("x"))) is None
-        assert patient.why.startswith("x: no such node is in")
-        layout = asyncio.run(patient.choose(MODEL, nodes("xa")))
+        assert chosen("x") is None
+        assert chooser.why.startswith("x: no such node is in")
+        layout = chosen("xa")
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
         assert said[-1] == "warning: left out: x: in no file of --plan-with"
-        process._process.kill()
-        assert asyncio.run(patient.choose(MODEL, nodes("b"))) is not None
+        chooser._process.kill()
+        assert chosen("b") is not None
         assert "warning: no plan: the planner ended with status -9" in said[-1]
-    finally:
-        process.close()
-        process.close()
+        chooser.close()  # idempotent

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import report as command
-from megatron.adaptive.cluster.report import MAX_POINTS, gather
+from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 
 from ..browser import complaints, opened_browser

@@ -189,7 +189,8 @@ def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
-    chooser = PlannerChooser(None, 1.0, print, tmp_path / "model.json")  # type: ignore[arg-type]
+    chooser = PlannerChooser([], [], 1.0, print, model=tmp_path / "model.json")
+    chooser.close()
     two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
     assert chooser.is_better(three, two)
     assert not chooser.is_better(two, three)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cli import status as command
-from megatron.adaptive.cluster.status import read_status
+from megatron.adaptive.cli.status import read_status
 from megatron.adaptive.errors import SetupError
 
 FOLLOW = ("--follow", "--json")

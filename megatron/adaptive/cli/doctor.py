@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import resource
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from megatron.adaptive.cluster.doctor import Check, answer_peers, check_node, check_way
-from megatron.adaptive.cluster.host import interface_of, resolve
+from megatron.adaptive import extension
+from megatron.adaptive.cluster.connection import Connection, listen
+from megatron.adaptive.cluster.host import (
+    interface_of,
+    is_loopback,
+    own_address,
+    rdma_ports,
+    resolve,
+    why_no_gpu_use,
+)
+from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import AdaptiveError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,3 +71,240 @@ def _print(checks: Sequence[Check], *, as_json: bool) -> None:
         print(f"{check.state:8} {check.name:{width}}  {check.text}")
         if check.mend:
             print(f"{'':8} {'':{width}}  -> {check.mend}")
+
+
+_GIB = 1 << 30
+_LEAST_SHM = 1 * _GIB
+_LEAST_PYTHON = (3, 10)
+_MOST_SKEW_S = 0.1
+_CONNECT_S = 5.0
+_OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
+_TORCH = (
+    "import json, torch; print(json.dumps([torch.__version__, torch.cuda.is_available(), "
+    "torch.cuda.device_count(), torch.version.cuda]))"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Holds one finding.
+
+    Attributes:
+        name: what was looked at.
+        state: ``warning`` where a run may work, ``error`` where it cannot.
+        text: what was found.
+        mend: what to do; empty if all is well.
+    """
+
+    name: str
+    state: Literal["ok", "warning", "error"]
+    text: str
+    mend: str = ""
+
+
+def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
+    """Returns a finding, which is well where there is nothing to mend."""
+    return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
+
+
+def check_node(port: int) -> list[Check]:
+    """Checks this node alone.
+
+    Args:
+        port: the one that a run would use.
+    """
+    steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
+    return [check for step in steps for check in step()] + [_port(port)]
+
+
+def _software() -> Iterator[Check]:
+    text = f"{sys.version.split()[0]} ({sys.executable})"
+    mend = "use Python 3.10 or newer" if sys.version_info[:2] < _LEAST_PYTHON else ""
+    yield _check("Python", text, mend, is_error=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        mend = "bash prerequisite.sh installs what is missing"
+        yield _check("torch", why, mend, is_error=True)
+        return
+    version, available, count, built = json.loads(done.stdout.splitlines()[-1])
+    yield _check("torch", version)
+    if available:
+        yield _check("CUDA", f"{count} GPUs, CUDA {built}")
+        missing = why_no_gpu_use()
+        text = "the monitor can sample it"
+        mend = "pip install -r requirements-gpu.txt, and see nvidia-smi" if missing else ""
+        yield _check("GPU use", f"the monitor cannot sample it: {missing}" if mend else text, mend)
+    elif built is None:
+        text = "this torch is built without CUDA"
+        yield _check("CUDA", text, "for GPUs install a torch with CUDA")
+    else:
+        text = f"torch is built for CUDA {built}, but there is no GPU that it can use"
+        mend = "see nvidia-smi and CUDA_VISIBLE_DEVICES; without GPUs set DEVICE=cpu"
+        yield _check("CUDA", text, mend)
+
+
+def _extension() -> Iterator[Check]:
+    module = extension.load()
+    if module is not None:
+        yield _check("extension", str(module.__file__))
+        return
+    mend = "bash prerequisite.sh builds it; without it messages go through gloo or NCCL"
+    yield _check("extension", str(extension.why_missing()), mend)
+
+
+def _shared_memory() -> Iterator[Check]:
+    try:
+        facts = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield _check("/dev/shm", str(error.strerror), "mount a tmpfs there", is_error=True)
+        return
+    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir of medium"
+    mend = f"{mend} Memory there" if free < _LEAST_SHM else ""
+    yield _check("/dev/shm", f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free", mend)
+
+
+def _rdma() -> Iterator[Check]:
+    ports = rdma_ports()
+    if not ports:
+        yield _check("RDMA", "no device; messages between nodes go over TCP")
+        return
+    for port in ports:
+        gid = "no IPv4 GID of RoCE v2" if port.gid_index is None else f"GID {port.gid_index}"
+        mend = ""
+        if port.state != "ACTIVE":
+            mend = "bring the cable and the interface up (ip link, ibstatus)"
+        elif port.link == "Ethernet" and port.gid_index is None:
+            mend = "give the interface of the device an IPv4 address"
+        yield _check("RDMA", f"{port.device}:{port.port} {port.state}, {port.link}, {gid}", mend)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text, mend = "unlimited", ""
+    if soft != resource.RLIM_INFINITY:
+        text = f"{soft >> 10} KiB; RDMA pins more"
+        mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
+    yield _check("memlock", text, mend, is_error=True)
+
+
+def _names() -> Iterator[Check]:
+    host = socket.gethostname()
+    try:
+        address = own_address(None)
+        yield _check("network", f"{address} on {interface_of(address)}")
+    except AdaptiveError as error:
+        mend = "bring a network interface up; on one machine alone this does not matter"
+        yield _check("network", str(error), mend)
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
+    except OSError as error:
+        mend = f"add a line with this node's address and {host} to /etc/hosts"
+        yield _check("host name", f"{host}: {error.strerror}", mend)
+        return
+    text, mend = f"{host} is {', '.join(found)}", ""
+    if all(is_loopback(address) for address in found):
+        text += " here: gloo would listen where nobody else reaches it"
+        mend = (
+            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
+            "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+        )
+    yield _check("host name", text, mend)
+
+
+def _clock() -> Iterator[Check]:
+    mend = "set the clock; run chronyd or ntpd" if time.time() < 1_600_000_000 else ""
+    yield _check("clock", time.strftime("%Y-%m-%d %H:%M:%S %z"), mend, is_error=True)
+
+
+def _port(port: int) -> Check:
+    try:
+        check_port(port)
+    except AdaptiveError as error:
+        return _check("port", str(error), "set another MASTER_PORT")
+    return _check("port", f"{port} is free")
+
+
+def answer_peers(port: int, limit_s: float) -> list[Check]:
+    """Lets other nodes check their way to this one, until the first has, or the time is over.
+
+    Args:
+        port: where to listen.
+        limit_s: how long to wait.
+    """
+    return asyncio.run(_answer_peers(port, limit_s))
+
+
+async def _answer_peers(port: int, limit_s: float) -> list[Check]:
+    heard: asyncio.Queue[Check] = asyncio.Queue()
+
+    async def attend(link: Connection) -> None:
+        """Answers with the time and tries the way back to the peer."""
+        message = await link.receive(_CONNECT_S)
+        if message is None or not isinstance(message.get("back"), int):
+            return await link.close()  # something else that knocked
+        back, why = message["back"], ""
+        try:
+            await (await Connection.connect(link.peer, back, _CONNECT_S)).close()
+        except OSError as error:
+            why = str(error)
+        link.send("checked", unix_s=time.time(), back=why)
+        await link.close()
+        text = f"{link.peer} port {back}: {why}" if why else ""
+        text = text or f"{link.peer} reaches this node and is reached"
+        return heard.put_nowait(_check("other nodes", text, _OPEN if why else "", is_error=True))
+
+    try:
+        server = await listen(attend, port)
+    except OSError as error:
+        why = f"port {port}: {error.strerror}"
+        return [_check("other nodes", why, "take another", is_error=True)]
+    try:
+        return [await asyncio.wait_for(heard.get(), limit_s)]
+    except asyncio.TimeoutError:
+        text = f"nobody reached port {port} within {limit_s:g} s"
+    finally:
+        server.close()
+    mend = "start doctor with the same --master-addr on another node; open the port in the firewall"
+    return [_check("other nodes", text, mend, is_error=True)]
+
+
+def check_way(address: str, port: int, limit_s: float) -> list[Check]:
+    """Checks the way between this node and the one at ``address``, on which doctor runs as well."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return asyncio.run(_try_way(address, port))
+        except OSError as error:
+            if time.monotonic() > end_s:
+                mend = "start doctor there with the same --master-addr; open the port in firewalls"
+                return [_check("way there", f"{address}:{port}: {error}", mend, is_error=True)]
+        time.sleep(0.5)
+
+
+async def _try_way(address: str, port: int) -> list[Check]:
+    back = await listen(Connection.close)
+    link = await Connection.connect(address, port, _CONNECT_S)
+    try:
+        begin_s = time.time()
+        link.send("check", back=back.sockets[0].getsockname()[1])
+        message = await link.receive(3 * _CONNECT_S)
+        end_s = time.time()
+        if message is None:
+            raise ConnectionResetError("what listens there did not answer")
+    finally:
+        back.close()
+        await link.close()
+    early, late = begin_s - message["unix_s"], end_s - message["unix_s"]
+    skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
+    text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
+    mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""
+    why = str(message["back"])
+    return [
+        _check(
+            "way there",
+            f"{address}:{port} from {link.own_address} on {interface_of(link.own_address)}",
+        ),
+        _check("way back", why or "reached from there", _OPEN if why else "", is_error=True),
+        _check("clocks", text, mend),
+    ]

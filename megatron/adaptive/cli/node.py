@@ -5,6 +5,14 @@
     node master [conf.sh] [options]     the first pod: waits for the others, then trains
     node worker [options]               another pod: waits for the master, then trains
     node slurm CONF RUN_DIR             a node of a job of Slurm
+
+Nodes on pods find each other before torchrun starts::
+
+    first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; sends each its answer
+    worker       connects, again and again until the deadline; sends hello; takes the answer
+
+A worker that goes away, or is silent, while others are missing is forgotten, so that it can come
+again. When all have taken their answers torchrun has the port.
 """
 
 from __future__ import annotations
@@ -17,11 +25,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
+from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import (
     count_gpus,
     interface_of,
@@ -41,12 +51,17 @@ from megatron.adaptive.cluster.node import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.cluster.rendezvous import Hello, gather_nodes, join_master
 from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
+_REPORT_S = 10.0
+_RETRY_S = 0.5
+_POLL_S = 0.2
+_CONNECT_S = 5.0
+_SILENT_S = 5.0
+"""A worker that is silent for so long has gone away."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,14 +118,7 @@ def _master(argv: Sequence[str]) -> int:
     )
     check_port(port)
     with _found(logs / _FOUND_NAME, address, port):
-        gathering = gather_nodes(
-            conf,
-            _hello(options, conf),
-            port,
-            say=_say,
-            make_answer=lambda places: _answer(conf, places, logs, port),
-        )
-        rank, answer, reached = asyncio.run(gathering)
+        rank, answer, reached = asyncio.run(_gather(conf, _hello(options, conf), port))
     if not given and reached is not None:
         address = reached
     place = _place(answer, rank, address)
@@ -118,10 +126,9 @@ def _master(argv: Sequence[str]) -> int:
     return _run(conf, place, logs / answer["job"], own)
 
 
-def _answer(
-    conf: LaunchConf, places: list[tuple[int, int]], logs: Path, port: int
-) -> dict[str, Any]:
+def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[str, Any]:
     """Returns what all workers get; checks the trainer's rules now that sizes are known."""
+    logs = conf.path("LOG_DIR")
     processes = [count for _, count in sorted(places)]
     whole = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
     if conf["HOMOGENEOUS_CLUSTER"]:
@@ -154,7 +161,7 @@ def _worker(argv: Sequence[str]) -> int:
     if not given:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
-    joined = asyncio.run(join_master(find, _hello(options, None), limit_s=limit_s, say=_say))
+    joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
     conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
     check_files(conf)
@@ -195,6 +202,243 @@ def _slurm(argv: Sequence[str]) -> int:
     return _run(conf, place, options.run_dir, interface, name=name, echo=False, reach_s=reach_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Hello:
+    """Describes a node to the others.
+
+    Attributes:
+        host: its name.
+        gpus: GPUs that it has.
+        processes: number of processes requested for it, ``None`` to leave it to the master.
+        node_rank: requested number, ``None`` for any.
+        address: its address on the way to the master; empty for the master itself.
+    """
+
+    host: str
+    gpus: int
+    processes: int | None = None
+    node_rank: int | None = None
+    address: str = ""
+
+
+class _Waiting:
+    """Limits a wait for other nodes, and says from time to time what is missing."""
+
+    def __init__(self, limit_s: float, said_s: float) -> None:
+        self._end_s = time.monotonic() + limit_s
+        self._said_s = said_s
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def say(self, text: str) -> None:
+        if time.monotonic() - self._said_s > _REPORT_S:
+            self._said_s = time.monotonic()
+            _say(f"{text}; {self.left_s:.0f} s left")
+
+
+def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
+    """Gives every node its rank and number of processes.
+
+    Args:
+        conf: the configuration; what it leaves open the nodes say.
+        hellos: the first node first, then in order of arrival.
+
+    Returns:
+        Node rank and processes of each node, in the order of ``hellos``.
+
+    Raises:
+        ConfigError: a node has too few GPUs, or two ask for the same number.
+    """
+    planned = conf.processes
+    free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
+    places = []
+    for index, hello in enumerate(hellos):
+        rank = hello.node_rank
+        own = hello.processes
+        if rank is None:
+            rank = 0 if index == 0 and 0 in free else _fitting(free, planned, own or hello.gpus)
+            free.remove(rank)
+        count = conf["NPROC_PER_NODE"] or own or (hello.gpus if conf["DEVICE"] == "gpu" else 1)
+        if planned is not None:
+            count = planned[rank]
+        if conf["DEVICE"] == "gpu" and hello.gpus < count:
+            raise ConfigError(
+                f"NPROC_PER_NODE={count}: node {rank} ({hello.host}) has {hello.gpus} GPUs; set "
+                "fewer, or DEVICE=cpu"
+            )
+        if count < 1:
+            raise ConfigError(
+                f"NPROC_PER_NODE is not set and node {rank} ({hello.host}) has no GPU; set "
+                "DEVICE=cpu, or find out why with python -m megatron.adaptive doctor"
+            )
+        places.append((rank, count))
+    return places
+
+
+def _wanted(hellos: Sequence[_Hello]) -> list[int]:
+    wanted: dict[int, str] = {}
+    for hello in hellos:
+        rank = hello.node_rank
+        if rank is None:
+            continue
+        if rank in wanted:
+            raise ConfigError(
+                f"--node-rank {rank}: {wanted[rank]} and {hello.host} both have it; give each its "
+                "own, or none"
+            )
+        if not 0 <= rank < len(hellos):
+            raise ConfigError(f"--node-rank {rank} on {hello.host}: there are {len(hellos)} nodes")
+        wanted[rank] = hello.host
+    return list(wanted)
+
+
+def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -> int:
+    """Returns the first free rank whose planned processes are ``count``, else the first free."""
+    return next((rank for rank in free if planned and planned[rank] == count), free[0])
+
+
+async def _gather(
+    conf: LaunchConf, own: _Hello, port: int
+) -> tuple[int, dict[str, Any], str | None]:
+    """Waits as the first node until all others have come, and answers them.
+
+    Args:
+        conf: the configuration, which says how many nodes there are.
+        own: this node.
+        port: where to listen; free again afterwards.
+
+    Returns:
+        This node's rank, what the workers got, and the address they reached it by (``None``
+        without workers).
+
+    Raises:
+        SetupError: nodes are missing at the deadline, or went away at the last moment.
+        ConfigError: the nodes do not fit the configuration.
+    """
+    here: dict[Connection, _Hello] = {}
+    taken: set[Connection] = set()
+
+    async def attend(link: Connection) -> None:
+        link.beat()
+        hello = await link.receive(_SILENT_S)
+        if hello is not None and hello.pop("what") == "hello":
+            here[link] = _Hello(**hello)
+            if await link.receive(_SILENT_S) is None:
+                del here[link]
+            else:
+                taken.add(link)
+
+    wanted = (conf.nodes or 1) - 1
+    _say(f"waiting for {wanted} more of {wanted + 1} nodes on port {port}")
+    server = await listen(attend, port)
+    failure: AdaptiveError | None = None
+    try:
+        await _wait_for(here, wanted, port, conf["MEETING_TIMEOUT_S"])
+        guests = dict(list(here.items())[:wanted])
+        address = own_address(None, next(iter(guests.values())).address) if guests else None
+        try:
+            places = _number_nodes(conf, [own, *guests.values()])
+            answer = await asyncio.to_thread(_answer, conf, places, port)
+            own_parts = [{"node_rank": rank, "master_addr": address} for rank, _ in places[1:]]
+        except AdaptiveError as error:
+            failure, answer, own_parts = error, {"error": str(error)}, [{}] * wanted
+        for link, part in zip(guests, own_parts, strict=True):
+            link.send("answer", **answer, **part)
+        waiting = _Waiting(_SILENT_S, 0.0)
+        while set(guests) - taken and waiting.left_s > 0:
+            await asyncio.sleep(_POLL_S)
+        if failure is not None:
+            raise failure
+        if missing := [hello.host for link, hello in guests.items() if link not in taken]:
+            raise SetupError(
+                f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there,"
+                " and this node, again"
+            )
+        return places[0][0], answer, address
+    finally:
+        server.close()
+        for link in list(here):
+            await link.close()
+
+
+async def _wait_for(here: dict[Connection, _Hello], wanted: int, port: int, limit_s: float) -> None:
+    """Returns once there are enough workers."""
+    waiting = _Waiting(limit_s, time.monotonic())
+    while len(here) < wanted:
+        count = f"{len(here) + 1} of {wanted + 1} nodes"
+        if waiting.left_s < 0:
+            names = ", ".join(hello.host for hello in here.values())
+            raise SetupError(
+                f"{count} were there after {limit_s:g} s (besides this one {names or 'none'}):"
+                " start bash run_worker.sh on the others with this node's address, let port"
+                f" {port} through the firewall, or set NNODES={len(here) + 1}"
+            )
+        waiting.say(f"{count} are here")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _join_master(
+    find_master: Callable[[], tuple[str, int] | None], hello: _Hello, limit_s: float
+) -> dict[str, Any]:
+    """Reaches the first node as a worker, which may not be up yet, and waits for its answer.
+
+    Args:
+        find_master: returns address and port to try next, ``None`` if it does not know yet;
+            raises SetupError while a name does not resolve, as that of a pod that is not up yet.
+        hello: this node.
+        limit_s: how long to try.
+
+    Returns:
+        What the master sends all workers, with ``node_rank`` of this node, ``master_addr`` by which
+        the master was reached, and ``own_addr``, this node's address on that way.
+
+    Raises:
+        SetupError: the master was not there, or the others were not, at the deadline.
+        ConfigError: the master found that the nodes do not fit the configuration.
+    """
+    waiting = _Waiting(limit_s, 0.0)
+    why = "its address is not known"
+    while waiting.left_s > 0:
+        place = None
+        try:
+            place = find_master()
+            if place is not None:
+                return await _join(place, hello, waiting)
+        except SetupError as error:
+            why = str(error)
+        except OSError as error:
+            why = f"{error}" if place is None else f"{place[0]}:{place[1]}: {error}"
+        waiting.say(f"waiting for the master ({why})")
+        await asyncio.sleep(_RETRY_S)
+    raise SetupError(
+        f"the master was not reached within {limit_s:g} s ({why}): start bash run_master.sh on the "
+        "first node, name it with --master-addr, and see that no firewall is between"
+    )
+
+
+async def _join(place: tuple[str, int], hello: _Hello, waiting: _Waiting) -> dict[str, Any]:
+    link = await Connection.connect(*place, _CONNECT_S)
+    own = link.own_address
+    try:
+        link.send("hello", **asdict(replace(hello, address=own)))
+        link.beat()
+        _say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
+        try:
+            answer = await asyncio.wait_for(link.receive(), max(0.0, waiting.left_s))
+        except asyncio.TimeoutError:
+            raise TimeoutError("other nodes did not come") from None
+        if answer is None:
+            raise ConnectionResetError("it went away, or has all its nodes")
+        link.send("taken")
+    finally:
+        await link.close()
+    if "error" in answer:
+        raise ConfigError(str(answer["error"]))
+    return {**answer, "own_addr": own}
+
+
 def _run(
     conf: LaunchConf,
     place: NodePlace,
@@ -233,14 +477,14 @@ def _place(answer: dict[str, Any], rank: int, address: str) -> NodePlace:
     )
 
 
-def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> Hello:
+def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
     rank = options.node_rank
     if rank is None:
         rank = _environment_number("NODE_RANK", "PET_NODE_RANK")
     gpus = 0
     if conf is None or conf["DEVICE"] == "gpu":
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Hello(
+    return _Hello(
         host=socket.gethostname(), gpus=gpus, processes=options.nproc_per_node, node_rank=rank
     )
 

@@ -1,13 +1,38 @@
-"""Writes one page about a job, after its run or during it."""
+"""Gathers all that a job left in its folder, its traces too, and writes it as one page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from megatron.adaptive.cli.status import (
+    JobStatus,
+    count_messages,
+    lines_of,
+    node_names,
+    progress_of,
+    read_record,
+    read_status,
+    samples_of,
+)
+from megatron.adaptive.cli.submit import slurm
+from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.cluster.node import ROOT
-from megatron.adaptive.cluster.report import gather, write_report
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.progress import ProgressTail
+from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.views.page import write_html
+from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
+from megatron.adaptive.trace.views.palette import IDLE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,3 +65,323 @@ def main(argv: Sequence[str]) -> int:
     write_report(gather(job, logs), target)
     print(target.resolve())
     return 0
+
+
+MAX_POINTS = 5000
+"""Of a curve; of more, evenly spaced ones are drawn."""
+MAX_MESSAGES = 200
+"""Different warnings and errors of each node."""
+_NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
+_ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
+_GIB = 1 << 30
+
+
+def gather(job: str, logs: Path) -> dict[str, Any]:
+    """Reads all that a job left.
+
+    Args:
+        job: its id, which is the name of its folder.
+        logs: the folder that has a folder for each job.
+
+    Returns:
+        What the page draws, ready for JSON.
+
+    Raises:
+        SetupError: nobody knows the job, or it has no logs.
+    """
+    folder = logs / job
+    record = read_record(folder)
+    progress = progress_of(folder, record, kept=None)
+    starts = [
+        line for line in progress.refresh() if "total_iterations" in line and not line.get("moved")
+    ]
+    status = read_status(job, logs, progress)
+    names = node_names(folder)
+    if not names:
+        raise SetupError(
+            f"job {job}: there are no logs in {folder}; give the LOG_DIR of its conf.sh with "
+            "--log-dir"
+        )
+    lines = progress.records
+    traces, notes = traced(folder / "traces")
+    processes = record.get("processes", [])
+    drawn = _thinned(lines)
+    if len(drawn) < len(lines):
+        notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
+    messages, more = _messages(folder, logs / f"{job}.batch", names)
+    return {
+        "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
+        "facts": _facts(status, progress, starts, processes),
+        "settings": _settings(status),
+        "curves": _curves(drawn),
+        "starts": [line["start_iteration"] + 1 for line in starts[1:]],
+        "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
+        "nodes": _spans_of_nodes(processes, _names_of_ranks(folder, names)),
+        "traces": traces,
+        "messages": messages,
+        "notes": [*notes, *more],
+    }
+
+
+def _names_of_ranks(folder: Path, names: Sequence[str]) -> dict[int, str]:
+    """Returns the node of each rank in the latest start that it had."""
+    found: dict[int, tuple[str, str]] = {}
+    for name in names:
+        for line in lines_of(folder / f"{name}.out"):
+            if line.startswith("===") and (match := _NODE_START.match(line)):
+                rank = int(match[2])
+                found[rank] = max(found.get(rank, ("", "")), (match[1], name))
+    return {rank: name for rank, (_, name) in found.items()}
+
+
+def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return lines[:: -(-len(lines) // MAX_POINTS) or 1]
+
+
+def _facts(
+    status: JobStatus,
+    progress: ProgressTail,
+    starts: Sequence[Mapping[str, Any]],
+    processes: Sequence[int],
+) -> list[tuple[str, str]]:
+    facts = [("state", status.state or "not known to Slurm")]
+    facts += [(name, value) for name, value in _account(status.job).items() if name != "state"]
+    facts += [(f"lost: {name}", why) for name, why in status.lost.items()]
+    if processes:
+        facts.append(("processes of each node", " + ".join(map(str, processes))))
+    if starts:
+        began = time.localtime(starts[-1]["unix_ns"] / 1e9)
+        latest = time.strftime("%Y-%m-%d %H:%M:%S", began)
+        facts.append(("starts", f"{len(starts)}, the latest {latest}"))
+    if progress.records:
+        line = progress.records[-1]
+        facts.append(("iterations", f"{line['iteration']} of {progress.total_iterations}"))
+        if line.get("loss") is not None:
+            facts.append(("latest loss", f"{line['loss']:.4f}"))
+    if status.iteration_ms is not None:
+        facts.append(("time of an iteration", f"{status.iteration_ms:.1f} ms (median of the last)"))
+    if status.tokens_per_s is not None:
+        facts.append(("throughput", f"{status.tokens_per_s:.0f} tokens/s"))
+    facts.append(("report made", time.strftime("%Y-%m-%d %H:%M:%S")))
+    return facts
+
+
+def _account(job: str) -> dict[str, str]:
+    """Returns what Slurm's accounting says; empty without one."""
+    if not job.isdigit() or shutil.which("sacct") is None:
+        return {}
+    try:
+        said = slurm(["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)])
+    except SetupError:
+        return {}
+    rows = [line.split("|") for line in said.splitlines() if line.count("|") == len(_ACCOUNT) - 1]
+    return {
+        name: ", ".join(dict.fromkeys(row[place] for row in rows if row[place]))
+        for place, name in enumerate(_ACCOUNT)
+        if rows
+    }
+
+
+def _settings(status: JobStatus) -> list[dict[str, Any]]:
+    """Returns every variable with a value: requested, effective where the run says it, differs."""
+    effective = status.effective
+    differ = {name for name, _, _ in status.differences}
+    names = [name for name in SETTINGS if name in status.requested or name in effective]
+    names += [name for name in status.requested if name not in SETTINGS]
+    return [
+        {
+            "name": name,
+            "meaning": SETTINGS[name].meaning if name in SETTINGS else "environment variable",
+            "requested": status.requested.get(name, ""),
+            "effective": effective.get(name, ""),
+            "differs": name in differ,
+        }
+        for name in names
+    ]
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {
+        "iteration": [line["iteration"] for line in lines],
+        "loss": [line.get("loss") for line in lines],
+        "ms": [line.get("step_ms") for line in lines],
+        "tokens_per_s": [line.get("tokens_per_s") for line in lines],
+    }
+
+
+def _use(path: Path) -> dict[str, Any]:
+    """Returns what a node used over time, in columns; empty without samples."""
+    samples = _thinned(list(samples_of(path)))
+    gpus: dict[int, dict[str, list[Any]]] = {}
+    rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
+    for index in sorted({index for row in rows for index in row}):
+        own = [row.get(index) for row in rows]
+        gpus[index] = {
+            "percent": [gpu and gpu["used_percent"] for gpu in own],
+            "gib": [gpu and round(gpu["memory_used_bytes"] / _GIB, 3) for gpu in own],
+        }
+    if not samples:
+        return {}
+    return {
+        "unix_ms": [int(sample["unix_s"] * 1e3) for sample in samples],
+        "cpu_percent": [_sum(sample, "cpu_percent") for sample in samples],
+        "gib": [round(_sum(sample, "memory_bytes") / _GIB, 4) for sample in samples],
+        "gpus": gpus,
+    }
+
+
+def _sum(sample: Mapping[str, Any], key: str) -> float:
+    return float(round(sum(one.get(key, 0) for one in sample.get("processes", [])), 1))
+
+
+def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Returns which ranks are each node's: name, first rank, number of them."""
+    found, first = [], 0
+    for rank, count in enumerate(processes):
+        found.append({"name": names.get(rank, f"node {rank}"), "first": first, "count": count})
+        first += count
+    return found
+
+
+def _messages(
+    folder: Path, batch: Path, names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns every error and warning once for each node, with how often it came; and notes."""
+    found: list[dict[str, Any]] = []
+    notes = []
+    counts = {
+        name: count_messages(folder / f"{name}.err", folder / f"{name}.out") for name in names
+    }
+    if batch.is_file():
+        counts["batch"] = count_messages(batch)
+    for name, kinds in counts.items():
+        for kind, counter in kinds.items():
+            for text, count in counter.most_common(MAX_MESSAGES):
+                found.append({"node": name, "kind": kind, "text": text, "count": count})
+            if len(counter) > MAX_MESSAGES:
+                notes.append(
+                    f"{name}: {MAX_MESSAGES} of {len(counter)} different {kind}s, the most frequent"
+                )
+    found.sort(key=lambda one: one["kind"])
+    return found, notes
+
+
+def write_report(found: Mapping[str, Any], target: Path) -> None:
+    """Writes the page, replacing the file.
+
+    Args:
+        found: what ``gather`` returns.
+        target: the file, ``.html``.
+
+    Raises:
+        TraceError: the file cannot be written.
+        SetupError: plotly is not installed.
+    """
+    data = [("report-data", found)]
+    write_html(
+        target, str(found["title"]), "megatron.adaptive.cluster", "report", data, ["report.js"]
+    )
+
+
+MAX_BARS = 60_000
+"""Of all iterations together; short ones are merged where there are more."""
+MAX_STEPS = 4
+MAX_CELLS = 200_000
+"""Iterations times ranks of the times; of more, evenly spaced iterations are shown."""
+_NS_PER_MS = 1e6
+
+
+def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Reads the traces of a job.
+
+    Args:
+        folder: that of the traces; need not exist.
+
+    Returns:
+        What the page draws, ``None`` without traces; and notes for the reader.
+    """
+    if not folder.is_dir():
+        return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
+    try:
+        run = read_run(folder)
+        figures = run_figures(run, workers=1)
+        steps, typical = _steps(figures)
+    except TraceError as error:
+        return None, [f"no timeline: {error}"]
+    colors = categories(run.num_chunks)
+    drawn = [_step(run, iteration, colors, len(steps)) for iteration in steps]
+    found = {
+        "ranks": figures.ranks.tolist(),
+        "labels": [_label(run, int(rank)) for rank in figures.ranks],
+        "idle": f"#{IDLE}",
+        "categories": [asdict(category) for category in colors],
+        "steps": drawn,
+        "typical": typical,
+        **_times(figures),
+    }
+    return found, [*run.notes(), *figures.notes()]
+
+
+def _label(run: RunTrace, rank: int) -> str:
+    header = run.ranks[rank].header
+    return f"rank {rank}: stage {header.pp_rank}, copy {header.dp_rank}, part {header.tp_rank}"
+
+
+def _times(figures: RunFigures) -> dict[str, Any]:
+    """Returns the time of every rank from its first to its last action, by iteration."""
+    known = figures.num_actions > 0
+    ms = np.where(known, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
+    limit = max(2, MAX_CELLS // max(1, ms.shape[1]))
+    count = len(figures.iterations)
+    shown = np.unique(np.linspace(0, count - 1, min(limit, count)).round().astype(int))
+    rows = [
+        [round(float(value), 3) if there else None for value, there in zip(row, here, strict=True)]
+        for row, here in zip(ms[shown].T, known[shown].T, strict=True)
+    ]
+    return {"iterations": figures.iterations[shown].tolist(), "rank_ms": rows}
+
+
+def _steps(figures: RunFigures) -> tuple[list[int], int]:
+    """Chooses iterations to draw: one in the middle of the times, the slowest, the first, the last.
+
+    Returns:
+        The iterations, and the place of the one in the middle among them.
+
+    Raises:
+        TraceError: nothing was recorded.
+    """
+    recorded = np.flatnonzero((figures.num_actions > 0).all(axis=1))
+    if not len(recorded):
+        raise TraceError("no iteration is complete")
+    order = recorded[np.argsort(figures.step_ns[recorded].max(axis=1), kind="stable")]
+    wanted = [order[len(order) // 2], order[-1], recorded[0], recorded[-1]]
+    places = sorted(dict.fromkeys(int(place) for place in wanted[:MAX_STEPS]))
+    typical = places.index(int(order[len(order) // 2]))
+    return [int(figures.iterations[place]) for place in places], typical
+
+
+def _step(run: RunTrace, iteration: int, colors: Sequence[Category], share: int) -> dict[str, Any]:
+    """Returns the bars of all ranks in an iteration, in milliseconds from its first one."""
+    tables = [run.ranks[rank].table([iteration]) for rank in sorted(run.ranks)]
+    rows = merged(rows_of(tables, run.num_chunks), MAX_BARS // share)
+    columns = rows.columns
+    if not len(rows):
+        return {"iteration": iteration, "bars": {}, "merged_below_ms": 0}
+    # What was done within something else is drawn by that alone.
+    keep = columns["category"] != rows.within
+    start_ns = int(columns["start"].min())
+    bars: dict[str, dict[str, list[float]]] = {}
+    for number in range(len(colors)):
+        chosen = keep & (columns["category"] == number)
+        if chosen.any():
+            bars[str(number)] = {
+                "row": columns["row"][chosen].tolist(),
+                "start": np.round((columns["start"][chosen] - start_ns) / _NS_PER_MS, 4).tolist(),
+                "length": np.round(columns["length"][chosen] / _NS_PER_MS, 4).tolist(),
+                "microbatch": columns["microbatch"][chosen].tolist(),
+            }
+    return {
+        "iteration": iteration,
+        "bars": bars,
+        "merged_below_ms": rows.merged_below_ns / _NS_PER_MS,
+    }

@@ -18,6 +18,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
-_DURATION = re.compile(r"\d+(\.\d+)?")
+_DECIMAL = re.compile(r"\d+(\.\d+)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,30 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--machines", type=Path, metavar="FILE", help="a host per line, with slots=N; read again")
     add("--checkpoint", type=Path, metavar="DIR", help="of the job, shared by all nodes (--save)")
-    add(
-        "--status",
-        nargs="?",
-        const="",
-        metavar="DIR",
-        help="print the state of the job of a folder",
-    )
+    text = "print the state of the job of a folder"
+    add("--status", nargs="?", const="", metavar="DIR", help=text)
     add("--json", action="store_true", help="the status as JSON")
-    add(
-        "--nodes",
-        type=count,
-        default=1,
-        metavar="N",
-        help="to wait for at the start, without",
-    )
+    text = "to wait for at the start, without --machines (1)"
+    add("--nodes", type=count, default=1, metavar="N", help=text)
     add("--slots", type=count, metavar="N", help="processes of this node (one on each GPU)")
     add("--name", metavar="NAME", help="of this node in the job (its host name)")
     add("--address", metavar="HOST", help="at which other nodes reach this one")
-    for name, default, text in (
-        ("--join-within", 60.0, "for machines to answer at the start"),
-        ("--wait", 600.0, "for machines when no shape fits those that are there"),
-        ("--stop-within", 600.0, "for ranks to end a step and save"),
+    for name, dest, default, text in (
+        ("--join-within", "join_s", 60.0, "for machines to answer at the start"),
+        ("--wait", "wait_s", 600.0, "for machines when no shape fits those that are there"),
+        ("--stop-within", "stop_s", 600.0, "for ranks to end a step and save"),
+        ("--plan-within", "plan_s", 10.0, "for a plan; after it the rule without a planner counts"),
     ):
-        add(name, type=_seconds, default=default, metavar="SECONDS", help=f"{text} ({default:g})")
+        text = f"{text} ({default:g})"
+        add(name, dest=dest, type=_seconds, default=default, metavar="SECONDS", help=text)
     add(
         "--plan-with",
         type=Path,
@@ -94,13 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
-    add(
-        "--plan-within",
-        type=_seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="for a plan; after it the rule without a planner counts (10)",
-    )
     add(
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
@@ -115,8 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-restarts", type=count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (0)"
-    add("--replicate-every", type=_count_or_none, metavar="N", help=text)
-    add("--replicate-memory", type=_gib, metavar="GIB", help="for copies on each node (what fits)")
+    add(
+        "--replicate-every",
+        dest="copy_every",
+        type=_count_or_none,
+        default=0,
+        metavar="N",
+        help=text,
+    )
+    text = "for copies on each node (what fits)"
+    add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
     text = f"{_TRAINER}, or one that trains a Pipeline; then its arguments"
     add("script", nargs="?", type=Path, help=text)
@@ -129,14 +123,16 @@ def _count_or_none(word: str) -> int:
 
 
 def _gib(word: str) -> int:
-    if _DURATION.fullmatch(word) is None or not float(word):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of GiB above 0")
-    return int(float(word) * 1024**3)
+    return int(_above_zero(word, "GiB") * 1024**3)
 
 
 def _seconds(word: str) -> float:
-    if _DURATION.fullmatch(word) is None or not float(word):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
+    return _above_zero(word, "seconds")
+
+
+def _above_zero(word: str, unit: str) -> float:
+    if _DECIMAL.fullmatch(word) is None or not float(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of {unit} above 0")
     return float(word)
 
 
@@ -184,20 +180,11 @@ def _run(options: argparse.Namespace) -> int:
         # Says what is wrong with the trainer's arguments before anything starts.
         choose_layout(arguments, [1])
         on_straggler = _on_straggler(options.on_straggler, arguments)
+    given = vars(options)
     spec = JobSpec(
-        script=script.resolve(),
-        arguments=arguments,
+        **{one.name: given[one.name] for one in fields(JobSpec) if one.name in given}
+        | {"script": script.resolve(), "arguments": arguments, "on_straggler": on_straggler},
         checkpoints=Path(folder).resolve(),
-        machines=options.machines,
-        nodes=options.nodes,
-        join_s=options.join_within,
-        wait_s=options.wait,
-        stop_s=options.stop_within,
-        max_restarts=options.max_restarts,
-        address=options.address,
-        copy_every=options.replicate_every or 0,
-        copy_bytes=options.replicate_memory,
-        on_straggler=on_straggler,
         is_pipeline=is_pipeline,
     )
     with contextlib.ExitStack() as stack:
@@ -259,15 +246,16 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    from megatron.adaptive.cluster.plan_process import PlannerChooser, PlanProcess
+    from megatron.adaptive.cluster.plan_process import PlannerChooser
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
-    process = PlanProcess(options.plan_with, spec.arguments, unequal=options.unequal, model=model)
-    stack.enter_context(contextlib.closing(process))
-    if model is None and (late := process.check(spec.machines)):
+    given = options.plan_with, spec.arguments, options.plan_s, say
+    chooser = PlannerChooser(*given, unequal=options.unequal, model=model)
+    stack.enter_context(contextlib.closing(chooser))
+    if model is None and (late := chooser.check(spec.machines)):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
-    return PlannerChooser(process, options.plan_within, say, model)
+    return chooser
 
 
 def _saved_in(arguments: Sequence[str]) -> str | None:

@@ -1,16 +1,30 @@
-"""Submits a run to Slurm as ``conf.sh`` says."""
+"""Writes the script of a Slurm job, checks what the cluster offers, and submits."""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import re
 import shlex
+import shutil
+import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.adaptive.cluster.conf import load_conf
-from megatron.adaptive.cluster.node import ROOT, check_files, check_trainer, make_folder
-from megatron.adaptive.cluster.slurm import batch_script, check_cluster, submit
+from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
+from megatron.adaptive.cluster.node import (
+    EXIT_STOPPED_EARLY,
+    ROOT,
+    check_files,
+    check_trainer,
+    make_folder,
+    python_of,
+)
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,3 +64,287 @@ def main(argv: Sequence[str]) -> int:
     watch = shlex.join(["bash", str(ROOT / "get_result.sh"), str(job), "--log-dir", str(logs)])
     print(f"watch it: {watch}", flush=True)
     return 0
+
+
+_LIMIT_S = 30.0
+_WARNING_S = 90
+_FIRST_PORT, _PORTS = 20000, 10000
+_SUBMITTED = re.compile(r"(\d+)")
+
+_BODY = """
+set -euo pipefail
+run=$logs/$SLURM_JOB_ID
+if [[ -e $run && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+  echo "error: LOG_DIR=$logs: $run has the logs of another job; set another, or move it away" >&2
+  exit 2
+fi
+mkdir -p -- "$run"
+hosts=$(%HOSTS%)
+export MASTER_ADDR=${head:-${hosts%%$'\\n'*}}
+export MASTER_PORT=${port:-$((%FIRST% + SLURM_JOB_ID % %PORTS%))}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): logs in $run"
+
+# Nodes of the job whose slurmd does not answer.
+lost() {
+  local host port
+  port=$(scontrol show config | awk '$1 == "SlurmdPort" { sub(/-.*/, "", $3); print $3 }')
+  for host in ${port:+$hosts}; do
+    timeout 3 bash -c "</dev/tcp/$host/$port" 2>/dev/null || printf ' %s' "$host"
+  done
+}
+
+status=0
+%SRUN% "$python" -m megatron.adaptive node slurm "$settings" "$run" || status=$?
+again=''
+if ((status == %EARLY%)); then
+  again='the time was nearly over'
+elif ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  again='another job takes the nodes'
+elif ((status)); then
+  gone=$(lost)
+  if [[ -n $gone ]]; then
+    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or was cut off" >&2
+    again='a node was lost'
+  fi
+fi
+"""
+_REQUEUE = """if [[ -n $again ]]; then
+  echo "$again: the run goes on in the same job from its last checkpoint"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+_END = """if [[ -n $again ]]; then
+  echo "$again: the job ends, as REQUEUE=false says"
+fi
+"""
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """Holds ``sinfo``'s line about some nodes of a partition."""
+
+    name: str
+    gres: str
+    nodes: int
+
+
+def slurm(words: Sequence[str]) -> str:
+    """Runs a program of Slurm and returns what it prints.
+
+    Raises:
+        SetupError: there is no such program, it fails, or Slurm does not answer.
+    """
+    if shutil.which(words[0]) is None:
+        raise SetupError(
+            f"there is no {words[0]} here: run this on a login node of the cluster, or use "
+            "run_master.sh and run_worker.sh on nodes without Slurm"
+        )
+    try:
+        done = subprocess.run(
+            list(words), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SetupError(
+            f"{words[0]} did not answer within {_LIMIT_S:g} s: is slurmctld up?"
+        ) from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        text = "; ".join(lines).replace(f"{words[0]}: error: ", "")
+        raise SetupError(f"{words[0]}: {text or f'status {done.returncode}'}")
+    return done.stdout
+
+
+def batch_script(conf: LaunchConf, settings: Path) -> str:
+    """Returns the script that ``sbatch`` gets.
+
+    Args:
+        conf: the configuration.
+        settings: the file that :func:`settings_text` goes to, readable on all nodes.
+
+    Raises:
+        ConfigError: Slurm needs a setting that is left out.
+    """
+    if conf.processes is None:
+        name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
+        raise ConfigError(f"{name} is not set: Slurm needs their number; set it")
+    logs = conf.path("LOG_DIR")
+    head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
+    for index, group in enumerate(conf.groups):
+        if index:
+            head.append("#SBATCH hetjob")
+        head += _directives(_group_options(conf, group))
+    names = {
+        "root": str(ROOT),
+        "logs": str(logs),
+        "settings": str(settings),
+        "python": python_of(conf),
+        "head": conf["MASTER_ADDR"] or "",
+        "port": str(conf["MASTER_PORT"] or ""),
+    }
+    values = [f"{name}={shlex.quote(value)}" for name, value in names.items()]
+    body = _BODY.replace("%SRUN%", shlex.join(_srun(conf)))
+    body = body.replace("%FIRST%", str(_FIRST_PORT)).replace("%PORTS%", str(_PORTS))
+    body = body.replace("%EARLY%", str(EXIT_STOPPED_EARLY)).replace("%HOSTS%", _hosts(conf))
+    body += _REQUEUE if conf["REQUEUE"] else _END
+    return "\n".join([*head, "", *values]) + body + 'exit "$status"\n'
+
+
+def _hosts(conf: LaunchConf) -> str:
+    """Returns the commands that print the nodes in the order of the ranks, a line each."""
+    names = ["SLURM_JOB_NODELIST"]
+    if len(conf.groups) > 1:
+        names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
+    return "; ".join(f'scontrol show hostnames "${name}"' for name in names)
+
+
+def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
+    options = [
+        f"--job-name={conf['JOB_NAME']}",
+        f"--output={logs}/%j.batch",
+        "--open-mode=append",
+        f"--signal=USR1@{_WARNING_S}",
+        "--requeue" if conf["REQUEUE"] else "--no-requeue",
+    ]
+    return options + shlex.split(conf["SLURM_FLAGS"] or "")
+
+
+def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
+    options = [f"--nodes={group.nodes}", "--ntasks-per-node=1"]
+    for name, flag in (
+        ("CPUS_PER_TASK", "cpus-per-task"),
+        ("SLURM_TIME", "time"),
+        ("SLURM_ACCOUNT", "account"),
+    ):
+        if conf[name] is not None:
+            options.append(f"--{flag}={conf[name]}")
+    if group.partition:
+        options.append(f"--partition={group.partition}")
+    if conf["DEVICE"] == "gpu" and group.gres != "none":
+        kind, _, model = group.gres.partition(":")
+        amount = f"{model}:{group.processes}" if model else str(group.processes)
+        # Of a type, --gpus-per-task would leave CUDA_VISIBLE_DEVICES empty.
+        options.append(
+            f"--gpus-per-node={amount}"
+            if kind == "gpu"
+            else f"--gres={group.gres}:{group.processes}"
+        )
+    return options
+
+
+def _directives(options: Sequence[str]) -> list[str]:
+    lines = []
+    for option in options:
+        name, equals, value = option.partition("=")
+        text = f'"{value}"' if any(letter.isspace() for letter in value) else value
+        lines.append(f"#SBATCH {name}{equals}{text}")
+    return lines
+
+
+def _srun(conf: LaunchConf) -> list[str]:
+    words = ["srun", "--kill-on-bad-exit=1"]
+    if len(conf.groups) > 1:
+        words.append(f"--het-group=0-{len(conf.groups) - 1}")
+    if conf["CONTAINER"] == "pyxis":
+        mounts = [f"{ROOT}:{ROOT}", f"{conf.path('LOG_DIR')}:{conf.path('LOG_DIR')}"]
+        mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
+        words += [f"--container-image={conf['IMAGE']}", f"--container-mounts={','.join(mounts)}"]
+        if not conf["RELOAD_CONTAINER"]:
+            words.append(f"--container-name={conf['JOB_NAME']}")
+    return words
+
+
+def settings_text(conf: LaunchConf) -> str:
+    """Returns the settings as the nodes of a job read them."""
+    return json.dumps({"conf": conf.texts(), "folder": str(conf.folder)}, indent=2) + "\n"
+
+
+def check_cluster(conf: LaunchConf) -> None:
+    """Checks that the partitions exist and have the nodes and GPUs that are asked for.
+
+    Raises:
+        ConfigError: one has not; names the nearest partition, or what it has.
+        SetupError: Slurm is not here or does not answer.
+    """
+    offers = []
+    for line in slurm(["sinfo", "-h", "-a", "-o", "%R|%G|%D"]).splitlines():
+        name, gres, nodes = line.rsplit("|", 2)
+        offers.append(_Partition(name, gres, int(nodes)))
+    names = sorted({offer.name for offer in offers})
+    for group in conf.groups:
+        if group.partition and group.partition not in names:
+            nearest = difflib.get_close_matches(group.partition, names, n=1)
+            hint = f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(names)}"
+            raise ConfigError(f"SLURM_PARTITION={group.partition}: Slurm has no such one; {hint}")
+        _check_group(conf, group, [one for one in offers if group.partition in ("", one.name)])
+
+
+def _check_group(conf: LaunchConf, group: LaunchGroup, offers: Sequence[_Partition]) -> None:
+    place = f"partition {group.partition}" if group.partition else "the cluster"
+    if not group.partition and offers:
+        most = max(_sums(offers).values())
+    else:
+        most = sum(offer.nodes for offer in offers)
+    if group.nodes is not None and group.nodes > most:
+        raise ConfigError(f"NNODES={group.nodes}: {place} has {most} nodes; ask for fewer")
+    if conf["DEVICE"] != "gpu" or group.gres == "none" or group.processes is None:
+        return
+    counts = [_gpus(offer.gres, group.gres) for offer in offers]
+    if max(counts, default=0) >= group.processes:
+        return
+    known = sorted({offer.gres for offer in offers if offer.gres != "(null)"})
+    if not any(counts):
+        raise ConfigError(
+            f"SLURM_GRES={group.gres}: {place} has none of it, only {', '.join(known) or 'CPUs'}; "
+            "name what it has, or set DEVICE=cpu"
+        )
+    raise ConfigError(
+        f"NPROC_PER_NODE={group.processes}: a node of {place} has at most {max(counts)} of "
+        f"{group.gres}; ask for fewer on more nodes"
+    )
+
+
+def _sums(offers: Sequence[_Partition]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for offer in offers:
+        sums[offer.name] = sums.get(offer.name, 0) + offer.nodes
+    return sums
+
+
+def _gpus(offered: str, wanted: str) -> int:
+    """Counts what of ``wanted``, as ``gpu:a10``, a node's list holds, as ``gpu:a10:4(S:0)``."""
+    count = 0
+    for word in re.sub(r"\([^)]*\)", "", offered).split(","):
+        name, _, number = word.rpartition(":")
+        if number.isdigit() and f"{name}:".startswith(f"{wanted}:"):
+            count += int(number)
+    return count
+
+
+def submit(conf: LaunchConf, script: str, settings: Path) -> int:
+    """Writes settings and script, and gives the script to ``sbatch``.
+
+    Returns:
+        The job's id.
+
+    Raises:
+        ConfigError: the folder of logs cannot be written, or Slurm refuses the job.
+        SetupError: Slurm is not here or does not answer.
+    """
+    settings.write_text(settings_text(conf))
+    path = settings.with_suffix(".sbatch")
+    path.write_text(script)
+    os.chmod(path, 0o755)
+    try:
+        said = slurm(["sbatch", "--parsable", str(path)])
+    except SetupError as error:
+        if shutil.which("sbatch") is None:
+            raise
+        raise ConfigError(
+            f"Slurm refuses the job ({error}); see SLURM_PARTITION, SLURM_GRES, SLURM_ACCOUNT, "
+            f"SLURM_TIME and SLURM_FLAGS, and the script {path}"
+        ) from error
+    match = _SUBMITTED.match(said.strip())
+    if match is None:
+        raise SetupError(f"sbatch said {said.strip()!r}, which holds no job id; see squeue")
+    return int(match[1])

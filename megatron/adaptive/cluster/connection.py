@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-__all__ = ["LONGEST", "Connection"]
+__all__ = ["Connection", "listen"]
 
 BEAT_S = 1.0
 SILENCE_S = 20.0
-LONGEST = 1 << 22
+_LONGEST = 1 << 22
 """Bytes of the longest message."""
 
 
@@ -41,7 +43,7 @@ class Connection:
         Raises:
             OSError: nobody listens there, and its text says why; ``TimeoutError`` is one.
         """
-        opened = asyncio.open_connection(address, port, limit=LONGEST)
+        opened = asyncio.open_connection(address, port, limit=_LONGEST)
         try:
             return cls(*await asyncio.wait_for(opened, within_s))
         except asyncio.TimeoutError:
@@ -97,3 +99,30 @@ class Connection:
         while not self._writer.is_closing():
             self.send("beat", unix_ns=time.time_ns())
             await asyncio.sleep(BEAT_S)
+
+
+async def listen(
+    attend: Callable[[Connection], Awaitable[None]], port: int = 0, *, is_local: bool = False
+) -> asyncio.Server:
+    """Listens on one port for both versions of IP, and serves whoever connects.
+
+    Args:
+        attend: serves one connection, which stays open after it.
+        port: 0 for one of this machine's own choice.
+        is_local: for this machine alone.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
+        with contextlib.suppress(asyncio.CancelledError):
+            await attend(Connection(reader, writer))
+
+    own = None
+    if not is_local and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # where it was turned off since
+            own = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    own = own or socket.create_server(("127.0.0.1" if is_local else "", port))
+    return await asyncio.start_server(connected, sock=own, limit=_LONGEST)

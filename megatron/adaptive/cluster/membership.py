@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron.adaptive.cluster.agent import AgentSpec
-from megatron.adaptive.cluster.connection import LONGEST, Connection
+from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import interface_of, own_address
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -230,9 +230,8 @@ class Membership:
         Raises:
             OSError: no port can be had.
         """
-        listening = _listen(is_local=self.address == "127.0.0.1")
-        self.port = listening.getsockname()[1]
-        self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST)
+        self._server = await listen(self._attend, is_local=self.address == "127.0.0.1")
+        self.port = self._server.sockets[0].getsockname()[1]
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -403,11 +402,6 @@ class Membership:
         node.status, node.why = "unreachable", why
         self.events.put_nowait(Event("failed", node.name, {"why": why}))
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._attend(Connection(reader, writer))
-
     async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
         if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
@@ -433,11 +427,3 @@ class Membership:
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
-
-
-def _listen(*, is_local: bool) -> socket.socket:
-    """Listens on a port of this machine's own choice: one for both versions of IP."""
-    if not is_local and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # where it was turned off since
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("127.0.0.1" if is_local else "", 0))

@@ -23,7 +23,7 @@ from megatron.adaptive.cluster.planning import Planning, ScriptPlanning
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
-__all__ = ["PlanProcess", "PlannerChooser"]
+__all__ = ["PlannerChooser"]
 
 _FIRST_S = 180.0
 """Time limit of the first plan on a machine, which compiles the search."""
@@ -31,24 +31,35 @@ _SEARCH = 0.5
 """Part of the time limit that the search itself may take; the rest is for what comes with it."""
 
 
-class PlanProcess:
-    """Talks to the running process. To be closed.
+class PlannerChooser(Chooser):
+    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
+
+    Layouts of a script are of all processes first, to measure its model, then those of its plan.
+    To be closed.
 
     Args:
         paths: see ``planning.Planning``.
         arguments: of the trainer.
+        within_s: time limit of a plan.
+        say: prints a line for the user.
         unequal: see ``planning.Planning``.
-        model: see ``planning.ScriptPlanning``, of a script; in place of the others.
+        model: file of what was measured of a script's model, ``None`` for the trainer.
     """
 
     def __init__(
         self,
         paths: Sequence[Path],
         arguments: Sequence[str],
+        within_s: float,
+        say: Callable[[str], None],
         *,
         unequal: bool = False,
         model: Path | None = None,
     ) -> None:
+        self._within_s = within_s
+        self._say = say
+        self._model = model
+        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
         spawn = multiprocessing.get_context("spawn")
         self._link, theirs = spawn.Pipe()
         self._process = spawn.Process(
@@ -77,7 +88,13 @@ class PlanProcess:
             return str(error)
         return ""
 
-    def ask(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._process.kill()
+        self._process.join()
+        self._link.close()
+
+    def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
         """Asks for a layout on the nodes that are there. Blocks up to the limit.
 
         Returns:
@@ -92,12 +109,6 @@ class PlanProcess:
         except ConfigError as error:
             return None, str(error)
         return layout, unknown and f"{unknown}: in no file of --plan-with"
-
-    def close(self) -> None:
-        """Ends the process. Idempotent."""
-        self._process.kill()
-        self._process.join()
-        self._link.close()
 
     def _ask(self, within_s: float, name: str, *given: Any) -> Any:
         until_s = time.monotonic() + within_s
@@ -118,32 +129,6 @@ class PlanProcess:
                 raise SetupError(f"the planner ended with status {status}") from None
         raise SetupError(f"the planner did not answer within {within_s:g} s")
 
-
-class PlannerChooser(Chooser):
-    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
-
-    Layouts of a script are of all processes first, to measure its model, then those of its plan.
-
-    Args:
-        process: the planner.
-        within_s: time limit of a plan.
-        say: prints a line for the user.
-        model: file of what was measured of a script's model, ``None`` for the trainer.
-    """
-
-    def __init__(
-        self,
-        process: PlanProcess,
-        within_s: float,
-        say: Callable[[str], None],
-        model: Path | None = None,
-    ) -> None:
-        self._process = process
-        self._within_s = within_s
-        self._say = say
-        self._model = model
-        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
-
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
@@ -161,14 +146,17 @@ class PlannerChooser(Chooser):
             limit_s = limit_s if self._known else max(_FIRST_S, limit_s)
         if key not in self._known:
             try:
-                found = await asyncio.to_thread(self._process.ask, offers, limit_s)
+                found = await asyncio.to_thread(self._plan, offers, limit_s)
             except SetupError as error:
                 if self._model is None:
                     self._say(f"warning: no plan: {error}; the layout is chosen without it")
                     self.why = ""
                     return await super().choose(arguments, offers)
                 self._say(f"warning: no plan: {error}; the busiest stage alone decides")
-                found = _by_busiest_stage(self._model, offers)
+                try:
+                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
+                except ConfigError as refused:
+                    found = None, str(refused)
             self._known[key] = found
             if found[0] is not None and found[1]:
                 self._say(f"warning: left out: {found[1]}")
@@ -187,13 +175,6 @@ class PlannerChooser(Chooser):
         if layout.step_s is None or running.step_s is None:
             return False
         return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-
-
-def _by_busiest_stage(model: Path, offers: Sequence[Offer]) -> tuple[ParallelLayout | None, str]:
-    try:
-        return ScriptPlanning(model).plan(offers, timed=False), ""
-    except ConfigError as error:
-        return None, str(error)
 
 
 def _serve(

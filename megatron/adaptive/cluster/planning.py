@@ -26,10 +26,12 @@ Searches only; ``plan_process`` keeps them out of the manager's way.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
 from megatron.adaptive.cluster.membership import read_machines
@@ -52,7 +54,7 @@ from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import PlanRow, plan_document
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.running import Option, Running, choose_option, least_largest_of
+from megatron.adaptive.planner.running import Running, choose_option, least_largest_of
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
@@ -60,6 +62,8 @@ __all__ = ["PLAN_WITH", "Planning", "ScriptPlanning"]
 
 PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
+_Names = dict[str, dict[str, None]]
+_Value = TypeVar("_Value")
 # Without a cluster file, for links that the profile does not hold.
 _WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
 _BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
@@ -73,20 +77,24 @@ class NodeKind:
         base: their type.
         gpus: processes of each.
         slowness: how many times as long as their type's their work takes.
+        memory_bytes: of each process, ``None`` for their type's.
     """
 
     base: NodeType
     gpus: int
     slowness: float
+    memory_bytes: float | None = None
 
     @property
     def node(self) -> NodeType:
         """Returns the type that stands for them in a plan."""
-        if self.slowness == 1.0 and self.gpus == self.base.gpus:
-            return self.base
-        name = f"{self.base.name} x {self.gpus}"
-        name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
-        return replace(self.base, name=name, gpu=self.gpu, gpus=self.gpus)
+        name, memory_bytes = self.base.name, self.memory_bytes or self.base.memory_bytes
+        if self.slowness != 1.0 or self.gpus != self.base.gpus:
+            name += f" x {self.gpus}"
+            name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
+        return replace(
+            self.base, name=name, gpu=self.gpu, gpus=self.gpus, memory_bytes=memory_bytes
+        )
 
     @property
     def gpu(self) -> str:
@@ -176,80 +184,78 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
         counts: of each kind, in the order of the nodes.
     """
     groups = tuple(NodePool(type=kind.node, count=count) for kind, count in counts.items())
-    return replace(cluster, groups=groups, links=_for_pairs(cluster.links, list(counts)))
+    types, _ = _names_of(counts)
+    return replace(cluster, groups=groups, links=_renamed(cluster.links, types, 0, 1))
 
 
-def _for_pairs(links: Mapping[Any, LinkSpeed], kinds: Sequence[NodeKind]) -> dict[Any, LinkSpeed]:
-    """Returns links between types by the names of the kinds of node that stand for these."""
-    found = {}
-    for one in kinds:
-        for other in kinds:
-            for pair in ((one, other), (other, one)):
-                link = links.get((pair[0].base.name, pair[1].base.name))
-                if link is not None:
-                    found[one.node.name, other.node.name] = link
-                    break
-    return found
-
-
-def profile_of(profile: Profile, kinds: Sequence[NodeKind]) -> Profile:
-    """Returns what is known of durations by the names of kinds of node.
+def profile_of(profile: Profile, kinds: Iterable[NodeKind]) -> Profile:
+    """Returns durations and links by the names of kinds of node, those of slow kinds longer.
 
     Args:
         profile: by the names of their types.
         kinds: of the nodes that are there.
     """
-    layers = dict(profile.layers)
-    tables = [dict(profile.optimizer_s_per_parameter), dict(profile.launch_s), dict(profile.step_s)]
-    slow: dict[str, tuple[str, float]] = {}
-    for kind in kinds:
-        if kind.slowness == 1.0 or kind.gpu in slow:
-            continue
-        slow[kind.gpu] = kind.base.gpu, kind.slowness
-        for (name, gpu, tp, size), takes in profile.layers.items():
-            if gpu == kind.base.gpu:
-                layers[name, kind.gpu, tp, size] = _times(takes, kind.slowness)
-        for table in tables:
-            if kind.base.gpu in table:
-                table[kind.gpu] = table[kind.base.gpu] * kind.slowness
+    types, gpus = _names_of(kinds)
+    slowness = {kind.gpu: kind.slowness for kind in kinds}
+    base = {kind.gpu: kind.base.gpu for kind in kinds}
     estimator = profile.estimator
+
+    def slowed(table: Mapping[str, float]) -> dict[str, float]:
+        return {gpu: value * slowness[gpu] for gpu, value in _renamed(table, gpus).items()}
 
     def estimate(name: str, gpu: str, tp: int, size: int) -> LayerTimes:
         assert estimator is not None
-        base, slowness = slow.get(gpu, (gpu, 1.0))
-        return _times(estimator(name, base, tp, size), slowness)
+        return _slowed(estimator(name, base[gpu], tp, size), slowness[gpu])
 
-    names = {kind.node.name: kind.base.name for kind in kinds}
     return replace(
         profile,
-        layers=layers,
-        links=_for_pairs(profile.links, kinds),
-        intra_links={
-            new: profile.intra_links[old]
-            for new, old in names.items()
-            if old in profile.intra_links
+        layers={
+            key: _slowed(takes, slowness[key[1]])
+            for key, takes in _renamed(profile.layers, gpus, 1).items()
         },
-        all_reduce={
-            (new, ranks): link
-            for new, old in names.items()
-            for (name, ranks), link in profile.all_reduce.items()
-            if name == old
-        },
-        optimizer_s_per_parameter=tables[0],
-        launch_s=tables[1],
-        step_s=tables[2],
+        links=_renamed(profile.links, types, 0, 1),
+        intra_links=_renamed(profile.intra_links, types),
+        all_reduce=_renamed(profile.all_reduce, types, 0),
+        optimizer_s_per_parameter=slowed(profile.optimizer_s_per_parameter),
+        launch_s=slowed(profile.launch_s),
+        step_s=slowed(profile.step_s),
         estimator=None if estimator is None else estimate,
     )
 
 
-def _times(takes: LayerTimes, slowness: float) -> LayerTimes:
-    return replace(
-        takes,
-        forward_s=takes.forward_s * slowness,
-        backward_input_s=takes.backward_input_s * slowness,
-        backward_weight_s=takes.backward_weight_s * slowness,
-        launch_s=takes.launch_s * slowness,
-    )
+def _names_of(kinds: Iterable[NodeKind]) -> tuple[_Names, _Names]:
+    """Returns names of kinds by that of their type, and those of their durations by the GPU's."""
+    types: _Names = {}
+    gpus: _Names = {}
+    for kind in kinds:
+        types.setdefault(kind.base.name, {})[kind.node.name] = None
+        gpus.setdefault(kind.base.gpu, {})[kind.gpu] = None
+    return types, gpus
+
+
+def _renamed(table: Mapping[Any, _Value], names: _Names, *places: int) -> dict[Any, _Value]:
+    """Returns the rows of a table that have new names, each under all of them.
+
+    Args:
+        table: by a name, or by a tuple that holds names.
+        names: new ones by the old one.
+        places: of names in the tuple, none for a name alone.
+    """
+    found: dict[Any, _Value] = {}
+    for key, value in table.items():
+        words = key if places else (key,)
+        is_name = [at in (places or (0,)) for at in range(len(words))]
+        new = [names.get(w, ()) if named else (w,) for w, named in zip(words, is_name, strict=True)]
+        for one in product(*new):
+            found[one if places else one[0]] = value
+    return found
+
+
+def _slowed(takes: LayerTimes, slowness: float) -> LayerTimes:
+    if slowness == 1.0:
+        return takes
+    parts = ("forward_s", "backward_input_s", "backward_weight_s", "launch_s")
+    return replace(takes, **{name: getattr(takes, name) * slowness for name in parts})
 
 
 _PLANS = 6
@@ -598,7 +604,19 @@ class ScriptPlanning:
                 except ConfigError as error:
                     first = first or error
                     continue
-                return _layout_of(module, option, places, timed=timed)
+                return ParallelLayout(
+                    tensor=1,
+                    pipeline=option.pipeline_size,
+                    data=option.replicas,
+                    partition=option.partition,
+                    micro_batch=option.micro_batch_size,
+                    microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
+                    flags=(),
+                    places=tuple((offer.name, count) for offer, count in places),
+                    step_s=option.seconds if timed else None,
+                    pace={offer.name: offer.slowness for offer, _ in places},
+                    unit="segments",
+                )
         assert first is not None
         raise first
 
@@ -618,16 +636,19 @@ class ScriptPlanning:
             NodeKind(known.get(host, other), count, slowness)
             for (host, slowness), count in hosts.items()
         ]
-        sharing = {
-            kind: max(
-                on_host[host] for (host, _), of in zip(hosts, kinds, strict=True) if of == kind
-            )
+        # The memory of a host is divided among the processes that it has now.
+        most: dict[NodeKind, int] = {}
+        for (host, _), kind in zip(hosts, kinds, strict=True):
+            most[kind] = max(most.get(kind, 0), on_host[host])
+        shared = {one.type for one in module.hosts if one.shares_memory}
+        kinds = [
+            replace(kind, memory_bytes=kind.base.memory_bytes * kind.base.gpus / most[kind])
+            if kind.base.name in shared
+            else kind
             for kind in kinds
-        }
-        counts = {kind: kinds.count(kind) for kind in kinds}
-        starts: dict[NodeKind, int] = {}
-        for kind in counts:
-            starts[kind] = sum(counts[other] for other in starts)
+        ]
+        counts = Counter(kinds)
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
         order = []
         for kind in kinds:
             order.append(starts[kind])
@@ -637,13 +658,13 @@ class ScriptPlanning:
         split = None if module.split is None else module.profile(split=True)
         return Running(
             model=module.model,
-            cluster=_with_memory(cluster_of(base, counts), sharing, module.hosts),
+            cluster=cluster_of(base, counts),
             order=tuple(order),
             batch=module.batch_size,
             schedule=module.schedule,
             chunks=module.chunks,
-            whole=profile_of(whole, list(counts)),
-            split=None if split is None else profile_of(split, list(counts)),
+            whole=profile_of(whole, counts),
+            split=None if split is None else profile_of(split, counts),
             cap=module.cap,
         )
 
@@ -685,58 +706,14 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]:
     """Returns the types of nodes by name; of several nodes the one with the least memory counts."""
-    found: dict[str, NodeType] = {}
-    for host in sorted(hosts, key=lambda one: one.memory_bytes):
-        if host.type not in found:
-            found[host.type] = NodeType(
-                name=host.type,
-                gpu=host.gpu,
-                gpus=host.processes,
-                memory_bytes=host.memory_bytes,
-                intra=whole.intra_links.get(host.type, _UNMEASURED),
-            )
-    return found
-
-
-def _with_memory(
-    cluster: Cluster, sharing: dict[NodeKind, int], hosts: Sequence[MeasuredHost]
-) -> Cluster:
-    """Divides the memory of a host among the processes that it has now.
-
-    Args:
-        cluster: with a group for each kind of nodes.
-        sharing: processes on a host of each kind, in the same order.
-        hosts: as they were measured.
-    """
-    shared = {one.type for one in hosts if one.shares_memory}
-    groups = [
-        replace(
-            group,
-            type=replace(
-                group.type,
-                memory_bytes=kind.base.memory_bytes * kind.base.gpus / sharing[kind]
-                if kind.base.name in shared
-                else kind.base.memory_bytes,
-            ),
+    least_first = sorted(hosts, key=lambda one: one.memory_bytes)
+    return {
+        host.type: NodeType(
+            name=host.type,
+            gpu=host.gpu,
+            gpus=host.processes,
+            memory_bytes=host.memory_bytes,
+            intra=whole.intra_links.get(host.type, _UNMEASURED),
         )
-        for group, kind in zip(cluster.groups, sharing, strict=True)
-    ]
-    return replace(cluster, groups=tuple(groups))
-
-
-def _layout_of(
-    module: MeasuredModule, option: Option, places: Sequence[tuple[Offer, int]], *, timed: bool
-) -> ParallelLayout:
-    return ParallelLayout(
-        tensor=1,
-        pipeline=option.pipeline_size,
-        data=option.replicas,
-        partition=option.partition,
-        micro_batch=option.micro_batch_size,
-        microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
-        flags=(),
-        places=tuple((offer.name, count) for offer, count in places),
-        step_s=option.seconds if timed else None,
-        pace={offer.name: offer.slowness for offer, _ in places},
-        unit="segments",
-    )
+        for host in least_first[::-1]
+    }

@@ -37,7 +37,7 @@ __all__ = ["main"]
 
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
-    *("training.pretrain", "training.loop", "training.hooks", "training.logging"),
+    *("training.pretrain", "training.loop", "training.logging"),
     *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
     *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
 )
