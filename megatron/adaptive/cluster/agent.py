@@ -24,8 +24,6 @@ from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.host import count_gpus
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["Agent", "AgentSpec", "spec_from_input"]
-
 _CONNECT_S = 20.0
 _END_S = 20.0
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)

@@ -20,19 +20,6 @@ from megatron.adaptive.config.plan import read_plan
 from megatron.adaptive.config.schedule import parse_partition, parse_widths
 from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = [
-    "PASSED_ON",
-    "SETTINGS",
-    "LaunchConf",
-    "LaunchGroup",
-    "Setting",
-    "check_names",
-    "load_conf",
-    "make_conf",
-    "read_value",
-    "read_variables",
-]
-
 Kind = Literal["count", "number", "switch", "choice", "text", "port"]
 
 

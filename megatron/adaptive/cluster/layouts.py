@@ -18,15 +18,6 @@ from megatron.adaptive.config.schedule import format_partition, nearly_even_spli
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "Chooser",
-    "Offer",
-    "ParallelLayout",
-    "as_asked",
-    "choose_layout",
-    "relative_time",
-]
-
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
 """Least part of a step that a layout must save for the job to move into it."""

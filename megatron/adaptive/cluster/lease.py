@@ -22,8 +22,6 @@ from typing import Any
 
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["Lease", "LeaseTakenError"]
-
 BEAT_S = 2.0
 STALE_S = 10.0
 _LOOK_S = 0.2

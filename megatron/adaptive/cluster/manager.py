@@ -58,8 +58,6 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 
-__all__ = ["Manager", "Participant"]
-
 _TICK_S = 2.0
 _SETTLE_S = 0.5
 _GRACE_S = 8.0

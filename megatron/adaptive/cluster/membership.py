@@ -32,8 +32,6 @@ from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import interface_of, own_address
 from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
 

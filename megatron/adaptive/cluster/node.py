@@ -40,22 +40,6 @@ from megatron.adaptive.config.plan import run_flags
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = [
-    "EXIT_STOPPED_EARLY",
-    "ROOT",
-    "NodePlace",
-    "check_files",
-    "check_port",
-    "check_trainer",
-    "in_container",
-    "make_folder",
-    "node_command",
-    "python_of",
-    "run_node",
-    "run_record",
-    "trainer_flags",
-]
-
 ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
 
@@ -112,13 +96,13 @@ def _data_flags(conf: LaunchConf) -> list[str]:
     if conf["DATA"] == "mock":
         return f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_MOCK_VOCABULARY}".split()
     data = conf.path("DATA")
-    files = {"VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
-    paths = {
-        name: str(conf.path(name) if conf[name] else data.parent / default)
-        for name, default in files.items()
-    }
     flags = ["--data-path", str(data), "--tokenizer-type", "GPT2BPETokenizer"]
-    return [*flags, "--vocab-file", paths["VOCAB_FILE"], "--merge-file", paths["MERGE_FILE"]]
+    for name, flag, default in (
+        ("VOCAB_FILE", "--vocab-file", "vocab.json"),
+        ("MERGE_FILE", "--merge-file", "merges.txt"),
+    ):
+        flags += [flag, str(conf.path(name) if conf[name] else data.parent / default)]
+    return flags
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
@@ -160,28 +144,30 @@ def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]
 
 
 def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
-    target = str(run_dir / f"profile-node{node_rank}")
+    words = ""
     if conf["NSYS"]:
-        flags = "--trace cuda,nvtx,osrt --capture-range cudaProfilerApi --capture-range-end stop"
-        return ["nsys", "profile", "--force-overwrite", "true", "-o", target, *flags.split()]
-    if conf["NCU"]:
-        flags = "--target-processes all --profile-from-start off"
-        return ["ncu", "--force-overwrite", "-o", target, *flags.split()]
-    return []
+        words = "nsys profile --force-overwrite true --trace cuda,nvtx,osrt"
+        words += " --capture-range cudaProfilerApi --capture-range-end stop -o"
+    elif conf["NCU"]:
+        words = "ncu --force-overwrite --target-processes all --profile-from-start off -o"
+    return [*words.split(), str(run_dir / f"profile-node{node_rank}")] if words else []
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
     """Returns ``command`` as it runs inside the image; pyxis is Slurm's to start."""
-    if conf["CONTAINER"] not in ("apptainer", "enroot"):
-        return list(command)
-    mounts = [f"{ROOT}:{ROOT}", f"{run_dir}:{run_dir}"]
-    mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
-    if conf["CONTAINER"] == "apptainer":
-        binds = [word for mount in mounts for word in ("--bind", mount)]
-        return ["apptainer", "exec", *gpu, *binds, str(conf["IMAGE"]), *command]
-    binds = [word for mount in mounts for word in ("--mount", mount)]
-    return ["enroot", "start", "--rw", *binds, str(conf["IMAGE"]), *command]
+    starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
+    if conf["CONTAINER"] not in starts:
+        return list(command)
+    *start, flag = starts[conf["CONTAINER"]]
+    binds = [word for mount in mounts_of(conf, run_dir) for word in (flag, mount)]
+    return [conf["CONTAINER"], *start, *binds, str(conf["IMAGE"]), *command]
+
+
+def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
+    """Lists the folders that the container gets, ``FROM:TO``."""
+    more = [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
+    return [f"{ROOT}:{ROOT}", f"{logs}:{logs}", *more]
 
 
 def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
@@ -267,9 +253,8 @@ def run_node(
                 _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped),
             ]
             if reach_s is not None:
-                threads.append(
-                    _in_thread(_end_unreached, job, place, name, reach_s, err, over, is_cut)
-                )
+                reach = job, place, name, reach_s, err, over, is_cut
+                threads.append(_in_thread(_end_unreached, *reach))
             status = job.wait()
             over.set()
             for thread in threads:

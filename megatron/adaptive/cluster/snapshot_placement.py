@@ -21,15 +21,6 @@ from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
 
-__all__ = [
-    "HeldSnapshot",
-    "JobSnapshots",
-    "SnapshotSource",
-    "buddies",
-    "newest",
-    "read_inventories",
-]
-
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
 _HERE = ("present", "leaving")
