@@ -37,7 +37,6 @@ from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import run_flags
-from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,27 +104,34 @@ def _data_flags(conf: LaunchConf) -> list[str]:
     return flags
 
 
+# Variables that the trainer has as flags.
+_FLAGS = (
+    *("TENSOR_MP_SIZE", "PIPELINE_MP_SIZE", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "SCHEDULE"),
+    *("PARTITION", "STAGE_DP_SIZES", "MODEL_CHUNKS"),
+)
+
+
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """Checks the trainer's own rules before anything starts.
 
     Raises:
         ConfigError: names the variable where the rule is about one, else the trainer's flag.
     """
-    flags = trainer_flags(conf, run_dir)
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
             f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
             " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
         )
-    if conf["PARTITION"] is not None and "--num-layers" in flags:
-        layers = flags[len(flags) - 1 - flags[::-1].index("--num-layers") + 1]
-        total = sum(parse_partition(conf["PARTITION"]))
-        if layers.isdigit() and total != int(layers):
-            raise ConfigError(
-                f"PARTITION={conf['PARTITION']}: it holds {total} layers, but MODEL="
-                f"{conf['MODEL']} has {layers}"
-            )
-    parse(flags, world_size=world_size, last_wins=True)
+    try:
+        parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
+    except ConfigError as error:
+        text = str(error).replace("--num-layers is", f"--num-layers of MODEL={conf['MODEL']} is")
+        for name in _FLAGS:
+            flag = run_flags({name: "2"})[0]
+            if flag not in (conf["TRAINER_FLAGS"] or ""):
+                text = re.sub(rf"{flag} (?=\d)", f"{name}=", text)
+                text = re.sub(rf"{flag}(?![\w-])", name, text)
+        raise ConfigError(text) from None
 
 
 def python_of(conf: LaunchConf) -> str:
