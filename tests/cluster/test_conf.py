@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf
-from megatron.adaptive.cluster.node import NodePlace, check_trainer, node_command, trainer_flags
+from megatron.adaptive.cluster.node import (
+    NodePlace,
+    check_files,
+    check_trainer,
+    node_command,
+    trainer_flags,
+)
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
 
@@ -136,8 +142,6 @@ def test_the_trainers_rules_are_checked_beforehand(
 
 
 def check_data_and_trainer(conf: LaunchConf) -> None:
-    from megatron.adaptive.cluster.node import check_files
-
     check_trainer(conf, 2, Path("/nowhere"))
     check_files(conf)
 
@@ -157,20 +161,15 @@ def test_a_file_of_flags_is_a_model(write: Write) -> None:
 
 
 def test_the_command_of_a_node() -> None:
-    conf = load_conf(None, ["TRACE=true", "TRAINER_FLAGS=--seed 7"])
+    folders = ["CHECKPOINT_DIR=/shared/run", "LOCAL_CHECKPOINT_DIR=/scratch/run"]
+    conf = load_conf(None, ["TRACE=true", "TRAINER_FLAGS=--seed 7", *folders])
     place = NodePlace(node_rank=1, processes=(2, 4), master_addr="10.0.0.1", master_port=2000)
-    command = node_command(conf, place, Path("/logs/1"))
-    text = " ".join(command)
+    text = " ".join(node_command(conf, place, Path("/logs/1")))
     assert "--world-size 6 --nnodes 2 --node-rank 1 --nproc-per-node 4" in text
     assert "--master-addr 10.0.0.1 --master-port 2000" in text
-    assert text.endswith("--trace-dir /logs/1/traces --seed 7")
-
-
-def test_checkpoints_may_go_over_the_nodes_disks(write: Write) -> None:
-    conf = load_conf(write("CHECKPOINT_DIR=/shared/run\nLOCAL_CHECKPOINT_DIR=/scratch/run\n"))
-    text = " ".join(trainer_flags(conf, Path("/x")))
     assert "--save /shared/run --load /shared/run" in text
     assert "--save-local /scratch/run" in text
+    assert text.endswith("--trace-dir /logs/1/traces --seed 7")
 
 
 def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:

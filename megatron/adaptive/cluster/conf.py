@@ -470,15 +470,14 @@ def _check_sizes(conf: LaunchConf) -> None:
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
             "leave it out"
         )
-    if values["WORLD_SIZE"] is not None and processes is not None:
-        size = sum(processes)
-        if values["WORLD_SIZE"] != size:
-            counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
-            raise ConfigError(
-                f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
-                f"{counts} = {size}; leave it out to have it computed"
-            )
-    size, copies = conf.world_size, values["DP_SIZE"]
+    size, copies = conf.world_size or 0, values["DP_SIZE"]
+    if values["WORLD_SIZE"] not in (None, size):
+        assert processes is not None  # else it would be the size
+        counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
+        raise ConfigError(
+            f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
+            f"{counts} = {size}; leave it out to have it computed"
+        )
     if values["STAGE_DP_SIZES"] is not None:
         if copies is not None:
             raise ConfigError(
