@@ -15,11 +15,10 @@ from benchmarks.planning import goal_row
 from benchmarks.planning.fasop_cost import CostFunction
 from benchmarks.planning.published.fasop import Fasop, FasopRun
 from benchmarks.planning.published.files import read_csv
-from megatron.adaptive.planner.communication import boundary_s, embedding_s, reduce_s
-from megatron.adaptive.planner.front import pareto
-from megatron.adaptive.planner.layers import layer_table
+from megatron.adaptive.planner.layers import boundary_s, embedding_s, layer_table, reduce_s
 from megatron.adaptive.planner.plan import Plan
-from megatron.adaptive.planner.search_space import SearchOptions
+from megatron.adaptive.planner.propose import pareto
+from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
 

@@ -19,7 +19,7 @@ from numba import njit
 
 from benchmarks.planning.published.fasop import Fasop, FasopPlan
 from benchmarks.planning.published.files import read_json
-from megatron.adaptive.planner.search_space import SearchOptions
+from megatron.adaptive.planner.search import SearchOptions
 
 __all__ = ["CostFunction"]
 

@@ -4,73 +4,14 @@
 #   DATA_PREFIX=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #     bash examples/gpt/pretrain_gpt_xl_1.5b.sh
 #
-# Options of the trainer may follow; they override those below.
+# It is pretrain_gpt_345m.sh beside it with another shape. Options of the trainer may follow; they
+# override those below.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
-DATA_PREFIX=${DATA_PREFIX:?set it to the data without .bin and .idx, see tools/preprocess_data.py}
-VOCAB_FILE=${VOCAB_FILE:?set it to the vocabulary, vocab.json}
-MERGE_FILE=${MERGE_FILE:?set it to the merges, merges.txt}
-RUN_DIR=${RUN_DIR:-$root/runs/gpt-xl-1.5b}
-NPROC_PER_NODE=${NPROC_PER_NODE:-4}
-PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-4}
-MODEL_CHUNKS=${MODEL_CHUNKS:-2}
+export RUN_DIR=${RUN_DIR:-$root/runs/gpt-xl-1.5b}
+export NPROC_PER_NODE=${NPROC_PER_NODE:-4}
+export PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-4}
 
-MODEL_ARGS=(
-  --num-layers 48
-  --hidden-size 1600
-  --num-attention-heads 25
-  --seq-length 1024
-  --max-position-embeddings 1024
-)
-
-PARALLEL_ARGS=(
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size "$PIPELINE_PARALLEL"
-  --pipeline-schedule adaptive
-)
-if ((MODEL_CHUNKS > 1)); then
-  PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$MODEL_CHUNKS")
-fi
-
-TRAINING_ARGS=(
-  --bf16
-  --micro-batch-size 1
-  --global-batch-size 64
-  --train-iters 500000
-  --lr 1.5e-4
-  --min-lr 1.0e-5
-  --lr-decay-style cosine
-  --lr-decay-iters 320000
-  --lr-warmup-fraction 0.01
-  --weight-decay 0.01
-  --clip-grad 1.0
-)
-
-DATA_ARGS=(
-  --data-path "$DATA_PREFIX"
-  --vocab-file "$VOCAB_FILE"
-  --merge-file "$MERGE_FILE"
-  --tokenizer-type GPT2BPETokenizer
-  --split "949,50,1"
-)
-
-OUTPUT_ARGS=(
-  --save "$RUN_DIR/checkpoints"
-  --load "$RUN_DIR/checkpoints"
-  --save-interval 10000
-  --tensorboard-dir "$RUN_DIR/tensorboard"
-  --trace-dir "$RUN_DIR/traces"
-  --trace-interval 100
-  --log-interval 100
-  --log-throughput
-  --eval-interval 1000
-  --eval-iters 10
-)
-
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-
-exec torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$root/pretrain_gpt.py" \
-  "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
-  "${OUTPUT_ARGS[@]}" "$@"
+exec bash "$root/examples/gpt/pretrain_gpt_345m.sh" \
+  --num-layers 48 --hidden-size 1600 --num-attention-heads 25 --micro-batch-size 1 "$@"

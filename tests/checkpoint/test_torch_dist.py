@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.torch_dist import ShardWriter
 
 Make = Callable[..., Any]
 FLAGS: list[dict[str, str | None]] = [
@@ -25,15 +25,15 @@ FLAGS: list[dict[str, str | None]] = [
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An entry for each checkpoint that torch planned."""
+    """An entry for each checkpoint for which ranks agreed on who writes what."""
     found: list[str] = []
-    save = torch_checkpoint.save
+    share_out = ShardWriter._share_out
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted(*given: Any) -> None:
         found.append("planned")
-        return save(*given, **named)
+        share_out(*given)
 
-    monkeypatch.setattr(torch_checkpoint, "save", counted)
+    monkeypatch.setattr(ShardWriter, "_share_out", counted)
     return found
 
 

@@ -1,8 +1,9 @@
-"""Shares the fixtures of tests that build a trainer."""
+"""Shares the fixtures of tests that build a trainer, or parts of a model in this process alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,6 +11,12 @@ import torch.distributed as dist
 from tests.fixtures import corpus, make, tokenizer, worker, write_tokens
 
 __all__ = ["corpus", "make", "tokenizer", "worker", "write_tokens"]
+
+SMALL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 "
+    "--lr 1e-3 --mock-data --vocab-size 100"
+)
 
 
 @pytest.fixture
@@ -23,3 +30,33 @@ def one_rank() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., list[Any]]]:
+    """A function that builds the chunks of one rank of a pipeline of ``ranks``."""
+    from megatron.core import parallel_state
+
+    from megatron.adaptive import accelerator
+    from megatron.adaptive.config.arguments import parse
+    from megatron.adaptive.config.environment import Environment
+    from megatron.adaptive.gpt.initialize import end_job, start_job
+    from megatron.adaptive.gpt.model import build_chunks, transformer_config
+    from megatron.adaptive.gpt.placement import placement_of
+
+    device = accelerator.detect(0, backend="gloo")
+
+    def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> list[Any]:
+        config = parse(f"{SMALL} {flags}".split(), world_size=ranks, last_wins=True)
+        core = transformer_config(config, device)
+        parallel_state.set_pipeline_model_parallel_rank(pp_rank)
+        parallel_state.set_pipeline_model_parallel_world_size(ranks)
+        try:
+            return build_chunks(config, core, device, placement_of(config), 128)
+        finally:
+            parallel_state.set_pipeline_model_parallel_rank(None)
+            parallel_state.set_pipeline_model_parallel_world_size(None)
+
+    start_job(parse(SMALL.split(), world_size=1), Environment(), device)
+    yield run
+    end_job()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward, _settle, _stir  # noqa: E402  # noqa: E402
-from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
-from megatron.adaptive.gpt.model import build_chunks, transformer_config  # noqa: E402
+from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward, _settle, _stir  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 TRACKED = "model-parallel-rng"
@@ -170,9 +166,7 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
 
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 "
-    "--lr 1e-3 --mock-data --vocab-size 100 --untie-embeddings-and-output-weights "
+    "--micro-batch-size 2 --global-batch-size 4 --untie-embeddings-and-output-weights "
     "--attention-dropout 0.3 --hidden-dropout 0.3"
 )
 MICROBATCHES = [
@@ -192,28 +186,24 @@ class Pipeline:
     """All stages of a model in this process, which runs them for one microbatch after the other.
 
     Args:
+        build: builds the chunks of a rank.
         flags: settings of the model.
         placement: where stages would live.
     """
 
-    def __init__(self, flags: str, placement: Placement) -> None:
-        world = placement.num_ranks
-        config = parse(f"{FLAGS} {flags}".split(), world_size=world, last_wins=True)
-        device = accelerator.detect(0, backend="gloo")
-        core = transformer_config(config, device)
-        built = []
-        for pp_rank in range(world):
-            parallel_state.set_pipeline_model_parallel_rank(pp_rank)
-            parallel_state.set_pipeline_model_parallel_world_size(world)
-            built.append(build_chunks(config, core, device, placement, 128))
-        parallel_state.set_pipeline_model_parallel_rank(None)
-        parallel_state.set_pipeline_model_parallel_world_size(None)
+    def __init__(
+        self,
+        build: Callable[..., list[Any]],
+        flags: str = "",
+        placement: Placement = Placement(num_ranks=1, num_chunks=1),  # noqa: B008
+    ) -> None:
+        ranks = placement.num_ranks
+        built = [build(f"{FLAGS} {flags}", rank, ranks) for rank in range(ranks)]
         places = [placement.locate(stage) for stage in range(placement.num_stages)]
         self.stages = [built[rank][chunk] for rank, chunk in places]
-        keys = DropoutKeys(config.run.seed, enabled=True)
+        keys = DropoutKeys(5, enabled=True)
         keys.attach(self.stages)
-        self._forward = GptForward(device, keys)
-        self._core = core
+        self._forward = GptForward(accelerator.detect(0, backend="gloo"), keys)
 
     def run(self, *, step: int = 1, backwards: Sequence[int] = ()) -> tuple[Losses, Gradients]:
         """Run all forwards, then the backwards in the given order.
@@ -241,17 +231,7 @@ class Pipeline:
         return [loss.detach() for loss in losses], gradients
 
 
-Build = Callable[..., Pipeline]
-WHOLE = Placement(num_ranks=1, num_chunks=1)
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """A function that builds a pipeline in this process."""
-    single = parse(f"{FLAGS}".split(), world_size=1, last_wins=True)
-    start_job(single, Environment(), accelerator.detect(0, backend="gloo"))
-    yield lambda flags="", placement=WHOLE: Pipeline(flags, placement)
-    end_job()
+Build = Callable[..., list[Any]]
 
 
 def same(first: Losses, second: Losses) -> bool:
@@ -270,11 +250,11 @@ def same(first: Losses, second: Losses) -> bool:
 def test_stages_draw_what_the_whole_model_draws(
     flags: str, ranks: int, chunks: int, kind: Any, build: Build
 ) -> None:
-    whole, _ = build().run()
+    whole, _ = Pipeline(build).run()
     flags += f" --pipeline-model-parallel-size {ranks}"
     if chunks > 1:
         flags += f" --model-chunks {chunks}"
-    cut = build(flags, Placement(num_ranks=ranks, num_chunks=chunks, kind=kind))
+    cut = Pipeline(build, flags, Placement(num_ranks=ranks, num_chunks=chunks, kind=kind))
     assert len(cut.stages) == ranks * chunks
     losses, _ = cut.run()
     assert same(losses, whole)
@@ -297,8 +277,9 @@ def test_what_is_recomputed_is_dropped_again(
     flags: str, backwards: Sequence[int], build: Build
 ) -> None:
     """When a layer runs again, the generators stand at another microbatch and layer."""
-    losses, gradients = build().run(backwards=backwards)
-    again, recomputed = build(f"--recompute-granularity {flags}").run(backwards=backwards)
+    losses, gradients = Pipeline(build).run(backwards=backwards)
+    other = Pipeline(build, f"--recompute-granularity {flags}")
+    again, recomputed = other.run(backwards=backwards)
     assert same(again, losses)
     assert list(recomputed) == list(gradients)
     for name, gradient in gradients.items():

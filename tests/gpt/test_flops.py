@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
@@ -33,30 +32,18 @@ def counted_flops(cfg: TrainerConfig) -> float:
     """Operations of one forward and backward of the real model on one sequence, per token."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.utils.flop_counter import FlopCounterMode
 
-    model_cfg = cfg.model
-    core = TransformerConfig(
-        num_layers=model_cfg.num_layers,
-        hidden_size=model_cfg.hidden_size,
-        ffn_hidden_size=model_cfg.ffn_hidden_size,
-        num_attention_heads=model_cfg.num_attention_heads,
-        num_query_groups=model_cfg.query_groups,
-        kv_channels=model_cfg.kv_channels,
-        gated_linear_unit=model_cfg.swiglu,
-        activation_func=functional.silu if model_cfg.swiglu else functional.gelu,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-    )
+    from megatron.adaptive import accelerator
+    from megatron.adaptive.gpt.model import transformer_config
+
+    length = cfg.model.seq_length
     model = GPTModel(
-        core,
+        transformer_config(cfg, accelerator.detect(0, backend="gloo")),
         get_gpt_layer_local_spec(),
         vocab_size=PADDED_VOCAB_SIZE,
-        max_sequence_length=model_cfg.max_position_embeddings,
+        max_sequence_length=length,
     )
-    length = model_cfg.seq_length
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
     with FlopCounterMode(display=False) as counter:
@@ -94,15 +81,10 @@ def test_is_six_per_parameter_of_a_large_model_with_short_sequences() -> None:
     assert flops_per_token(cfg) / (6 * parameters) == pytest.approx(1, rel=1e-3)
 
 
-def test_counts_no_recomputation() -> None:
-    again = settings(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    )
-    assert flops_per_token(again) == flops_per_token(settings())
-
-
-def test_takes_the_vocabulary_that_is_given() -> None:
+def test_counts_the_vocabulary_but_no_recomputation() -> None:
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     cfg = settings()
+    assert flops_per_token(settings(again)) == flops_per_token(cfg)
     given = flops_per_token(cfg, padded_vocab_size=PADDED_VOCAB_SIZE + 100)
     assert given - flops_per_token(cfg) == 6 * 64 * 100
 

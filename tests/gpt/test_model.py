@@ -12,58 +12,32 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.core import parallel_state  # noqa: E402
-
 from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import (  # noqa: E402
     HalfPrecisionChunk,
     KeyedInit,
-    build_chunks,
     transformer_config,
 )
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 2 "
-    "--train-iters 1 --lr 1e-3 --mock-data --vocab-size 100 --init-method-std 0.5"
-)
-ROWS = 128
+from .conftest import SMALL  # noqa: E402
 
 
 def core_config(flags: str, world_size: int = 1) -> Any:
-    config = parse(f"{FLAGS} {flags}".split(), world_size=world_size, last_wins=True)
+    config = parse(f"{SMALL} {flags}".split(), world_size=world_size, last_wins=True)
     return transformer_config(config, accelerator.detect(0, backend="gloo"))
 
 
-Build = Callable[..., dict[str, torch.Tensor]]
+Weights = Callable[..., dict[str, torch.Tensor]]
 
 
 @pytest.fixture
-def build() -> Build:
-    """A function that builds one chunk of a pipeline and returns its parameters by name."""
+def weights(build: Callable[..., list[Any]]) -> Weights:
+    """A function that returns the parameters of the one chunk of a rank, by name."""
 
-    def run(flags: str = "", *, pp_rank: int = 0, ranks: int = 1, world: int = 1) -> Any:
-        config = parse(f"{FLAGS} {flags}".split(), world_size=world, last_wins=True)
-        device = accelerator.detect(0, backend="gloo")
-        single = parse(f"{FLAGS}".split(), world_size=1, last_wins=True)
-        start_job(single, Environment(), device)
-        try:
-            parallel_state.set_pipeline_model_parallel_rank(pp_rank)
-            parallel_state.set_pipeline_model_parallel_world_size(ranks)
-            placement = Placement(num_ranks=ranks, num_chunks=1)
-            core = transformer_config(config, device)
-            (chunk,) = build_chunks(config, core, device, placement, ROWS)
-            return {
-                name.removeprefix("module."): parameter.detach().clone()
-                for name, parameter in chunk.named_parameters()
-            }
-        finally:
-            parallel_state.set_pipeline_model_parallel_rank(None)
-            parallel_state.set_pipeline_model_parallel_world_size(None)
-            end_job()
+    def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+        (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
+        named = {name.removeprefix("module."): one for name, one in chunk.named_parameters()}
+        return {name: one.detach().clone() for name, one in named.items()}
 
     return run
 
@@ -83,14 +57,14 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, None)[0] not in draws(1, 0)
 
 
-def test_stages_start_from_the_weights_of_the_whole(build: Build) -> None:
+def test_stages_start_from_the_weights_of_the_whole(weights: Weights) -> None:
     untied = "--untie-embeddings-and-output-weights"
-    whole = build(untied)
+    whole = weights(untied)
     assert any("decoder.layers.3" in name for name in whole)
     seen = set()
     for stage, layers in enumerate((1, 3)):
         flags = f"{untied} --partition 1-3 --pipeline-model-parallel-size 2"
-        part = build(flags, pp_rank=stage, ranks=2, world=2)
+        part = weights(flags, pp_rank=stage, ranks=2)
         for name, value in part.items():
             full = name
             if "layers." in name:
@@ -103,8 +77,8 @@ def test_stages_start_from_the_weights_of_the_whole(build: Build) -> None:
     assert seen == set(whole)
 
 
-def test_another_seed_gives_other_weights(build: Build) -> None:
-    one, same, other = build(), build(), build("--seed 4321")
+def test_another_seed_gives_other_weights(weights: Weights) -> None:
+    one, same, other = weights(), weights(), weights("--seed 4321")
     for name, value in one.items():
         assert torch.equal(value, same[name])
         if value.dim() == 2:
@@ -122,18 +96,18 @@ def test_another_seed_gives_other_weights(build: Build) -> None:
     ],
 )
 def test_parts_of_the_model(
-    flags: str, present: list[str], absent: list[str], build: Build
+    flags: str, present: list[str], absent: list[str], weights: Weights
 ) -> None:
-    names = " ".join(build(flags))
+    names = " ".join(weights(flags))
     assert all(part in names for part in present)
     assert not any(part in names for part in absent)
 
 
-def test_widths(build: Build) -> None:
+def test_widths(weights: Weights) -> None:
     def shape_of(flags: str, part: str) -> list[int]:
-        return list(next(v for name, v in build(flags).items() if part in name).shape)
+        return list(next(v for name, v in weights(flags).items() if part in name).shape)
 
-    assert shape_of("", "word_embeddings.weight") == [ROWS, 16]
+    assert shape_of("", "word_embeddings.weight") == [128, 16]
     assert shape_of("", "linear_fc1.weight") == [64, 16]
     assert shape_of("--swiglu --ffn-hidden-size 24", "linear_fc1.weight") == [48, 16]
     assert shape_of("", "linear_qkv.weight") == [48, 16]
@@ -144,14 +118,7 @@ def test_widths(build: Build) -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "layout"),
     [
-        ("--pipeline-model-parallel-size 2", 2, "Ett|ttL"),
         ("--pipeline-model-parallel-size 4 --partition 0-3-1-0", 4, "E|ttt|t|L"),
-        (
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-            "--partition 1-0-2-1 --pipeline-placement loop",
-            2,
-            "Et||tt|tL",
-        ),
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
             "--partition 1-0-2-1 --pipeline-placement v",

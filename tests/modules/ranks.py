@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import importlib.util
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,9 @@ from megatron.adaptive.modules.cutting import balanced, slice_tape
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards
 from megatron.adaptive.modules.segments import tensors_of
-from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
+from megatron.adaptive.transport.interface import CompletionQueue
+
+from ..engine.loopback import WATCHDOG_S, Loopback, each_in_its_thread
 
 accelerator.install()
 
@@ -30,7 +31,6 @@ from megatron.adaptive.engine.orders import Orders  # noqa: E402
 from megatron.adaptive.modules.sizes import choose_orders, choose_placement  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cutpoint"
-WATCHDOG_S = 120.0
 CPU = torch.device("cpu")
 
 
@@ -44,27 +44,6 @@ def load_example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Wire:
-    """A transport between threads."""
-
-    name = "wire"
-
-    def __init__(self, me: int, network: Sequence[CompletionQueue]) -> None:
-        self.completions = network[me]
-        self._me = me
-        self._network = network
-
-    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        copied = tensor.detach().clone()
-        self._network[peer].put(HeldArrival(label, self._me, copied.nbytes, lambda: copied))
-
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Case:
@@ -106,7 +85,8 @@ class Case:
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
         for number in range(self.count):
-            loss = forward(self.microbatch(number))
+            batch = {name: one.clone() for name, one in self.microbatch(number).items()}
+            loss = forward(batch)
             (loss / self.count).backward()
             losses.append(float(loss.detach()))
         return losses, gradients_of(dict(model.named_parameters()))
@@ -118,30 +98,16 @@ class Case:
         placement = choose_placement(schedule, size, chunks)
         tape = self.forwards.evaluation if forward_only else self.forwards.training
         plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))
-        network = [CompletionQueue() for _ in range(size)]
+        network = {rank: CompletionQueue() for rank in range(size)}
         held = [tensors_of(copy.deepcopy(self.model)) for _ in range(size)]
         losses: list[float] = []
-        errors: list[BaseException] = []
 
         def work(rank: int) -> None:
-            try:
-                losses.extend(
-                    self._run_rank(
-                        choose_orders(schedule, size, rank, chunks=chunks),
-                        tape, plans, held[rank], Wire(rank, network), forward_only,
-                    )
-                )  # fmt: skip
-            except BaseException as error:
-                errors.append(error)
+            orders = choose_orders(schedule, size, rank, chunks=chunks)
+            wire = Loopback(rank, network)
+            losses.extend(self._run_rank(orders, tape, plans, held[rank], wire, forward_only))
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WATCHDOG_S)
-            assert not thread.is_alive() or errors, f"{schedule} hangs"
-        if errors:
-            raise errors[0]
+        each_in_its_thread(work, size)
         total: dict[str, torch.Tensor] = {}
         for one in held:
             for name, gradient in gradients_of(one).items():
@@ -149,7 +115,7 @@ class Case:
         return losses, total
 
     def _run_rank(
-        self, orders: Orders, tape: Any, plans: Any, held: Any, wire: Wire, forward_only: bool
+        self, orders: Orders, tape: Any, plans: Any, held: Any, wire: Loopback, forward_only: bool
     ) -> list[float]:
         placement = orders.placement
         mine = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
@@ -169,7 +135,7 @@ class Case:
             placement=placement,
             pp_rank=orders.pp_rank,
             transport=wire if placement.num_ranks > 1 else None,
-            timeout_s=WATCHDOG_S / 2,
+            timeout_s=WATCHDOG_S,
         )
         try:
             executor.run(

@@ -9,8 +9,7 @@ import pytest
 from benchmarks.planning.small import Problem, random_problem
 from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.microbatch_assignment import as_run, dealt_widths, held_of
+from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose, scheduled
 from megatron.adaptive.schedule.widths import Widths

@@ -10,12 +10,11 @@ import pytest
 from benchmarks.planning.small import better, brute_force, random_problem, searcher_of, solve
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.front import pareto
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import preset
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.search import Searcher
-from megatron.adaptive.planner.search_space import Objective, SearchOptions
+from megatron.adaptive.planner.propose import pareto
+from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
 
 
 @pytest.mark.parametrize("seed", range(8))

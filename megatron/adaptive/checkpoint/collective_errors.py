@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
-__all__ = ["RankGroup"]
-
 _Result = TypeVar("_Result")
 
 # How a full disk, a damaged file or a missing permission shows itself; torch raises the last one as
@@ -37,19 +35,19 @@ _EXPECTED = (
 class RankGroup:
     """Lets all ranks of a group do parts of one work and fail alike. Every method is collective.
 
-    Args:
+    Attributes:
         rank: of this process.
         group: all ranks, on gloo, used by nothing else meanwhile.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
-        self._rank = rank
+        self.rank = rank
         self.group = group
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
-        return self._rank == 0
+        return self.rank == 0
 
     def any(self, flag: bool) -> bool:
         """Return whether it is set on any rank."""
@@ -67,11 +65,11 @@ class RankGroup:
 
     def first(self, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""
-        self.together(lambda: action() if self._rank == 0 else None)
+        self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
-        result = self.together(lambda: action() if self._rank == 0 else None, name_ranks=name_rank)
+        result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=name_rank)
         box: list[Any] = [result]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
@@ -93,7 +91,7 @@ class RankGroup:
         # As a rule nothing failed, and one number says that for less than objects do.
         if not self.any(failure is not None):
             return result
-        own = None if failure is None else (_kind(failure), _texts(failure, self._rank))
+        own = None if failure is None else (_kind(failure), _texts(failure, self.rank))
         failed = [one for one in self.gather(own) if one is not None]
         if failure is not None and _kind(failure) is RuntimeError:
             raise failure

@@ -22,8 +22,6 @@ second at a time; then all ranks exchange how far they are, and what went wrong.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import hashlib
 import json
 import logging
@@ -35,25 +33,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import is_over, require_current
 from megatron.adaptive.errors import CheckpointError
-
-__all__ = [
-    "BackgroundWrite",
-    "LocalDisk",
-    "LocalSettings",
-    "TakenState",
-    "share_out",
-    "writing",
-]
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
@@ -63,28 +53,6 @@ _END_S = 5.0  # for an upload that is given up
 _ROUND_S = 1.0
 _PIECE_BYTES = 8 << 20
 _GENTLE = 7  # the last level of those that are served while others read and write too
-
-
-class TakenState(Protocol):
-    """Writes the state of all ranks at a step."""
-
-    def write(self, folder: Path, ranks: RankGroup) -> None:
-        """Write this rank's part into a folder. Collective.
-
-        Raises:
-            CheckpointError: it could not be written on some rank.
-        """
-
-    def write_once(self, folder: Path) -> None:
-        """Write what a checkpoint has once; on rank 0, after :meth:`write`."""
-
-    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
-        """Return what the program's own manifest holds besides files; rank 0's counts. Collective.
-
-        Args:
-            save_id: of this save, empty where all of it goes to one folder.
-            ranks: all of them.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +65,6 @@ class LocalSettings:
         patience: name of the setting that allows uploads more time.
         keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
             here as few as it takes.
-        timeout_s: limit of waits for uploads and other ranks.
         progress_dir: folder of the run's progress file.
     """
 
@@ -105,47 +72,37 @@ class LocalSettings:
     option: str
     patience: str
     keep: int | None
-    timeout_s: float
     progress_dir: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class UploadManifest:
-    """Describes a checkpoint on its way to shared storage.
+class Stored:
+    """Describes a checkpoint on the nodes' own disks.
 
     Attributes:
         step: that it is of.
-        save_id: of this save, by which its parts on other disks are recognized.
-        manifest: the program's own, as JSON can hold it.
-        files: size of each file in bytes, without manifests.
+        manifest: what its manifest in shared storage will hold, with all of its files.
     """
 
     step: int
-    save_id: str
     manifest: Mapping[str, Any]
-    files: Mapping[str, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what is on disk."""
-        body = dataclasses.asdict(self)
-        return {"told": body.pop("manifest"), **body}
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Size of each file in bytes, without manifests."""
+        return dict(self.manifest["files"])
 
-    @classmethod
-    def read(cls, path: Path) -> UploadManifest:
-        """Read a file.
-
-        Raises:
-            OSError, ValueError, TypeError, KeyError: it is none.
-        """
-        body = json.loads(path.read_text(encoding="utf-8"))
-        return cls(manifest=body.pop("told"), **body)
+    @property
+    def save_id(self) -> str:
+        """ID of its save, by which its parts on other disks are recognized."""
+        return str(self.manifest["save_id"])
 
 
 class LocalDisk:
     """Holds this node's part of the checkpoints. Every method but :meth:`completed` is collective.
 
     Args:
-        job: this process within the job.
+        job: this process within the job; its timeout also limits waits for uploads.
         shared: where they are to be; nobody else writes there meanwhile.
         settings: of the nodes' own disks.
 
@@ -168,11 +125,11 @@ class LocalDisk:
         nodes = [place for place, _ in places]
         self._is_leader = nodes.index(nodes[job.rank]) == job.rank
         self._is_first = job.rank == 0
-        self._timeout_s = settings.timeout_s
-        timeout = datetime.timedelta(seconds=self._timeout_s)
-        self._ranks = RankGroup(job.rank, dist.new_group(backend="gloo", timeout=timeout))
+        self._timeout_s = job.timeout.total_seconds()
+        self._ranks = RankGroup(job.rank, dist.new_group(backend="gloo", timeout=job.timeout))
         self._control = RankGroup(job.rank, job.control_group)
-        self._newest: tuple[UploadManifest, list[list[str]]] | None = None
+        self._writer = ShardWriter()
+        self._newest: tuple[Stored, list[list[str]]] | None = None
         self._upload: Upload | None = None
         self._unreported: list[Upload] = []
         self.resumed: int | None = None
@@ -267,8 +224,8 @@ class LocalDisk:
         found = {key for own in held for key in own}
         for step, save_id in sorted(found, reverse=True):
             parts = [own.get((step, save_id), ({}, None)) for own in held]
-            manifest = next(one for _, one in parts if one is not None)
-            shares = share_out([files for files, _ in parts], manifest.files)
+            stored = next(one for _, one in parts if one is not None)
+            shares = share_out([files for files, _ in parts], stored.files)
             if shares is None:
                 self._warn(
                     "the checkpoint of iteration %d is on the disks of some nodes, and part of it"
@@ -277,7 +234,7 @@ class LocalDisk:
                 )
                 continue
             self._say(f"  going on with the copy of iteration {step} to {self.shared.path}")
-            upload = self._start(manifest, shares)
+            upload = self._start(stored, shares)
             self._unreported.remove(upload)
             try:
                 self._wait(self._control, time.monotonic() + self._timeout_s)
@@ -304,7 +261,7 @@ class LocalDisk:
         view = self._folder.path / f".reading-{self._job.rank}"
         here: set[str] = set()
         try:
-            known = self._manifests().get(step)
+            known = self._stored().get(step)
             if save_id and known is not None and known.save_id == save_id:
                 own = _sizes(self._folder.complete_path(step))
                 here = {name for name, size in files.items() if own.get(name) == size}
@@ -335,28 +292,26 @@ class LocalDisk:
 
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
-    ) -> tuple[UploadManifest, list[list[str]]]:
+    ) -> tuple[Stored, list[list[str]]]:
         """Write a checkpoint to the nodes' own disks; returns who copies what of it."""
         partial = self._folder.partial_path(step)
         try:
             ranks.together(lambda: self._begin(step))
-            state.write(partial, ranks)
+            once = self._writer.write(state, partial, ranks)
             given = state.manifest(save_id, ranks)
-            common, save_id, given = ranks.on_first(
-                lambda: (_written_once(partial, state), save_id, given)
-            )
-            ranks.together(lambda: self._write_common(partial, common))
+            once, given = ranks.on_first(lambda: (once, given))
+            ranks.together(lambda: write_files(partial, once) if self._is_leader else None)
             held = ranks.gather(ranks.together(lambda: _sizes(partial)))
             files = {name: size for own in held for name, size in own.items()}
-            manifest = UploadManifest(step=step, save_id=save_id, manifest=given, files=files)
-            ranks.together(lambda: self._publish(manifest))
+            stored = Stored(step=step, manifest={**given, "files": files})
+            ranks.together(lambda: self._publish(stored))
         except CheckpointError:
             if self._is_leader:
                 self._folder.abandon(step)
             raise
         shares = share_out(held, files)
         assert shares is not None
-        return manifest, shares
+        return stored, shares
 
     def _begin(self, step: int) -> None:
         if not self._is_leader:
@@ -368,32 +323,24 @@ class LocalDisk:
         self.resumed = None
         self._folder.begin(step)
 
-    def _write_common(self, partial: Path, common: Mapping[str, bytes]) -> None:
-        if self._is_leader:
-            for name, content in common.items():
-                (partial / name).write_bytes(content)
-
-    def _publish(self, manifest: UploadManifest) -> None:
+    def _publish(self, stored: Stored) -> None:
         if not self._is_leader:
             return
         progress_dir, upload = self._settings.progress_dir, self._upload
-        self._folder.commit(
-            manifest.step, manifest.to_dict(), lambda: require_current(progress_dir)
-        )
+        self._folder.commit(stored.step, stored.manifest, lambda: require_current(progress_dir))
         busy = {upload.step} if upload is not None and upload.is_alive() else set()
         self._folder.keep(self._settings.keep or _KEPT, busy)
 
     def _start(
-        self, manifest: UploadManifest, shares: list[list[str]], *, is_awaited: bool = False
+        self, stored: Stored, shares: list[list[str]], *, is_awaited: bool = False
     ) -> Upload:
         upload = self._upload = Upload(
-            self._folder.complete_path(manifest.step),
+            self._folder.complete_path(stored.step),
             self.shared,
             shares[self._job.rank],
-            manifest,
+            stored,
             self._ranks,
-            keep=self._settings.keep,
-            progress_dir=self._settings.progress_dir,
+            self._settings,
             is_awaited=is_awaited,
         )
         self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
@@ -437,25 +384,26 @@ class LocalDisk:
                 f" the same nodes goes on with it; {self._settings.patience} gives it more time"
             )
 
-    def _held(
-        self, latest: int
-    ) -> dict[tuple[int, str], tuple[dict[str, int], UploadManifest | None]]:
+    def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
         """Return this disk's files of newer ones; one rank of each node adds the manifests."""
         return {
             (step, one.save_id): (
                 _sizes(self._folder.complete_path(step)),
                 one if self._is_leader else None,
             )
-            for step, one in self._manifests().items()
+            for step, one in self._stored().items()
             if step > latest
         }
 
-    def _manifests(self) -> dict[int, UploadManifest]:
+    def _stored(self) -> dict[int, Stored]:
         """Return those on this node's disk, as far as they can be read."""
         found = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             for step, path in self._folder.steps().items():
-                found[step] = UploadManifest.read(path / _MANIFEST)
+                body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                stored = Stored(step=step, manifest={**body.pop("told", {}), **body})
+                if stored.files and stored.save_id:
+                    found[step] = stored
         return found
 
     def _say(self, text: str) -> None:
@@ -535,10 +483,9 @@ class Upload(BackgroundWrite):
         source: this node's folder of the checkpoint; what this rank copies is there.
         shared: the folders in shared storage.
         names: of the files that this rank copies.
-        manifest: of the whole checkpoint, with all of its files.
+        stored: the checkpoint.
         ranks: all of them, on a group that is used by nothing else meanwhile.
-        keep: complete checkpoints that stay in shared storage, ``None`` for all.
-        progress_dir: folder of the run's progress file.
+        settings: of the nodes' own disks.
         is_awaited: somebody waits for it from the start, and reports a failure.
 
     Attributes:
@@ -550,18 +497,16 @@ class Upload(BackgroundWrite):
         source: Path,
         shared: StepFolders,
         names: Sequence[str],
-        manifest: UploadManifest,
+        stored: Stored,
         ranks: RankGroup,
+        settings: LocalSettings,
         *,
-        keep: int | None,
-        progress_dir: str | None,
         is_awaited: bool,
     ) -> None:
-        super().__init__(self._copy, manifest.step)
+        super().__init__(self._copy, stored.step)
         self._source, self._shared, self._names = source, shared, names
-        self._manifest, self._ranks, self._keep = manifest, ranks, keep
-        self._progress_dir = progress_dir
-        self._done_bytes, self._whole_bytes = 0, sum(manifest.files.values())
+        self._stored, self._ranks, self._settings = stored, ranks, settings
+        self._done_bytes, self._whole_bytes = 0, sum(stored.files.values())
         self.is_awaited = is_awaited
         self._is_given_up = False
         self.start()
@@ -588,7 +533,7 @@ class Upload(BackgroundWrite):
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
             " it is on the nodes' own disks, and those before it are as they were"
         )
-        with writing(self._shared, self.step, self._ranks, self._progress_dir, why):
+        with writing(self._shared, self.step, self._ranks, self._settings.progress_dir, why):
             self._copy_files()
             self._ranks.first(self._complete)
         return self._shared.complete_path(self.step)
@@ -612,15 +557,15 @@ class Upload(BackgroundWrite):
         partial = self._shared.partial_path(self.step)
 
         def check() -> None:
-            require_current(self._progress_dir)
-            for name, size in self._manifest.files.items():
+            require_current(self._settings.progress_dir)
+            for name, size in self._stored.files.items():
                 found = (partial / name).stat().st_size
                 if found != size:
                     raise CheckpointError(f"{partial / name} has {found} bytes instead of {size}")
 
-        self._shared.commit(self.step, self._manifest.manifest, check)
-        if self._keep is not None:
-            self._shared.keep(self._keep)
+        self._shared.commit(self.step, self._stored.manifest, check)
+        if self._settings.keep is not None:
+            self._shared.keep(self._settings.keep)
 
 
 def share_out(
@@ -654,13 +599,10 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
     return job.places[job.rank]["machine"], node, own
 
 
-def _written_once(partial: Path, state: TakenState) -> dict[str, bytes]:
-    """Write on rank 0 what a checkpoint has once; returns it, for all nodes shall have it."""
-    before = set(os.listdir(partial))
-    state.write_once(partial)
-    return {
-        name: (partial / name).read_bytes() for name in os.listdir(partial) if name not in before
-    }
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their names."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

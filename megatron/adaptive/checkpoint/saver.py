@@ -12,10 +12,11 @@ A program says what its state is by a function that gives a :class:`TakenState`;
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +28,13 @@ from megatron.adaptive.checkpoint.folder import StepFolders
 from megatron.adaptive.checkpoint.local_disk import (
     BackgroundWrite,
     LocalDisk,
-    TakenState,
+    write_files,
     writing,
 )
+from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import require_current
 from megatron.adaptive.errors import CheckpointError, ConfigError
-
-__all__ = ["CheckpointSaver", "HostCopy", "SaveRequest"]
 
 _LOG = logging.getLogger(__name__)
 _ALIGN = 64
@@ -47,7 +47,7 @@ class SaveRequest:
     Attributes:
         folder: of checkpoints.
         step: that it is of.
-        take: takes the state of now apart; copied, it may change before it is written. Collective.
+        take: takes the state of now apart. Collective.
         keep: complete checkpoints that stay, all where ``None``.
         progress_dir: folder of the run's progress file; a job that went on without these ranks
             marks it, and nothing is written then.
@@ -59,7 +59,7 @@ class SaveRequest:
 
     folder: StepFolders
     step: int
-    take: Callable[[bool], TakenState]
+    take: Callable[[], TakenState]
     keep: int | None = None
     progress_dir: str | None = None
     remedy: str
@@ -74,22 +74,19 @@ class CheckpointSaver:
 
     Args:
         job: this process within the job.
-        timeout: limit of waits for other ranks behind training.
         local: the nodes' own disks, where checkpoints for their folder go first, ``None`` for none.
 
     Attributes:
         local: as given; :meth:`close` ends it.
     """
 
-    def __init__(
-        self, job: Job, timeout: datetime.timedelta, local: LocalDisk | None = None
-    ) -> None:
+    def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
         self._job = job
-        self._timeout = timeout
         self._ranks = RankGroup(job.rank, job.control_group)
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
         self._unreported: list[BackgroundWrite] = []
+        self._writer, self._host = ShardWriter(), _HostCopy()
         self.local = local
 
     def save(self, request: SaveRequest) -> Path:
@@ -105,7 +102,7 @@ class CheckpointSaver:
             CheckpointError: it could not be written on some rank; nothing of it is left.
         """
         self._is_former_lacking(request.step)
-        path = self._write(request, request.take(False), self._ranks)
+        path = self._write(request, request.take(), self._ranks)
         if path is None:
             assert self.local is not None
             path = self.local.drain(report=False)
@@ -125,16 +122,23 @@ class CheckpointSaver:
             CheckpointError: neither the checkpoint before it nor this one could be written.
         """
         if self._is_former_lacking(request.step):
-            return self._write(request, request.take(False), self._ranks)
+            return self._write(request, request.take(), self._ranks)
         if self._background is None:
             # Its own: training's may be in use at the same moment.
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
-        state, ranks = request.take(True), self._background
+        state, ranks = self._host.take(request.take()), self._background
         self._collect()
         self._pending = BackgroundWrite(lambda: self._write(request, state, ranks), request.step)
         self._pending.start()
         return None
+
+    def reading(
+        self, path: Path, step: int, save_id: str, files: Mapping[str, int]
+    ) -> AbstractContextManager[Path]:
+        """Give a folder to read a checkpoint from; see :meth:`LocalDisk.reading`."""
+        local = self.local
+        return nullcontext(path) if local is None else local.reading(path, step, save_id, files)
 
     def completed(self) -> tuple[int, Path] | None:
         """Return step and folder of a checkpoint that was completed behind training; each once."""
@@ -216,7 +220,7 @@ class CheckpointSaver:
         partial = folder.partial_path(step)
 
         def complete() -> None:
-            state.write_once(partial)
+            write_files(partial, once)
             folder.commit(step, manifest, lambda: require_current(request.progress_dir))
             if request.keep is not None:
                 folder.keep(request.keep)
@@ -226,26 +230,39 @@ class CheckpointSaver:
             f" those before it are as they were. {request.remedy}"
         )
         with writing(folder, step, ranks, request.progress_dir, why):
-            state.write(partial, ranks)
+            ranks.together(lambda: require_seen(partial, self._job))
+            once = self._writer.write(state, partial, ranks)
             manifest = state.manifest("", ranks)
             ranks.first(complete)
         return folder.complete_path(step)
 
 
-class HostCopy:
+def require_seen(path: Path, job: Job) -> None:
+    """Check that this rank sees a folder that another one has made.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if not path.is_dir():
+        host = job.places[job.rank]["host"]
+        raise CheckpointError(f"{path}: {host} does not see it: give a folder that all nodes share")
+
+
+class _HostCopy:
     """Copies tensors into the host's memory, which stays for the next time."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._copies: list[torch.Tensor] = []
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, state: TakenState) -> TakenState:
         """Copy what tensors hold now. Blocks until done.
 
         Returns:
             The same copies each time, while types and shapes stay: what was copied before is
             overwritten.
         """
+        tensors = [one.tensor for one in state.pieces.values()]
         layout = [(one.dtype, one.shape) for one in tensors]
         is_cuda = any(one.is_cuda for one in tensors)
         if layout != self._layout:
@@ -253,10 +270,14 @@ class HostCopy:
             self._layout, self._copies = layout, _room_for(tensors, is_pinned=is_cuda)
         if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, list(tensors), non_blocking=True)
+                torch._foreach_copy_(self._copies, tensors, non_blocking=True)
         if is_cuda:
             torch.cuda.current_stream().synchronize()
-        return self._copies
+        pieces = {
+            part: dataclasses.replace(piece, tensor=copy)
+            for (part, piece), copy in zip(state.pieces.items(), self._copies, strict=True)
+        }
+        return dataclasses.replace(state, pieces=pieces)
 
 
 def _room_for(tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:

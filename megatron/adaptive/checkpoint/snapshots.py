@@ -34,22 +34,9 @@ from megatron.adaptive.checkpoint.snapshot_keeper import (
     SnapshotFile,
     slot_bytes,
 )
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of, overlay
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
-
-__all__ = [
-    "Need",
-    "NoSnapshots",
-    "Part",
-    "Piece",
-    "RankParts",
-    "SnapshotPlan",
-    "SnapshotSettings",
-    "SnapshotState",
-    "Snapshots",
-    "make_plan",
-    "why_not",
-]
 
 _SHARE = 0.8  # of the memory that is left
 _GIB = 1024**3
@@ -58,9 +45,6 @@ _ROOM_BYTES = 1 << 16  # for what may grow in the part besides tensors
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED, _CHANGED = 2, 1
-
-Part = tuple[str, tuple[int, ...]]
-"""Name in a checkpoint, and place in the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +73,6 @@ class SnapshotSettings:
     def read(cls, text: str) -> SnapshotSettings:
         """Read the environment variable."""
         return cls(**json.loads(text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A tensor of the state.
-
-    Attributes:
-        tensor: that holds it until the next update.
-        size: of its part of the whole tensor.
-        whole: size of that.
-    """
-
-    tensor: torch.Tensor
-    size: list[int]
-    whole: list[int]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor."""
-        return self.tensor.numel() * self.tensor.element_size()
 
 
 class SnapshotState(Protocol):
@@ -276,7 +240,7 @@ class Snapshots(NoSnapshots):
             machine=str(job.places[job.rank]["machine"]),
             available_bytes=available_host_bytes(),
             extra_bytes=extra_bytes,
-            parts={part: piece.bytes for part, piece in pieces.items()},
+            parts={part: piece.tensor.nbytes for part, piece in pieces.items()},
         )
         gathered = job.gather((mine, time.time_ns()))
         ranks = [one for one, _ in gathered]
@@ -288,8 +252,9 @@ class Snapshots(NoSnapshots):
         self._parts = plan.copied_by(job.rank, mine)
         entries, at = [], 0
         for part in self._parts:
-            entries.append(_entry(part, pieces[part], at, plan.need_of[part]))
-            at += _within_slot(pieces[part].bytes)
+            place = {"at": at, "need": plan.need_of[part]}
+            entries.append(entry_of(part, pieces[part]) | place)
+            at += _within_slot(pieces[part].tensor.nbytes)
         head = {
             "rank": job.rank,
             "extra_bytes": extra_bytes,
@@ -336,13 +301,7 @@ class Snapshots(NoSnapshots):
         for tensor, entry in zip(tensors, entries, strict=True):
             for slot in range(SLOTS):
                 at = self._file.tensors_offset(slot) + entry["at"]
-                if tensor.numel():
-                    flat = torch.frombuffer(
-                        memory, dtype=tensor.dtype, count=tensor.numel(), offset=at
-                    )
-                else:
-                    flat = torch.empty(0, dtype=tensor.dtype)
-                self._slots[slot].append(flat.view(tensor.shape))
+                self._slots[slot].append(overlay(memory, at, tensor.dtype, tensor.shape))
         self._sources = tensors
 
     def _versions(self) -> list[int]:
@@ -403,20 +362,6 @@ class Snapshots(NoSnapshots):
             f"warning: no copies of the state are kept in memory: {why}; after a loss without"
             " notice training goes on from the last checkpoint"
         )
-
-
-def _entry(part: Part, piece: Piece, at: int, need: int) -> dict[str, Any]:
-    """Return what whoever restores a tensor must know."""
-    name, offset = part
-    return {
-        "name": name,
-        "offset": list(offset),
-        "size": piece.size,
-        "whole": piece.whole,
-        "type": str(piece.tensor.dtype).removeprefix("torch."),
-        "at": at,
-        "need": need,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,33 +24,15 @@ from megatron.core.dist_checkpointing.dict_utils import (
     nested_values,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    _replace_state_dict_keys_with_sharded_keys,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
-
-__all__ = [
-    "METADATA",
-    "RNG",
-    "StandingState",
-    "addresses",
-    "require_same_groups",
-    "has_parameters",
-    "is_sharded",
-    "load_model",
-    "load_optimizer",
-    "load_rng",
-    "load_scheduler",
-    "mesh_shape",
-    "padded_vocab_size",
-    "refresh_optimizer",
-    "sharded_model",
-    "sharded_optimizer",
-    "sharded_rng",
-    "with_own_storage",
-    "without_local_copies",
-]
 
 # How megatron-core shall name and cut things. One key per layer loads into every partition, and
 # optimizer state in the shape of the parameters into every mesh.
@@ -181,40 +163,56 @@ def sharded_optimizer(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandingState:
-    """Caches a state that was taken apart, while tensor addresses are unchanged.
+class StateParts:
+    """Holds a state that was taken apart.
 
     Attributes:
-        shards: megatron-core's, by name, without copies.
-        common: what all ranks have in common, as it was.
-        random: shards with the random states, which are elsewhere each time.
-        addresses: of the weights and of the optimizer's state.
+        pieces: its tensors.
+        objects: its other values by name, as megatron-core has them, several under one name.
+        common: what all ranks have in common.
     """
 
-    shards: dict[str, list[Any]]
+    pieces: dict[Part, Piece]
+    objects: dict[str, list[Any]]
     common: dict[str, Any]
-    random: list[ShardedObject]
-    addresses: list[int]
 
     @classmethod
     def of(
-        cls, shards: dict[str, list[Any]], common: dict[str, Any], chunks: Any, optimizer: Any
-    ) -> StandingState | None:
-        """Return it, ``None`` where parts of the state were made for the moment."""
-        every = [one for own in shards.values() for one in own]
-        tensors = [one.data for one in every if not isinstance(one, ShardedObject)]
-        objects = [one for one in every if isinstance(one, ShardedObject)]
-        random = [one for one in objects if one.key == RNG]
-        if not all(_is_nothing(one.data) for one in objects if one.key != RNG):
-            return None
-        # Tensors that are memory of the weights and the optimizer's state themselves hold the state
-        # of every later step as well; others were made for one.
-        places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-        if any(one.untyped_storage().data_ptr() not in places for one in tensors if one.numel()):
-            return None
-        return cls(
-            shards=shards, common=common, random=random, addresses=addresses(chunks, optimizer)
+        cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
+    ) -> StateParts:
+        """Take megatron-core's shards apart.
+
+        Args:
+            sharded_state_dict: with the shards at its leaves.
+            common: what all ranks have in common.
+            is_whole: also what another rank would write.
+        """
+        parts = cls(pieces={}, objects={}, common=common)
+        by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=not is_whole
         )
+        for name, shards in by_name.items():
+            if isinstance(shards[0], ShardedObject):
+                parts.objects[name] = [one.data for one in shards]
+                continue
+            for one in shards:
+                size = [1] * one.prepend_axis_num + list(one.local_shape)
+                piece = Piece(tensor=one.data, size=size, whole=list(one.global_shape))
+                parts.pieces.setdefault((name, tuple(one.global_offset)), piece)
+        return parts
+
+    def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
+        """Return whether the same parts hold the state of every later step as well.
+
+        They do where tensors are memory of the weights and of the optimizer's state themselves, and
+        no object but random states holds anything.
+        """
+        empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
+        if not all(_is_nothing(one) for data in empty for one in data):
+            return False
+        places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
+        tensors = (one.tensor for one in self.pieces.values() if one.tensor.numel())
+        return all(one.untyped_storage().data_ptr() in places for one in tensors)
 
 
 def _is_nothing(data: Any) -> bool:

@@ -1,173 +1,196 @@
-"""Writes the ranks' parts of a checkpoint in megatron-core's ``torch_dist``, again and again.
+"""Writes the state of all ranks in the form of ``torch.distributed.checkpoint``.
 
-It is written in the process that trains: megatron-core's own writer starts a process by ``spawn``
-and others by ``fork`` at each save, which costs seconds and copies the sockets and mappings of the
-channels into the children.
+::
 
-The first time torch's planner says who writes what, and its plan and metadata are kept. While no
-rank's state changes its shape, a checkpoint then is one write of each rank and a few numbers
-between them. That matters behind training, where each line of Python holds up the thread that
-trains.
+    __<rank>_0.distcp    what a rank writes: its tensors, then its objects, each as torch.save does
+    .metadata            name, place in the whole tensor, file and offset of each of them
+
+Every checkpoint is written here: the trainer's, which megatron-core reads as ``torch_dist``, those
+of a ``Pipeline``, and those made of snapshots in memory. It is written in the process that trains:
+megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
+costs seconds and copies the sockets and mappings of the channels into the children.
+
+Ranks agree on who writes what when some rank's state changes its layout. Until then a checkpoint is
+one write of each rank and a few numbers between them. That matters behind training, where each line
+of Python holds up the thread that trains.
 """
 
 from __future__ import annotations
 
-import functools
 import io
+import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from megatron.adaptive.checkpoint.collective_errors import RankGroup
+if TYPE_CHECKING:
+    from megatron.adaptive.checkpoint.collective_errors import RankGroup
 
-__all__ = ["Shards", "TorchDistWriter", "by_name", "common_bytes"]
+METADATA = ".metadata"
 
-_METADATA = ".metadata"
-Shards = dict[str, list[Any]]
-_Place = tuple[str, tuple[int, ...] | None]  # of objects only the name
+Part = tuple[str, tuple[int, ...]]
+"""Name in a checkpoint, and place in the whole tensor."""
+
+Entry = dict[str, Any]
+"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object by its ``name`` alone.
+
+Once it is written it has also ``path``, ``at`` and ``length``: the file, and its bytes there.
+"""
 
 
-class TorchDistWriter:
-    """Writes checkpoints of one run.
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A tensor of the state.
 
     Attributes:
-        backend: name of the format.
-        version: of it.
-        can_handle_sharded_objects: objects that differ between ranks are written among the tensors.
+        tensor: that holds it until the next update.
+        size: of its part of the whole tensor.
+        whole: size of that.
     """
 
-    backend = "torch_dist"
-    version = 1
-    can_handle_sharded_objects = True
+    tensor: torch.Tensor
+    size: list[int]
+    whole: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenState:
+    """Holds the state of a rank at a step, as a checkpoint has it.
+
+    Attributes:
+        pieces: its tensors; of what several ranks hold the first one's are written.
+        objects: the same of other values, by name, from :func:`pickled`.
+        once: files that a checkpoint has once, by name; those of rank 0 are written.
+        manifest: returns what the program's own manifest holds besides files, given the ID of the
+            save, empty where all of it goes to one folder, and all ranks. Collective; what rank 0
+            gets counts.
+    """
+
+    pieces: Mapping[Part, Piece]
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    once: Mapping[str, bytes]
+    manifest: Callable[[str, RankGroup], Mapping[str, Any]]
+
+
+def entry_of(part: Part, piece: Piece) -> Entry:
+    """Return what the index of a checkpoint says of a part, as JSON can hold it."""
+    name, offset = part
+    return {
+        "name": name,
+        "offset": list(offset),
+        "size": piece.size,
+        "whole": piece.whole,
+        "type": str(piece.tensor.dtype).removeprefix("torch."),
+    }
+
+
+class ShardWriter:
+    """Writes one checkpoint after the other."""
 
     def __init__(self) -> None:
-        self._kinds: dict[_Place, Any] | None = None
-        self._name = ""
-        self._indices: list[MetadataIndex] = []
-        self._written: list[WriteResult] = []
-        self._metadata: Metadata | None = None
-        self._content = b""
+        self._layout: list[Entry] | None = None
+        self._own: set[int] = set()
+        self._tables: list[list[Entry]] = []
+        self._written: list[tuple[int, int]] = []
+        self._index = b""
 
-    def write(self, shards: Shards, folder: Path, ranks: RankGroup) -> None:
-        """Write shards; collective.
+    def write(self, state: TakenState, folder: Path, ranks: RankGroup) -> dict[str, bytes]:
+        """Write what ranks hold; collective. The system still has to make it durable.
 
         Args:
-            shards: this rank's, of its own alone, by name.
+            state: of this rank.
             folder: of the checkpoint; it exists on all ranks.
             ranks: all of them.
+
+        Returns:
+            On rank 0 the files that the checkpoint has once, which are still to be written.
 
         Raises:
             CheckpointError: it could not be written on some rank.
         """
-        kinds = _kinds(shards)
-        if ranks.any(kinds != self._kinds):
-            self._kinds = None
-            ranks.together(lambda: self._plan(shards, folder, ranks.group))
-            if {_place(one) for one in self._indices} == kinds.keys():
-                self._kinds = kinds
-            return
-        data = _data(shards)
-        own = [data[_place(one)] for one in self._indices]
-        written = ranks.together(lambda: _write_file(folder / self._name, self._indices, own))
-        if not ranks.any(written != self._written):
-            return
+        pieces, objects = state.pieces, state.objects
+        layout = [entry_of(*one) for one in pieces.items()] + [{"name": name} for name in objects]
+        if ranks.any(layout != self._layout):
+            self._share_out(ranks.gather(layout), ranks.rank)
+            self._layout = layout
+        tensors = [one.tensor.view(one.size) for one in pieces.values()]
+        every: list[Any] = [*tensors, *objects.values()]
+        own = [one for number, one in enumerate(every) if number in self._own]
+        path = folder / f"__{ranks.rank}_0.distcp"
+        written = ranks.together(lambda: write_file(path, own))
+        if ranks.any(written != self._written):
+            self._place(written, ranks)
+        return {**state.once, METADATA: self._index} if ranks.is_first else {}
+
+    def _place(self, written: list[tuple[int, int]], ranks: RankGroup) -> None:
+        """Bring the index up to date where parts came to lie elsewhere. Collective."""
+        is_new = len(written) != len(self._written)
         changed = {
-            new.index: new.storage_data
-            for new, old in zip(written, self._written, strict=True)
-            if new != old
+            number: one
+            for number, one in enumerate(written)
+            if is_new or one != self._written[number]
         }
         self._written = written
-        for one in ranks.gather(changed):
-            if self._metadata is not None:
-                self._metadata.storage_data.update(one)
-        self._content = pickle.dumps(self._metadata)
+        for rank, places in enumerate(ranks.gather(changed)):
+            for number, (at, length) in places.items():
+                file = {"path": f"__{rank}_0.distcp", "at": at, "length": length}
+                self._tables[rank][number].update(file)
+        if ranks.is_first:
+            self._index = index_of(entry for table in self._tables for entry in table)
 
-    def write_metadata(self, folder: Path) -> None:
-        """Write the index of all ranks' files; on rank 0, after :meth:`write`."""
-        (folder / _METADATA).write_bytes(self._content)
-        save_config(CheckpointingConfig(self.backend, self.version), str(folder))
-
-    def _plan(self, shards: Shards, folder: Path, group: dist.ProcessGroup) -> None:
-        """Write as torch's planner says, and keep what it said."""
-        writer = _PlanKeeper(folder)
-        torch_checkpoint.save(
-            dict(mcore_to_pyt_state_dict(dict(shards), False)),
-            storage_writer=writer,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=group,
-        )
-        self._name, self._indices, self._written = writer.name, writer.indices, writer.written
-        self._metadata = writer.metadata
-        self._content = pickle.dumps(self._metadata)
+    def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
+        """Let the first rank that holds a part write it."""
+        taken: set[Part] = set()
+        self._tables, self._own, self._written = [[] for _ in layouts], set(), []
+        for holder, layout in enumerate(layouts):
+            for number, entry in enumerate(layout):
+                part = entry["name"], tuple(entry.get("offset", ()))
+                if part not in taken:
+                    taken.add(part)
+                    self._tables[holder].append(dict(entry))
+                    if holder == rank:
+                        self._own.add(number)
 
 
-class _PlanKeeper(FileSystemWriter):  # type: ignore[misc]
-    """Writes a plan of torch's, and keeps what the next checkpoint of the same form needs.
-
-    Attributes:
-        name: of this rank's file.
-        indices: of its parts, in their order.
-        written: where they lie.
-        metadata: on rank 0, the content of ``.metadata``, once all have written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)
-        self.name = ""
-        self.indices: list[MetadataIndex] = []
-        self.written: list[WriteResult] = []
-        self.metadata: Metadata | None = None
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part, objects last: their lengths may change from save to save."""
-        items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
-        self.name = f"{plan.storage_data.prefix}0.distcp"
-        self.indices = [item.index for item in items]
-        data: list[Any] = [planner.resolve_data(item) for item in items]
-        self.written = _write_file(Path(self.path) / self.name, self.indices, data)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self.written)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep where everything lies."""
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {one.index: one.storage_data for own in results for one in own}
-        # torch's own would name the folder of the moment, and change at each checkpoint.
-        metadata.storage_meta = None
-        self.metadata = metadata
+def index_of(entries: Iterable[Entry]) -> bytes:
+    """Return the file ``METADATA`` of a checkpoint with these parts."""
+    found: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for entry in entries:
+        name, place = entry["name"], None
+        if "size" not in entry:
+            found[name] = BytesStorageMetadata()
+        else:
+            place = torch.Size(entry["offset"])
+            kind = TensorProperties(dtype=getattr(torch, entry["type"]))
+            whole = TensorStorageMetadata(kind, torch.Size(entry["whole"]), [])
+            chunk = ChunkStorageMetadata(place, torch.Size(entry["size"]))
+            found.setdefault(name, whole).chunks.append(chunk)
+        file = filesystem._StorageInfo(entry["path"], entry["at"], entry["length"])
+        places[MetadataIndex(name, place)] = file
+    index = Metadata(found, storage_data=places)
+    index.version = filesystem.CURRENT_DCP_VERSION
+    return pickle.dumps(index)
 
 
-def _write_file(
-    path: Path, indices: Sequence[MetadataIndex], data: Sequence[torch.Tensor | io.BytesIO]
-) -> list[WriteResult]:
-    """Write a rank's file; the system still has to make it durable.
-
-    Args:
-        path: of the file.
-        indices: of its parts.
-        data: of each; tensors wherever they are, or what is pickled already.
+def write_file(path: Path, data: Iterable[Any]) -> list[tuple[int, int]]:
+    """Write a rank's file of tensors and pickled objects.
 
     Returns:
-        Where each lies.
+        Offset and length of each in it, in bytes.
 
     Raises:
         OSError: it could not be written.
@@ -175,11 +198,10 @@ def _write_file(
     found, end = [], 0
     try:
         with path.open("wb") as file:
-            for index, one in zip(indices, data, strict=True):
-                buffer = one if isinstance(one, io.BytesIO) else _pickled(_compact(one))
-                length = file.write(buffer.getbuffer())
-                where = _StorageInfo(path.name, end, length)
-                found.append(WriteResult(index=index, size_in_bytes=length, storage_data=where))
+            for one in data:
+                is_object = isinstance(one, bytes)
+                length = file.write(one if is_object else _buffered(_compact(one)).getbuffer())
+                found.append((end, length))
                 end += length
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -193,65 +215,19 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole else tensor.clone()
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def overlay(memory: Any, at: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that lies in a buffer, from an offset in bytes on."""
+    if not (count := math.prod(size)):
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(size)
+
+
+def pickled(value: Any) -> bytes:
+    """Return the file that ``torch.save`` makes, which itself would hide why writing it fails."""
+    return _buffered(value).getvalue()
+
+
+def _buffered(value: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer
-
-
-@functools.cache
-def _pickled_nothing() -> io.BytesIO:
-    """Return the file of the empty object that most layers have beside their tensors."""
-    return _pickled([None])
-
-
-def _place(index: MetadataIndex) -> _Place:
-    return index.fqn, None if index.offset is None else tuple(index.offset)
-
-
-def _kinds(shards: Shards) -> dict[_Place, Any]:
-    """Return what the plan and the metadata depend on, by place."""
-    kinds: dict[_Place, Any] = {}
-    for name, own in shards.items():
-        for one in own:
-            if isinstance(one, ShardedObject):
-                kinds[name, None] = len(own)
-            else:
-                kinds[name, tuple(one.global_offset)] = (
-                    one.dtype,
-                    one.local_shape,
-                    one.global_shape,
-                    one.axis_fragmentations,
-                    getattr(one, "flattened_range", None),
-                )
-    return kinds
-
-
-def _data(shards: Shards) -> dict[_Place, torch.Tensor | io.BytesIO]:
-    """Return what is written, by place; objects pickled as megatron-core does."""
-    data: dict[_Place, torch.Tensor | io.BytesIO] = {}
-    for name, own in shards.items():
-        if isinstance(own[0], ShardedObject):
-            values = [one.data for one in own]
-            data[name, None] = _pickled_nothing() if values == [None] else _pickled(values)
-        else:
-            data |= {(name, tuple(one.global_offset)): one.data for one in own}
-    return data
-
-
-def common_bytes(common: dict[str, Any]) -> memoryview:
-    """Return the file of what all ranks have in common; torch itself hides why writing fails."""
-    return _pickled(common).getbuffer()
-
-
-def by_name(sharded_state_dict: dict[str, Any], *, own: bool = False) -> Shards:
-    """Return megatron-core's shards by their names in a checkpoint.
-
-    Args:
-        sharded_state_dict: with the shards at its leaves.
-        own: only what this rank writes, of all that it has.
-    """
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-        sharded_state_dict, keep_only_main_replica=own
-    )
-    return dict(flat)

@@ -7,9 +7,7 @@ differs is named, with both values and the remedy.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import datetime
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +19,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -35,20 +35,9 @@ from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
-from megatron.adaptive.checkpoint.saver import CheckpointSaver, HostCopy, SaveRequest
-from megatron.adaptive.checkpoint.snapshots import (
-    NoSnapshots,
-    Part,
-    Piece,
-    Snapshots,
-    SnapshotSettings,
-)
-from megatron.adaptive.checkpoint.torch_dist import (
-    Shards,
-    TorchDistWriter,
-    by_name,
-    common_bytes,
-)
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest
+from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState, pickled
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -57,53 +46,27 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
 
-__all__ = [
-    "Checkpoints",
-    "Progress",
-    "RunState",
-    "finish_former",
-    "make_local_disk",
-    "make_snapshots",
-    "require_same_model",
-    "require_same_optimizer",
-]
-
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
 # What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
 _SCRATCH = "_extra_state"
+_FORMAT = CheckpointingConfig("torch_dist", 1)
+_NOTHING = pickled([None])  # the empty object that most layers have beside their tensors
 
 # Settings that give the weights their shape, or say which weights there are.
 _SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "query_groups",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "qk_layernorm",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
+    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
+    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
     "untie_embeddings_and_output_weights",
 )
 # Settings that say what is computed with them; a fine-tuning may change these.
 _MEANINGS = (
-    "squared_relu",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
+    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
+    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
 )
 _FLAGS = {"query_groups": "--num-query-groups"}
 
@@ -119,10 +82,10 @@ class Progress:
         skipped_iterations: iterations without an update, for an overflow.
     """
 
-    iteration: int
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    skipped_iterations: int
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
 
 
 class Checkpoints:
@@ -149,7 +112,6 @@ class Checkpoints:
         scheduler: Any,
         local: LocalDisk | None = None,
     ) -> None:
-        self._local = local
         self._config = config
         self._config_dict = config.to_dict()
         self._settings = config.checkpoint
@@ -157,13 +119,10 @@ class Checkpoints:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._all = RankGroup(job.rank, job.control_group)
-        timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        self.saver = CheckpointSaver(job, timeout, local)
-        self._writer = TorchDistWriter()
-        self._host = HostCopy()
+        self.saver = CheckpointSaver(job, local)
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
-        self._standing: state.StandingState | None = None
+        self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint at once and return its folder; see :meth:`CheckpointSaver.save`.
@@ -177,20 +136,42 @@ class Checkpoints:
         """Write a checkpoint while training goes on; see :meth:`CheckpointSaver.save_behind`."""
         return self.saver.save_behind(self._request(progress))
 
-    def pieces(self, progress: Progress) -> tuple[Shards, dict[str, Any], bool]:
+    def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
 
         Args:
             progress: how far the run has come.
+            is_whole: also what another rank would write; the same at every call.
 
         Returns:
-            megatron-core's sharded tensors and objects by their names in a checkpoint, also those
-            that another rank would write; what is the same on all ranks; and whether tensors are
-            elsewhere than at the call before.
+            The object of the call before, brought to now, where tensors are where they were.
         """
-        if (again := self._again(progress)) is not None:
-            return (*again, False)
-        return (*self._apart(progress, is_whole=True), True)
+        if self._standing is not None:
+            parts, addresses = self._standing
+            if addresses == state.addresses(self._chunks, self._optimizer):
+                self._refresh(parts, progress)
+                return parts
+            self._standing = None
+        sharded, common = save_preprocess(
+            self._state_to_save(progress),
+            # All of a run's checkpoints are cut alike.
+            validate_access_integrity=not (is_whole or self._is_checked),
+            preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
+        )
+        self._is_checked = True
+        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+            if self._sharing is None:
+                strategy = get_default_save_sharded_strategy(_FORMAT.sharded_backend)
+                self._sharing = FullyParallelSaveStrategyWrapper(
+                    strategy, _replica_group(), do_cache_distribution=True
+                )
+            self._sharing.apply_saving_parallelization(sharded)
+        parts = state.StateParts.of(sharded, common, is_whole=is_whole)
+        if (
+            self._settings.no_save_optim or not state.is_sharded(self._optimizer)
+        ) and parts.is_lasting(self._chunks, self._optimizer):
+            self._standing = parts, state.addresses(self._chunks, self._optimizer)
+        return parts
 
     def manifest(self, progress: Progress) -> Manifest:
         """Return the manifest of a checkpoint of now."""
@@ -225,92 +206,48 @@ class Checkpoints:
             return None
         path, manifest = found
         self._standing = None
-        if self._local is None:
-            self._read(path, path, manifest)
-        else:
-            step = int(manifest.progress["iteration"])
-            with self._local.reading(path, step, manifest.save_id, manifest.files) as near:
-                self._read(path, near, manifest)
-        progress = Progress(**manifest.progress)
-        if self._settings.finetune:
-            progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
-        if self._local is not None:
-            self._local.resumed = progress.iteration
+        step = int(manifest.progress["iteration"])
+        with self.saver.reading(path, step, manifest.save_id, manifest.files) as near:
+            self._read(path, near, manifest)
+        progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
+        if self.saver.local is not None:
+            self.saver.local.resumed = progress.iteration
         return progress
 
     def _request(self, progress: Progress) -> SaveRequest:
-        if self._settings.save is None:
-            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
         return SaveRequest(
-            folder=CheckpointFolder(self._settings.save),
+            folder=CheckpointFolder(str(self._settings.save)),
             step=progress.iteration,
-            take=lambda copied: self._take(progress, is_copied=copied),
+            take=lambda: self._take(progress),
             keep=self._settings.keep_checkpoints,
             progress_dir=self._config.progress_dir,
             remedy=_REMEDY,
         )
 
-    def _take(self, progress: Progress, *, is_copied: bool) -> _TakenRun:
+    def _take(self, progress: Progress) -> TakenState:
         """Take the state as it is now."""
-        shards, common = self._again(progress) or self._apart(progress)
-        # They stay as they are while the state is taken apart again.
-        shards = {name: [copy.copy(one) for one in own] for name, own in shards.items()}
-        if is_copied:
-            every = [one for own in shards.values() for one in own]
-            held = [one for one in every if not isinstance(one, ShardedObject)]
-            for one, tensor in zip(held, self._host.take([one.data for one in held]), strict=True):
-                one.data = tensor
-            for one in every:
-                if isinstance(one, ShardedObject):
-                    one.data = copy.deepcopy(one.data)
-        return _TakenRun(
-            shards=shards,
-            common=common_bytes(common),
-            about=self.manifest(progress),
-            writer=self._writer,
+        parts, about = self.apart(progress, is_whole=False), self.manifest(progress)
+        return TakenState(
+            pieces=parts.pieces,
+            objects={
+                name: _NOTHING if values == [None] else pickled(values)
+                for name, values in parts.objects.items()
+            },
+            once={
+                COMMON_STATE_FNAME: pickled(parts.common),
+                "metadata.json": json.dumps(dataclasses.asdict(_FORMAT)).encode(),
+            },
+            manifest=lambda save_id, _: dataclasses.replace(about, save_id=save_id).to_dict(),
         )
 
-    def _apart(
-        self, progress: Progress, *, is_whole: bool = False
-    ) -> tuple[Shards, dict[str, Any]]:
-        """Take the state apart; returns this rank's part, and what all have in common.
-
-        Args:
-            progress: how far the run has come.
-            is_whole: also what another rank would write.
-        """
-        sharded, common = save_preprocess(
-            self._state_to_save(progress),
-            # All of a run's checkpoints are cut alike.
-            validate_access_integrity=not (is_whole or self._is_checked),
-            preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
-        )
-        self._is_checked = True
-        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
-            if self._sharing is None:
-                self._sharing = FullyParallelSaveStrategyWrapper(
-                    self._writer, _replica_group(), do_cache_distribution=True
-                )
-            self._sharing.apply_saving_parallelization(sharded)
-        shards = by_name(sharded, own=not is_whole)
-        if self._settings.no_save_optim or not state.is_sharded(self._optimizer):
-            self._standing = state.StandingState.of(shards, common, self._chunks, self._optimizer)
-        return shards, common
-
-    def _again(self, progress: Progress) -> tuple[Shards, dict[str, Any]] | None:
-        """Return the same at less cost, where the state is where it was when last taken apart."""
-        standing = self._standing
-        if standing is None:
-            return None
-        if standing.addresses != state.addresses(self._chunks, self._optimizer):
-            self._standing = None
-            return None
-        standing.common.update(self._counters(progress))
-        if "optimizer" in standing.common:
-            state.refresh_optimizer(standing.common["optimizer"], self._optimizer)
-        for shard in standing.random:
-            shard.data = state.sharded_rng(self._config).data
-        return standing.shards, standing.common
+    def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
+        """Bring to now what is elsewhere at each step."""
+        parts.common.update(self._counters(progress))
+        if "optimizer" in parts.common:
+            state.refresh_optimizer(parts.common["optimizer"], self._optimizer)
+        if not self._settings.no_save_rng:
+            random = state.sharded_rng(self._config)
+            parts.objects[random.unique_key] = [random.data]
 
     def _counters(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -415,7 +352,7 @@ class Checkpoints:
             whole, str(near), strategy, strict=StrictHandling.RETURN_UNEXPECTED
         )
         # Layers of Transformer Engine keep their own scratch state, which others do not write.
-        absent = sorted(key for key in absent if not key.endswith("_extra_state"))
+        absent = sorted(key for key in absent if not key.endswith(_SCRATCH))
         if absent:
             raise CheckpointError(
                 f"--load {path} has no {absent[0]} ({len(absent)} such): it is of another model or "
@@ -434,26 +371,6 @@ def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TakenRun:
-    """Writes a run's state of one rank; see ``TakenState``."""
-
-    shards: Shards
-    common: memoryview
-    about: Manifest
-    writer: TorchDistWriter
-
-    def write(self, folder: Path, ranks: RankGroup) -> None:
-        self.writer.write(self.shards, folder, ranks)
-
-    def write_once(self, folder: Path) -> None:
-        (folder / COMMON_STATE_FNAME).write_bytes(self.common)
-        self.writer.write_metadata(folder)
-
-    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
-        return dataclasses.replace(self.about, save_id=save_id).to_dict()
-
-
 def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
     settings = config.checkpoint
@@ -467,7 +384,6 @@ def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
             option=f"--save-local {settings.save_local}",
             patience="--distributed-timeout-minutes",
             keep=settings.keep_checkpoints,
-            timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
             progress_dir=config.progress_dir,
         ),
     )
@@ -522,27 +438,25 @@ class RunState:
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
         self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
-        self._common: dict[str, Any] = {}
+        self._parts: state.StateParts | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:
         """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
         gather_parameters(self._run)
-        shards, self._common, is_new = self._checkpoints.pieces(self._progress())
-        if not is_new:
+        former = self._parts
+        self._parts = self._checkpoints.apart(self._progress(), is_whole=True)
+        if self._parts is former:
             return None
-        return {
-            part: Piece(
-                tensor=shard.data,
-                size=[1] * shard.prepend_axis_num + list(shard.local_shape),
-                whole=list(shard.global_shape),
-            )
-            for part, shard in _parts(shards).items()
-        }
+        for name in self._parts.objects:
+            if f"{_SCRATCH}/" not in name:
+                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
+        return self._parts.pieces
 
     def extra(self) -> bytes:
         """Return the progress and what all ranks have in common; see ``SnapshotState``."""
+        assert self._parts is not None
         line = {"progress": dataclasses.asdict(self._progress())}
-        return json.dumps(line).encode() + b"\n" + common_bytes(self._common)
+        return json.dumps(line).encode() + b"\n" + pickled(self._parts.common)
 
     def head(self) -> Mapping[str, Any]:
         """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
@@ -550,25 +464,12 @@ class RunState:
             "common": COMMON_STATE_FNAME,
             "has_common": state.has_parameters(self._run.optimizer),
             "manifest": self._checkpoints.manifest(self._progress()).to_dict(),
-            "format": dataclasses.asdict(CheckpointingConfig("torch_dist", 1)),
+            "format": dataclasses.asdict(_FORMAT),
         }
 
     def is_changed(self) -> bool:
         """Return false: its pieces stay those of the first snapshot."""
         return False
-
-
-def _parts(sharded: dict[str, list[Any]]) -> dict[Part, Any]:
-    """Return the shards by name and place."""
-    found: dict[Part, Any] = {}
-    for name, shards in sharded.items():
-        for shard in shards:
-            if isinstance(shard, ShardedObject):
-                if shard.key.endswith(_SCRATCH):
-                    continue
-                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
-            found.setdefault((name, tuple(shard.global_offset)), shard)
-    return found
 
 
 def require_same_model(

@@ -34,10 +34,11 @@ from megatron.adaptive.planner.propose import (
     SCHEDULES,
     Proposal,
     Request,
+    find_front,
     propose,
+    write_front,
 )
-from megatron.adaptive.planner.search import SearchOptions
-from megatron.adaptive.planner.search_space import Objective
+from megatron.adaptive.planner.search import Objective, SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
 
@@ -219,8 +220,6 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
     """Finds the front over parts of the cluster, writes plans and charts, prints the table."""
-    from megatron.adaptive.planner.front import find_front, write_front
-
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     print(table(rows, inputs, options.tokens))

@@ -105,9 +105,9 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
     if any(part is not None and "bf16" not in part.flops for part in parts):
         default = "fp16"
     if document is not None:
-        arguments = document["model"].get("arguments", ())
-        half = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
-        default = document["model"].get("precision", half)
+        model = document["model"]
+        named = profile_file.precision_of(model.get("arguments", ()))
+        default = model.get("precision", named)
     return read_model(options.model, options.precision, default=default, fused=fused)
 
 

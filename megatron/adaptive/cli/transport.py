@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         if spec.is_switch:
             words["action"] = "store_true"
         else:
-            words |= {"type": _checked(spec.convert), "metavar": spec.flag.unit or "NAME"}
+            words |= {"type": _checked(spec.convert), "metavar": spec.unit or "NAME"}
         group.add_argument(spec.name, **words)
     return parser
 

@@ -38,7 +38,6 @@ from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.trace.event import KINDS
-from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import trace_files
 
 __all__ = ["main"]
@@ -56,17 +55,14 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.set not in (None, OWN):
         raise ConfigError(f"--set {options.set}: {options.data} has {OWN}")
-    found = [compare(OWN, read_own_runs(find_runs(options.data), options))]
+    found = compare(OWN, _read_runs(_find_runs(options.data), options))
     if options.json:
-        print(json.dumps([_as_json(one) for one in found], indent=2))
+        print(json.dumps([_as_json(found)], indent=2))
         return 0
-    for line in _table(found):
-        print(line)
+    print("\n".join(_table(found)))
     if options.rows:
-        for one in found:
-            print(f"\n{one.name}")
-            for line in _rows(one):
-                print(line)
+        print(f"\n{found.name}")
+        print("\n".join(_rows(found)))
     return 0
 
 
@@ -89,28 +85,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _table(found: Sequence[Comparison]) -> list[str]:
-    width = max(len(one.name) for one in found)
-    lines = [f"{'set':{width}}  runs  median  worst  ranks  best at  memory"]
-    for one in found:
-        errors = one.memory_errors
-        memory = f"{max(abs(error) for error in errors):.1%} of {len(errors)}" if errors else "-"
-        lines.append(
-            f"{one.name:{width}}  {len(one.timed):4}  {one.median_error:6.1%}"
-            f"  {one.worst_error:5.1%}  {one.correlation:5.3f}  {one.place_of_best:7}  {memory}"
-        )
-    lines += [
+def _table(one: Comparison) -> list[str]:
+    errors = one.memory_errors
+    memory = f"{max(abs(error) for error in errors):.1%} of {len(errors)}" if errors else "-"
+    return [
+        f"{'set':{len(one.name)}}  runs  median  worst  ranks  best at  memory",
+        f"{one.name}  {len(one.timed):4}  {one.median_error:6.1%}"
+        f"  {one.worst_error:5.1%}  {one.correlation:5.3f}  {one.place_of_best:7}  {memory}",
         "",
         "median, worst: error of the predicted time; ranks: correlation of predicted and measured",
         "order; best at: place of the fastest run in the predicted order; memory: worst error",
     ]
-    return lines
 
 
 def _rows(one: Comparison) -> list[str]:
-    lines = ["run         tp  dp  pp  size  partition  measured  predicted   error  memory"]
     width = max(len(_partition(row)) for row in one.rows)
-    lines[0] = lines[0].replace("partition", f"{'partition':{width}}")
+    head = f"{'partition':{width}}  measured  predicted   error  memory"
+    lines = [f"run         tp  dp  pp  size  {head}"]
     for row in one.rows:
         plan = row.measured.plan
         seconds, error = row.measured.seconds, row.time_error
@@ -152,7 +143,7 @@ def _as_json(one: Comparison) -> dict[str, Any]:
     }
 
 
-def find_runs(folder: Path) -> dict[str, Path]:
+def _find_runs(folder: Path) -> dict[str, Path]:
     """Finds folders with traces: this one, those below it, and ``traces`` in those.
 
     Returns:
@@ -177,7 +168,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_own_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
+def _read_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
     """Reads runs of our trainer.
 
     Args:
@@ -200,14 +191,7 @@ def read_own_runs(found: Mapping[str, Path], options: argparse.Namespace) -> lis
 
 
 def _measured(name: str, run: TracedRun, given: Inputs, options: argparse.Namespace) -> MeasuredRun:
-    complete = run.trace.complete_iterations()
-    if len(complete) <= run.skip:
-        raise ConfigError(
-            f"{run.trace.origin}: {len(complete)} complete iterations, of which the first"
-            f" {run.skip} do not count: trace more"
-        )
-    figures = run_figures(run.trace, complete[run.skip :])
-    steps = figures.kind_ns[:, :, KINDS.index("step")].max(axis=1)
+    steps = run.figures().kind_ns[:, :, KINDS.index("step")].max(axis=1)
     return MeasuredRun(
         name=name,
         plan=_plan(run, given, options),
@@ -224,13 +208,7 @@ def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
         raise ConfigError(f"{run.trace.origin}: no trace of rank {missing}: all ranks are needed")
-    if not first.layers:
-        raise ConfigError(
-            f"{run.trace.origin}: the trace does not say how many layers its stages hold:"
-            " trace the run anew"
-        )
-    tp = 1 + max(header.tp_rank for header in headers.values())
-    dp = 1 + max(header.dp_rank for header in headers.values())
+    held = stage_layers(given.model, run.layers)
     gpus = _gpus(run, given.cluster)
     places = []
     for pp_rank in range(first.num_ranks):
@@ -239,17 +217,19 @@ def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
             for rank, header in headers.items()
             if header.pp_rank == pp_rank and header.tp_rank == 0
         )
-        replicas = tuple(Replica(node=gpus[rank][0], gpu=gpus[rank][1], tp=tp) for _, rank in ranks)
+        replicas = tuple(
+            Replica(node=gpus[rank][0], gpu=gpus[rank][1], tp=run.tp) for _, rank in ranks
+        )
         places.append(StagePlace(replicas=replicas, micro_batch=run.micro_batch))
     return Plan(
-        tp=tp,
-        dp=dp,
+        tp=run.tp,
+        dp=run.dp,
         pp=first.num_ranks,
         chunks=first.num_chunks,
         micro_batch=run.micro_batch,
-        global_batch=run.micro_batch * dp * first.num_microbatches,
+        global_batch=run.micro_batch * run.dp * first.num_microbatches,
         schedule=first.schedule,
-        partition=tuple(len(held) for held in stage_layers(given.model, first.layers)),
+        partition=tuple(map(len, held)),
         places=tuple(places),
         recompute=options.recompute,
         distributed_optimizer=options.distributed_optimizer,

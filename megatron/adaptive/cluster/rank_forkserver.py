@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
-    *("training.pretrain", "training.loop", "training.hooks", "training.logging"),
+    *("training.pretrain", "training.loop", "training.logging"),
     *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
     *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
 )

@@ -21,11 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.adaptive.checkpoint.folder import (
-    CheckpointFolder,
-    PipelineFolder,
-    read_pipeline_manifest,
-)
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
@@ -51,13 +47,14 @@ class Program(ABC):
     def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
         self.folder = folder
 
-    @abstractmethod
     def check(self) -> None:
         """Refuses a folder of checkpoints that ranks could not go on from.
 
         Raises:
             CheckpointError: it is damaged.
         """
+        if (latest := self.folder.latest()) is not None:
+            self.folder.open(latest)
 
     @abstractmethod
     def command(
@@ -98,11 +95,6 @@ class TrainerProgram(Program):
     def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
         super().__init__(CheckpointFolder(checkpoints))
         self._arguments = arguments
-
-    def check(self) -> None:
-        """Implements :class:`Program`."""
-        if (latest := self.folder.latest()) is not None:
-            self.folder.open(latest)
 
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
@@ -147,11 +139,6 @@ class ScriptProgram(Program):
         self._arguments = arguments
         self._model = model_file(checkpoints)
         self._measured = 0
-
-    def check(self) -> None:
-        """Implements :class:`Program`."""
-        if (latest := self.folder.latest()) is not None:
-            read_pipeline_manifest(self.folder.find(latest))
 
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path

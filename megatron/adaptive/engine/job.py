@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.errors import AdaptiveError
 
 __all__ = ["Job", "destroy_groups", "environment_of_rank", "process_groups"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,24 @@ class Job:
         box = [mine]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Returns what ``action`` gives on rank 0. Collective over all ranks.
+
+        Raises:
+            AdaptiveError: what it raised there, on all ranks.
+        """
+        answer: Any = None
+        if self.is_first:
+            try:
+                answer = action()
+            except AdaptiveError as error:
+                answer = error
+        answer = self.from_first(answer)
+        if isinstance(answer, AdaptiveError):
+            raise answer
+        found: T = answer
+        return found
 
     def settle(self) -> None:
         """Takes the process groups that are there as the job's: later ones are the user's."""

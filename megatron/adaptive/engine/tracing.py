@@ -19,14 +19,13 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import Variable
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
-from megatron.adaptive.trace.clock_sync import ClockSync
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
@@ -57,7 +56,7 @@ class Tracing:
         self,
         recorder: Recorder | None = None,
         clock: CpuClock | CudaClock | None = None,
-        sync: ClockSync | None = None,
+        sync: ExitStack | None = None,
     ) -> None:
         self.recorder = recorder
         self._clock: Any = clock or CpuClock()

@@ -304,16 +304,11 @@ def build_layer(
         block: megatron-core's block of layers that it is for.
         index: its place in the block.
     """
-    spec = _layer_spec(config)
-    if config.splits_backward:
-        spec = deferring_spec(spec)
-    if core.use_cpu_initialization:
-        spec = _keyed(spec)
     drawing = core.init_method, core.output_layer_init_method
     core.init_method = core.output_layer_init_method = _as_it_is
     try:
         layer: torch.nn.Module = build_module(
-            spec,
+            _layer_spec(config, core),
             config=core,
             layer_number=index + 1,
             pg_collection=block.pg_collection,
@@ -332,10 +327,6 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _keyed(spec: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
-
-
 def _build_chunk(
     config: TrainerConfig,
     core: TransformerConfig,
@@ -346,15 +337,6 @@ def _build_chunk(
     last: bool,
 ) -> torch.nn.Module:
     model = config.model
-    spec = _layer_spec(config)
-    if config.splits_backward:
-        reason = why_not_split(core, spec)
-        if reason is not None:
-            raise ConfigError(
-                f"backwards cannot be split: {reason}; pass --split-backward False, or choose a "
-                "schedule with whole backwards"
-            )
-        spec = deferring_spec(spec)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
         init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
@@ -364,10 +346,9 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-        spec = _keyed(spec)
     chunk = GPTModel(
         config=core,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=_layer_spec(config, core),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
@@ -388,13 +369,32 @@ def _build_chunk(
     return chunk
 
 
-def _layer_spec(config: TrainerConfig) -> ModuleSpec:
+def _layer_spec(config: TrainerConfig, core: TransformerConfig) -> ModuleSpec:
+    """Return what a transformer layer is built of.
+
+    Raises:
+        ConfigError: backwards are to be split, and its layers cannot.
+    """
     model = config.model
     if model.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-    return get_gpt_layer_local_spec(
-        qk_layernorm=model.qk_layernorm, normalization=model.normalization
-    )
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=model.qk_layernorm, normalization=model.normalization
+        )
+    if config.splits_backward:
+        reason = why_not_split(core, spec)
+        if reason is not None:
+            raise ConfigError(
+                f"backwards cannot be split: {reason}; pass --split-backward False, or choose a "
+                "schedule with whole backwards"
+            )
+        spec = deferring_spec(spec)
+    if core.use_cpu_initialization:
+        spec = ModuleSpec(
+            module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules
+        )
+    return spec
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:

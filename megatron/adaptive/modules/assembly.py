@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.modules.batch import BatchShape, stretched
 from megatron.adaptive.modules.cutting import (
     StagePlan,
@@ -108,28 +107,24 @@ def assemble(
     tape = forwards.training
     check_stages(tape.num_segments, placement.num_stages)
     check_shared(tape, request.shared_weights)
-    # Times differ from rank to rank: one decides.
-    answer: Any = None
-    if mesh.rank == 0:
-        try:
-            if shape.samples >= 2 * shape.micro_batch_size:
-                check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
-            if not (request.partition or weights):
-                found = measure_segments(
-                    forward, tape, first, forward.device, split=False, repeats=_REPEATS
-                )
-                answer = [one.seconds for one in found]
-        except AdaptiveError as error:
-            answer = error
-    answer = mesh.from_first(answer)
-    if isinstance(answer, AdaptiveError):
-        raise answer
+
+    def measured() -> tuple[float, ...]:
+        if shape.samples >= 2 * shape.micro_batch_size:
+            check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
+        if request.partition or weights:
+            return tuple(weights or ())
+        found = measure_segments(
+            forward, tape, first, forward.device, split=False, repeats=_REPEATS
+        )
+        return tuple(one.seconds for one in found)
+
+    weights = mesh.on_first(measured)  # times differ from rank to rank: one decides
     if request.partition is not None:
         partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
     else:
         check_weights(weights, tape.num_segments)
-        partition = balanced(weights or answer, placement.num_stages)
-    return _hold(forward, forwards, partition, tuple(weights or answer or ()), mesh, placement)
+        partition = balanced(weights, placement.num_stages)
+    return _hold(forward, forwards, partition, weights, mesh, placement)
 
 
 def _hold(

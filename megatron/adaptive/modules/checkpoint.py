@@ -7,28 +7,23 @@ Running means of other replicas are not kept. Snapshots in memory hold the same 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import (
-    PipelineFolder,
-    make_pipeline_manifest,
-    read_pipeline_manifest,
-)
+from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
-from megatron.adaptive.checkpoint.saver import CheckpointSaver, HostCopy, SaveRequest
-from megatron.adaptive.checkpoint.snapshots import Part, Piece
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, require_seen
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.update import LossScale, Update
@@ -64,8 +59,7 @@ class Checkpointer:
         self._mesh = mesh
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
-        self._host = HostCopy()
-        self.saver = CheckpointSaver(mesh, mesh.timeout)
+        self.saver = CheckpointSaver(mesh)
         passing = set(_not_saved(model))
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
 
@@ -93,7 +87,7 @@ class Checkpointer:
         return SaveRequest(
             folder=PipelineFolder(folder),
             step=int(head["step"]),
-            take=lambda is_copied: self._take(head, state or {}, is_copied=is_copied),
+            take=lambda: self._take(head, state or {}),
             keep=keep,
             progress_dir=progress_dir,
             remedy=_REMEDY,
@@ -115,7 +109,6 @@ class Checkpointer:
             option=f"local_folder {base}",
             patience="timeout_s of Pipeline",
             keep=keep,
-            timeout_s=self._mesh.timeout.total_seconds(),
             progress_dir=progress_dir,
         )
         shared = PipelineFolder(folder)
@@ -171,17 +164,12 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
         self.saver.finish()
-        ranks, local = self._ranks, self.saver.local
-        path = ranks.on_first(lambda: PipelineFolder(folder).find(step), name_rank=False)
-        ranks.together(lambda: self._require_seen(path))
-        manifest = ranks.on_first(lambda: read_pipeline_manifest(path), name_rank=False)
+        ranks = self._ranks
+        path, manifest = ranks.on_first(lambda: PipelineFolder(folder).open(step), name_rank=False)
+        ranks.together(lambda: require_seen(path, self._mesh))
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        with (
-            contextlib.nullcontext(path)
-            if local is None
-            else local.reading(path, int(manifest["step"]), save_id, files)
-        ) as near:
+        with self.saver.reading(path, int(manifest["step"]), save_id, files) as near:
             states = self._read(path, near, manifest if has_optimizer else None)
             content = _read_state(path, near, manifest, state) if state else {}
         if has_optimizer:
@@ -192,33 +180,19 @@ class Checkpointer:
             one.load_state_dict(content[name])
         return manifest
 
-    def _take(
-        self, head: Mapping[str, Any], state: Mapping[str, Any], *, is_copied: bool
-    ) -> _TakenPipeline:
-        """Take the state of now apart; copied, it may change before it is written."""
-        content: list[bytes] = []
+    def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
+        """Take the state of now apart."""
+        once: dict[str, bytes] = {}
         if state:
-            self._ranks.first(lambda: content.append(_state_bytes(state, check=True)))
+            self._ranks.first(lambda: once.update({_STATE: _state_bytes(state, check=True)}))
         tensors, about = self.apart()
-        if self._mesh.dp_rank:
-            tensors = {}
-        if is_copied:
-            copies = self._host.take(list(tensors.values()))
-            tensors = dict(zip(tensors, copies, strict=True))
-        return _TakenPipeline(
-            head=head,
-            state=content[0] if content else None,
-            tensors=tensors,
-            about=about,
-            require_seen=self._require_seen,
+        return TakenState(
+            pieces={} if self._mesh.dp_rank else _pieces(tensors),
+            once=once,
+            manifest=lambda save_id, ranks: make_pipeline_manifest(
+                {**head, "save_id": save_id}, ranks.gather(about)
+            ),
         )
-
-    def _require_seen(self, path: Path) -> None:
-        if not path.is_dir():
-            host = self._mesh.places[self._mesh.rank]["host"]
-            raise CheckpointError(
-                f"{path}: {host} does not see it: give a folder that all nodes share"
-            )
 
     def _read(
         self, path: Path, near: Path, manifest: Mapping[str, Any] | None
@@ -376,35 +350,6 @@ class Checkpointer:
         optimizer.load_state_dict(whole)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TakenPipeline:
-    """Writes a pipeline's state of one rank; see ``TakenState``."""
-
-    head: Mapping[str, Any]
-    state: bytes | None
-    tensors: Mapping[str, torch.Tensor]
-    about: Mapping[str, Any]
-    require_seen: Callable[[Path], None]
-
-    def write(self, folder: Path, ranks: RankGroup) -> None:
-        ranks.together(lambda: self.require_seen(folder))
-        ranks.together(
-            lambda: dcp.save(
-                dict(self.tensors),
-                storage_writer=FileSystemWriter(folder),
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=ranks.group,
-            )
-        )
-
-    def write_once(self, folder: Path) -> None:
-        if self.state is not None:
-            (folder / _STATE).write_bytes(self.state)
-
-    def manifest(self, save_id: str, ranks: RankGroup) -> Mapping[str, Any]:
-        return make_pipeline_manifest({**self.head, "save_id": save_id}, ranks.gather(self.about))
-
-
 class PipelineState:
     """Takes one rank's state apart for snapshots in memory; see ``SnapshotState``.
 
@@ -431,12 +376,8 @@ class PipelineState:
         """Return the tensors; buffers are copied at once, for a forward may change them."""
         tensors, self._about = self._checkpointer.apart()
         self._layout = _layout(tensors)
-        found = {}
-        for name, one in tensors.items():
-            size = list(one.shape)
-            tensor = one.clone() if self._checkpointer.is_buffer(name) else one
-            found[name, (0,) * one.dim()] = Piece(tensor=tensor, size=size, whole=size)
-        return found
+        is_buffer = self._checkpointer.is_buffer
+        return _pieces({n: one.clone() if is_buffer(n) else one for n, one in tensors.items()})
 
     def extra(self) -> bytes:
         """Return what describes the tensors, and the user's objects; see ``SnapshotState``."""
@@ -454,6 +395,14 @@ class PipelineState:
     def is_changed(self) -> bool:
         """Return whether tensors came: optimizers make their state with the first update."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
+    """Return whole tensors as parts of a checkpoint."""
+    return {
+        (name, (0,) * one.dim()): Piece(tensor=one, size=list(one.shape), whole=list(one.shape))
+        for name, one in tensors.items()
+    }
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:

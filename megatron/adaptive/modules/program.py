@@ -15,16 +15,17 @@ Everything else has its weight gradient in B.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.node import map_aggregate
 
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import (
@@ -37,16 +38,9 @@ from megatron.adaptive.engine.weight_gradient import (
 )
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.modules.cutting import StagePlan
-from megatron.adaptive.modules.recording import Call, Ref, Tape, Value, fill
+from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 
-__all__ = [
-    "Deferred",
-    "MessageLayout",
-    "ProgramStages",
-    "RandomKey",
-    "StageProgram",
-    "deferred_call",
-]
+__all__ = ["MessageLayout", "ProgramStages", "RandomKey", "StageProgram"]
 
 
 class RandomKey:
@@ -86,17 +80,17 @@ class RandomKey:
 class _Step:
     """One call, prepared: what it reads is put into its arguments, what it makes is taken out."""
 
-    __slots__ = ("_args", "_call", "_flat", "_kwargs", "drops", "layer", "number")
+    __slots__ = ("_call", "_flat", "_given", "drops", "layer", "number")
 
     def __init__(self, call: Call, number: int, drops: Sequence[int], tape: Tape) -> None:
         self._call = call
         self._flat = not call.kwargs and all(
             type(one) is Ref or not isinstance(one, (tuple, list, dict, slice)) for one in call.args
         )
-        self._args, self._kwargs = call.args, call.kwargs
+        self._given: Any = (call.args, call.kwargs)
         self.number = number
         self.drops = tuple(drops)
-        self.layer = deferred_call(call, tape)
+        self.layer = _deferred(call, tape)
 
     def move(self, source: torch.device, target: torch.device) -> None:
         """Take devices among the arguments for ``target`` where they say ``source``."""
@@ -106,7 +100,7 @@ class _Step:
                 return target if one.type == source.type else one
             return str(target) if isinstance(one, str) and one == str(source) else one
 
-        self._args, self._kwargs = fill((self._args, self._kwargs), leaf)
+        self._given = map_aggregate(self._given, leaf)
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
@@ -118,13 +112,12 @@ class _Step:
             if output is not None:
                 env[call.outputs[0][0]] = output
                 return
+        args, kwargs = self._given
         if self._flat:
-            args: Any = [env[one.value] if type(one) is Ref else one for one in self._args]
-            kwargs: Any = {}
+            args = [env[one.value] if type(one) is Ref else one for one in args]
         else:
-            args, kwargs = fill(
-                (self._args, self._kwargs),
-                lambda one: env[one.value] if type(one) is Ref else one,
+            args, kwargs = map_aggregate(
+                self._given, lambda one: env[one.value] if type(one) is Ref else one
             )
         if call.with_grad and call.autocast == ambient:
             result = call.function(*args, **kwargs)
@@ -168,23 +161,20 @@ class StageProgram:
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        plan: StagePlan,
-        held: Mapping[str, torch.Tensor],
-        device: torch.device,
+        self, tape: Tape, plan: StagePlan, held: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
         self.plan = plan
         self._tape = tape
         self._held = held
         self._device = device
         values = tape.values
-        self._gradients_in = [n for n in plan.received if values[n].requires_grad]
-        self._gradients_out = [n for n in plan.sent if values[n].requires_grad]
-        self.forward_layout = MessageLayout.of([values[n] for n in plan.received])
-        self.backward_layout = MessageLayout.of([values[n] for n in self._gradients_in])
-        self.next_forward = MessageLayout.of([values[n] for n in plan.sent])
-        self.next_backward = MessageLayout.of([values[n] for n in self._gradients_out])
+        received, sent = ([values[n] for n in row] for row in (plan.received, plan.sent))
+        self._gradients_in = [value.requires_grad for value in received]
+        self._gradients_out = [value.requires_grad for value in sent]
+        self.forward_layout = MessageLayout.of(received)
+        self.backward_layout = MessageLayout.of(compress(received, self._gradients_in))
+        self.next_forward = MessageLayout.of(sent)
+        self.next_backward = MessageLayout.of(compress(sent, self._gradients_out))
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
         self._steps = self._prepare()
@@ -193,23 +183,19 @@ class StageProgram:
         tape, plan = self._tape, self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
         last: dict[int, int] = {}
-        seen: set[int] = set()
         for place, number in enumerate(plan.calls):
             call = tape.calls[number]
             for one in (*call.reads, *(old for old, _ in call.changes)):
                 last[one] = place
-                value = tape.values[one]
-                if value.source and one not in seen:
-                    seen.add(one)
-                    self._take(one)
-            for one, _ in call.outputs:
+            for one in (*(made for made, _ in call.outputs), *(new for _, new in call.changes)):
                 last.setdefault(one, place)
-            for _, new in call.changes:
-                last.setdefault(new, place)
-        for one in keep:
-            if tape.values[one].source and one not in seen:
-                seen.add(one)
-                self._take(one)
+        for one in {**last, **dict.fromkeys(keep)}:
+            value = tape.values[one]
+            if value.source == "constant":
+                assert value.tensor is not None
+                self._constants[one] = value.tensor.detach().to(self._device)
+            elif value.source:
+                self._sources.append((one, value.source, value.name))
         drops: dict[int, list[int]] = {}
         for one, place in last.items():
             if one not in keep:
@@ -222,14 +208,6 @@ class StageProgram:
             for step in steps:
                 step.move(tape.device, self._device)
         return steps
-
-    def _take(self, number: int) -> None:
-        value = self._tape.values[number]
-        if value.source == "constant":
-            assert value.tensor is not None
-            self._constants[number] = value.tensor.detach().to(self._device)
-        else:
-            self._sources.append((number, value.source, value.name))
 
     def forward(
         self,
@@ -269,23 +247,16 @@ class StageProgram:
 
     def require_gradients(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of a message as leaves, those requiring a gradient that have one."""
-        wanted = set(self._gradients_in)
-        return [
-            one.detach().requires_grad_(number in wanted)
-            for number, one in zip(self.plan.received, received, strict=True)
-        ]
+        pairs = zip(received, self._gradients_in, strict=True)
+        return [one.detach().requires_grad_(wanted) for one, wanted in pairs]
 
     def gradients_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients that go back to the stage before."""
-        wanted = set(self._gradients_in)
-        pairs = zip(self.plan.received, leaves, strict=True)
-        return [leaf.grad for number, leaf in pairs if number in wanted]
+        return [leaf.grad for leaf in compress(leaves, self._gradients_in)]
 
     def differentiated(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what gets a gradient from the stage after, in the order of that message."""
-        wanted = set(self._gradients_out)
-        pairs = zip(self.plan.sent, sent, strict=True)
-        return [one for number, one in pairs if number in wanted]
+        return list(compress(sent, self._gradients_out))
 
 
 _NOTHING = contextlib.nullcontext()
@@ -447,7 +418,7 @@ class MessageLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, values: Sequence[Value]) -> MessageLayout:
+    def of(cls, values: Iterable[Value]) -> MessageLayout:
         """Return the layout of a row of tensors, at least one byte long."""
         places: list[_Place] = []
         offset = 0
@@ -499,81 +470,44 @@ def _view(block: torch.Tensor, place: _Place) -> torch.Tensor:
     return block[offset : offset + size].view(dtype).view(shape)
 
 
-_LINEAR = (F.linear, torch.ops.aten.linear.default)
-_ADDMM = (torch.addmm, torch.ops.aten.addmm.default)
-
-
 @dataclass(frozen=True, slots=True)
-class Deferred:
+class _Deferred:
     """A recorded call whose weight gradient can be put off.
 
     Attributes:
+        given, weight, bias: the values.
         kind: ``linear``, ``addmm`` or ``embedding``.
-        given, weight, bias: numbers of the values.
         padding: row of an embedding without gradient, -1 for none.
         by_frequency: ``scale_grad_by_freq`` of an embedding.
+        is_odd: has an option that is not supported.
     """
 
-    kind: str
-    given: int
-    weight: int
-    bias: int | None = None
+    given: Any
+    weight: Any
+    bias: Any = None
+    kind: str = "linear"
     padding: int = -1
     by_frequency: bool = False
+    is_odd: bool = False
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
         """Return the layer's output, ``None`` if it must be computed as recorded."""
-        weight: Any = env[self.weight]
+        weight: Any = env[self.weight.value]
         if not is_deferring(store, weight):
             return None
         call: LayerCall
         if self.kind == "embedding":
             call = EmbeddingCall(weight, self.padding, self.by_frequency)
         else:
-            bias: Any = None if self.bias is None else env[self.bias]
+            bias: Any = None if self.bias is None else env[self.bias.value]
             call = LinearCall(weight, bias, self.kind == "addmm", dtype)
-        return defer(call, env[self.given], store)
+        return defer(call, env[self.given.value], store)
 
 
-def deferred_call(call: Call, tape: Tape) -> Deferred | None:
-    """Return how a call's weight gradient is put off, ``None`` if it cannot be."""
-    if not call.with_grad or call.changes or len(call.outputs) != 1:
-        return None
-    found: Deferred | None = None
-    if call.function in _LINEAR:
-        found = _linear(*call.args, **call.kwargs)
-    elif call.function in _ADDMM and not call.kwargs and len(call.args) == 3:
-        bias, given, weight = call.args
-        found = _linear(given, weight, bias, kind="addmm")
-    elif call.function is F.embedding:
-        found = _embedding(*call.args, **call.kwargs)
-    elif call.function is torch.ops.aten.embedding.default and len(call.args) >= 2:
-        weight, given, *more = call.args
-        options = [*more, *[-1, False, False][len(more) :]]
-        found = _embedding(given, weight, None, None, 2.0, *options[1:])
-        if found is not None:
-            found = dataclasses.replace(found, padding=options[0])
-    if found is None:
-        return None
-    given = tape.values[found.given]
-    parameters = [tape.values[n] for n in (found.weight, found.bias) if n is not None]
-    if any(one.source != "parameter" or one.dtype != parameters[0].dtype for one in parameters):
-        return None
-    if found.kind != "embedding" and given.dtype != parameters[0].dtype and call.autocast is None:
-        return None
-    if found.kind == "addmm" and len(given.shape) != 2:
-        return None
-    return found
-
-
-def _linear(given: Any, weight: Any, bias: Any = None, *, kind: str = "linear") -> Deferred | None:
-    if not isinstance(given, Ref) or not isinstance(weight, Ref):
-        return None
-    if bias is not None and not isinstance(bias, Ref):
-        return None
-    return Deferred(kind, given.value, weight.value, None if bias is None else bias.value)
+def _addmm(bias: Any, given: Any, weight: Any) -> _Deferred:
+    return _Deferred(given, weight, bias, "addmm", is_odd=bias is None)
 
 
 def _embedding(
@@ -584,10 +518,45 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Deferred | None:
-    if max_norm is not None or sparse or not isinstance(given, Ref) or not isinstance(weight, Ref):
-        return None
+) -> _Deferred:
     padding = -1 if padding_idx is None else padding_idx
-    if padding < -1:
+    is_odd = max_norm is not None or sparse or padding < -1
+    return _Deferred(given, weight, None, "embedding", padding, scale_grad_by_freq, is_odd)
+
+
+def _aten_embedding(
+    weight: Any, given: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+) -> _Deferred:
+    return _Deferred(given, weight, None, "embedding", padding, by_frequency, sparse)
+
+
+_DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
+    F.linear: _Deferred,
+    torch.ops.aten.linear.default: _Deferred,
+    torch.addmm: _addmm,
+    torch.ops.aten.addmm.default: _addmm,
+    F.embedding: _embedding,
+    torch.ops.aten.embedding.default: _aten_embedding,
+}
+
+
+def _deferred(call: Call, tape: Tape) -> _Deferred | None:
+    """Return how a call's weight gradient is put off, ``None`` if it cannot be."""
+    known = _DEFERRING.get(call.function)
+    if known is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None
-    return Deferred("embedding", given.value, weight.value, None, padding, scale_grad_by_freq)
+    try:
+        found = known(*call.args, **call.kwargs)
+    except TypeError:  # options that are not known here
+        return None
+    weights = [one for one in (found.weight, found.bias) if one is not None]
+    if found.is_odd or not all(isinstance(one, Ref) for one in (found.given, *weights)):
+        return None
+    given, *parameters = (tape.values[one.value] for one in (found.given, *weights))
+    if any(one.source != "parameter" or one.dtype != parameters[0].dtype for one in parameters):
+        return None
+    if found.kind != "embedding" and given.dtype != parameters[0].dtype and call.autocast is None:
+        return None
+    if found.kind == "addmm" and len(given.shape) != 2:
+        return None
+    return found

@@ -21,9 +21,11 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from megatron.adaptive.errors import ConfigError
@@ -33,18 +35,11 @@ __all__ = [
     "CutPoint",
     "Forward",
     "Forwards",
-    "PRECISIONS",
-    "ReadsValueError",
     "Ref",
-    "SLICINGS",
     "Slicing",
     "Tape",
     "Value",
-    "fill",
-    "mark",
     "mode_of",
-    "record",
-    "refs_in",
     "undisturbed",
 ]
 
@@ -208,36 +203,6 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
 
-def refs_in(template: Any) -> Iterable[int]:
-    """Yield the values that a template of arguments names."""
-    if type(template) is Ref:
-        yield template.value
-    elif isinstance(template, (tuple, list)):
-        for one in template:
-            yield from refs_in(one)
-    elif isinstance(template, dict):
-        for one in template.values():
-            yield from refs_in(one)
-    elif isinstance(template, slice):
-        yield from refs_in((template.start, template.stop, template.step))
-
-
-def fill(template: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return a nested structure with ``leaf`` applied to everything that is no container."""
-    kind = type(template)
-    if kind is tuple or kind is list:
-        return kind(fill(one, leaf) for one in template)
-    if kind is dict:
-        return {name: fill(one, leaf) for name, one in template.items()}
-    if isinstance(template, tuple):  # torch.Size, named tuples
-        parts = [fill(one, leaf) for one in template]
-        return kind(*parts) if hasattr(template, "_fields") else kind(parts)
-    if kind is slice:
-        parts = [fill(one, leaf) for one in (template.start, template.stop, template.step)]
-        return slice(*parts)
-    return leaf(template)
-
-
 # Functions that give Python what is in a tensor.
 _READING = frozenset(
     ("item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__ "
@@ -250,56 +215,18 @@ class ReadsValueError(ConfigError):
     """The forward decides by what is in a tensor."""
 
 
-def record(
-    model: torch.nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    run: Callable[[], Any],
-    *,
-    freeze: bool = False,
-) -> Tape:
-    """Run a forward and return what it did.
-
-    Buffers and random generators are left as they were.
-
-    Args:
-        model: whose parameters and buffers are used.
-        inputs: the tensors that vary from microbatch to microbatch.
-        run: runs the forward on ``inputs`` and returns the loss.
-        freeze: take what the forward reads from tensors as fixed.
-
-    Raises:
-        ReadsValueError: the forward reads values that vary.
-        ConfigError: a cut point is passed twice or not at all, or the loss is no scalar.
-    """
-    recorder = _Recorder(model, inputs, freeze)
-    with undisturbed(model, recorder.tape.device), _custom_functions(recorder), recorder:
-        loss = run()
-    recorder.finish(loss)
-    return recorder.tape
-
-
 @contextlib.contextmanager
 def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Leave the model's buffers and the generators of host and ``device`` as they were."""
     kept = {name: one.detach().clone() for name, one in model.named_buffers()}
-    generators = _generators(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, one in model.named_buffers():
-                if name in kept:
-                    one.copy_(kept[name])
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index or 0])
-    return found
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, one in model.named_buffers():
+                    if name in kept:
+                        one.copy_(kept[name])
 
 
 @contextlib.contextmanager
@@ -324,10 +251,7 @@ def _custom_functions(recorder: _Recorder) -> Iterator[None]:
 
 class _Recorder(TorchFunctionMode):
     def __init__(
-        self,
-        model: torch.nn.Module,
-        inputs: Mapping[str, torch.Tensor],
-        freeze: bool,
+        self, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], freeze: bool
     ) -> None:
         super().__init__()
         self.is_inside = False
@@ -356,7 +280,9 @@ class _Recorder(TorchFunctionMode):
         first = next(model.parameters(), None)
         if first is not None:
             self.tape.device = first.device
-        self._generators = _generators(self.tape.device)
+        self._generators = [torch.default_generator]
+        if self.tape.device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[self.tape.device.index or 0])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (mark, torch.ops.megatron_adaptive.mark.default):
@@ -366,7 +292,7 @@ class _Recorder(TorchFunctionMode):
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
         """Run a call and write it down where it makes or changes a tensor."""
-        given = list(_tensors((args, kwargs)))
+        given = [one for one, _ in _paths((args, kwargs))]
         self._refuse_reading(function, given)
         versions = [one._version for one in given]
         before = [generator.get_state() for generator in self._generators]
@@ -376,37 +302,41 @@ class _Recorder(TorchFunctionMode):
                 result = run(*args, **kwargs)
         finally:
             self.is_inside = False
-        changed = [
-            one for one, version in zip(given, versions, strict=True) if one._version != version
-        ]
+        changed = {
+            id(one): one
+            for one, version in zip(given, versions, strict=True)
+            if one._version != version
+        }
         results = list(_paths(result))
-        if results or changed:
-            template = fill((args, kwargs), self._leaf)
-            # What returns its argument has made nothing.
-            made = [(one, path) for one, path in results if id(one) not in self._numbers]
-            if made or changed:
-                self._write(function, template, made, _distinct(changed), before)
+        if not (results or changed):
+            return result
+        reads: dict[int, None] = {}
+        template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
+        made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+        for one, path in results:
+            if id(one) not in self._numbers:  # what returns its argument has made nothing
+                made.setdefault(id(one), (one, path))
+        if made or changed:
+            self._write(function, template, reads, made.values(), changed.values(), before)
         return result
 
     def _write(
         self,
         function: Any,
         template: Any,
-        made: list[tuple[torch.Tensor, tuple[Any, ...]]],
-        changed: list[torch.Tensor],
+        reads: Iterable[int],
+        made: Iterable[tuple[torch.Tensor, tuple[Any, ...]]],
+        changed: Iterable[torch.Tensor],
         before: list[torch.Tensor],
     ) -> None:
         tape = self.tape
-        reads = tuple(dict.fromkeys(refs_in(template)))
         is_random = any(
             not torch.equal(generator.get_state(), state)
             for generator, state in zip(self._generators, before, strict=True)
         )
         varies = is_random or any(tape.values[one].varies for one in reads)
         number = len(tape.calls)
-        outputs = [
-            (self._add(one, made_by=number, varies=varies), path) for one, path in _once(made)
-        ]
+        outputs = [(self._add(one, made_by=number, varies=varies), path) for one, path in made]
         changes = []
         for one in changed:
             old = self._numbers[id(one)]
@@ -425,21 +355,27 @@ class _Recorder(TorchFunctionMode):
                 function=function,
                 args=template[0],
                 kwargs=template[1],
-                reads=reads,
+                reads=tuple(reads),
                 outputs=tuple(outputs),
                 changes=tuple(changes),
                 segment=len(tape.cuts),
                 is_random=is_random,
                 with_grad=torch.is_grad_enabled(),
-                autocast=_autocast(tape.device.type),
+                autocast=torch.get_autocast_dtype(tape.device.type)
+                if torch.is_autocast_enabled(tape.device.type)
+                else None,
             )
         )
 
-    def _leaf(self, one: Any) -> Any:
+    def _refer(self, reads: dict[int, None], one: Any) -> Any:
+        """Return what stands for an argument; the values among them are added to ``reads``."""
         if not isinstance(one, torch.Tensor):
             return one
         number = self._numbers.get(id(one))
-        return Ref(self._source(one) if number is None else number)
+        if number is None:
+            number = self._source(one)
+        reads[number] = None
+        return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
         """Take in a tensor that no call made."""
@@ -524,11 +460,6 @@ class _Recorder(TorchFunctionMode):
         self._kept.clear()
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    for one, _ in _paths(given):
-        yield one
-
-
 def _paths(
     given: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
@@ -543,31 +474,11 @@ def _paths(
             yield from _paths(one, (*path, name))
 
 
-def _once(
-    made: list[tuple[torch.Tensor, tuple[Any, ...]]],
-) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    seen: set[int] = set()
-    for one, path in made:
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one, path
-
-
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(one): one for one in tensors}.values())
-
-
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors and the like
         return 0
-
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def _where() -> str:
@@ -580,7 +491,6 @@ def _where() -> str:
 
 
 Slicing = Literal["auto", "record", "export"]
-SLICINGS = ("auto", "record", "export")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Mixed precisions by their name."""
 
@@ -670,13 +580,13 @@ class Forwards:
         Raises:
             ConfigError: neither is possible; names the place.
         """
-        if slicing not in SLICINGS:
-            raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(SLICINGS)}")
+        if slicing not in get_args(Slicing):
+            raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
         if slicing == "export":
             return cls._both(forward, sample, _exported, "export")
         try:
-            freeze = slicing == "record"
-            return cls._both(forward, sample, lambda f, s: _recorded(f, s, freeze=freeze), "record")
+            take = partial(_recorded, freeze=slicing == "record")
+            return cls._both(forward, sample, take, "record")
         except ReadsValueError as error:
             try:
                 return cls._both(forward, sample, _exported, "export")
@@ -718,9 +628,35 @@ def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _recorded(forward: Forward, sample: Mapping[str, torch.Tensor], *, freeze: bool) -> Tape:
-    with forward.under_autocast():
-        return record(forward.model, sample, lambda: forward(sample), freeze=freeze)
+def _recorded(
+    forward: Forward,
+    sample: Mapping[str, torch.Tensor],
+    run: Callable[..., Any] | None = None,
+    *,
+    freeze: bool = False,
+) -> Tape:
+    """Run a forward on a microbatch and return what it did; buffers and generators are as before.
+
+    Args:
+        forward: the model.
+        sample: the tensors that vary from microbatch to microbatch.
+        run: runs in place of ``forward``, with the microbatch's entries as keywords.
+        freeze: take what the forward reads from tensors as fixed.
+
+    Raises:
+        ReadsValueError: the forward reads values that vary.
+        ConfigError: a cut point is passed twice or not at all, or the loss is no scalar.
+    """
+    recorder = _Recorder(forward.model, sample, freeze)
+    with (
+        forward.under_autocast(),
+        undisturbed(forward.model, recorder.tape.device),
+        _custom_functions(recorder),
+        recorder,
+    ):
+        loss = forward(sample) if run is None else run(**sample)
+    recorder.finish(loss)
+    return recorder.tape
 
 
 class _ExportError(ConfigError):
@@ -747,8 +683,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
             module = exported.module()
         except Exception as error:  # of very many kinds
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
-    with forward.under_autocast():
-        return record(forward.model, sample, lambda: module(**sample))
+    return _recorded(forward, sample, module)
 
 
 def _loss_in(output: Any) -> Any:

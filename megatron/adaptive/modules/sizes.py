@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -46,7 +45,6 @@ _SIGNED_SHAPE = (
     *("pipeline_size", "micro_batch_size", "batch_size", "schedule", "chunks"),
     *("activation_cap", "split_backward"),
 )
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,25 +232,10 @@ def _choose(job: Job, request: PipelineRequest) -> Chosen:
     elif request.pipeline_size is not None:
         check_pipeline_size(request.pipeline_size)
     profile, chunks, splits = _measure(job, request)
-    answer = _on_first(job, lambda: _plan(profile, request, chunks, splits=splits))
+    answer = job.on_first(lambda: _plan(profile, request, chunks, splits=splits))
     if job.rank == 0:
         print(f"plan: {answer}", flush=True)
     return answer
-
-
-def _on_first(job: Job, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0; return its result, or raise its error, on all ranks."""
-    answer: Any = None
-    if job.rank == 0:
-        try:
-            answer = action()
-        except AdaptiveError as error:
-            answer = error
-    answer = job.from_first(answer)
-    if isinstance(answer, AdaptiveError):
-        raise answer
-    found: T = answer
-    return found
 
 
 def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bool]:
@@ -409,7 +392,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> Non
                 " folder with --checkpoint"
             ) from error
 
-    _on_first(job, write)
+    job.on_first(write)
     job.close()
     raise JobEnded(EXIT_MEASURED)
 

@@ -10,7 +10,7 @@ The norm and the loss of the whole model are one message between all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ from megatron.adaptive.errors import ConfigError
 if TYPE_CHECKING:  # it imports megatron-core
     from megatron.adaptive.modules.mesh import Mesh
 
-__all__ = ["LossScale", "Update", "all_reduce_flat", "clip_factor", "fill_missing", "squared_norm"]
-
+__all__ = ["LossScale", "Update"]
 
 _BUCKET_BYTES = 32 << 20
 
@@ -57,14 +56,7 @@ class LossScale:
             self.good_steps = 0
 
 
-def fill_missing(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give zeros to parameters without a gradient: ranks that sum them must agree in shape."""
-    for parameter in parameters:
-        if parameter.grad is None and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
+def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
     """Sum tensors over a group in few messages, each of one element type. Collective.
 
     Args:
@@ -81,7 +73,7 @@ def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: i
             one.copy_(part)
 
 
-def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of squares as ``[] float64``; not finite where an element is not."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -89,13 +81,6 @@ def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
         [one.float() if one.dtype.itemsize < 4 else one for one in gradients]
     )
     return torch.stack([one.double() for one in norms]).square().sum()
-
-
-def clip_factor(norm: float, limit: float | None) -> float:
-    """Return what gradients of that norm are multiplied with, at most 1."""
-    if limit is None or norm <= limit or not math.isfinite(norm):
-        return 1.0
-    return limit / (norm + 1e-6)
 
 
 class Update:
@@ -177,15 +162,14 @@ class Update:
 
     def reduce(self) -> None:
         """Sum shared weights over stages and average over replicas. Collective."""
-        fill_missing(self.parameters.values())
+        for parameter in self.parameters.values():  # ranks that sum them must agree in shape
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         for positions, parameters in self._shared.items():
-            all_reduce_flat(_gradients(parameters), self._groups[positions])
+            _all_reduce(_gradients(parameters), self._groups[positions])
         if self._mesh.dp_size > 1:
-            all_reduce_flat(
-                _gradients(self.parameters.values()),
-                self._mesh.dp_group,
-                divide_by=self._mesh.dp_size,
-            )
+            gradients = _gradients(self.parameters.values())
+            _all_reduce(gradients, self._mesh.dp_group, divide_by=self._mesh.dp_size)
 
     def totals(
         self, losses: Sequence[torch.Tensor], count: int, *, with_norm: bool = True
@@ -202,7 +186,7 @@ class Update:
         if losses:
             totals[0] = torch.stack([one.double() for one in losses]).sum() / count
         if with_norm:
-            totals[1] = squared_norm(_gradients(self._counted), device)
+            totals[1] = _squared_norm(_gradients(self._counted), device)
         dist.all_reduce(totals)
         loss, square = (totals / self._mesh.dp_size).tolist()
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
@@ -212,8 +196,8 @@ class Update:
         overflow = not math.isfinite(norm)
         if not overflow:
             factor = 1 / self.scale
-            if self.optimizer is not None or self._clip_norm is not None:
-                factor *= clip_factor(norm, self._clip_norm)
+            if self._clip_norm is not None and norm > self._clip_norm:
+                factor *= self._clip_norm / (norm + 1e-6)
             gradients = _gradients(self.parameters.values())
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)

@@ -87,6 +87,47 @@ class TracedRun:
         """Returns the name of the node type there."""
         return self.nodes.get(host, self.node)
 
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel width."""
+        return 1 + max(rank.header.tp_rank for rank in self.trace.ranks.values())
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas."""
+        return 1 + max(rank.header.dp_rank for rank in self.trace.ranks.values())
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage, as ``--num-layers`` counts them.
+
+        Raises:
+            ConfigError: the trace does not say them.
+        """
+        layers = next(iter(self.trace.ranks.values())).header.layers
+        if not layers:
+            raise ConfigError(
+                f"{self.trace.origin}: the trace does not say how many layers its stages hold:"
+                " trace the run anew"
+            )
+        return tuple(layers)
+
+    def figures(self) -> RunFigures:
+        """Returns the figures of the iterations that count.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        complete = self.trace.complete_iterations()
+        if self.iterations:
+            return run_figures(self.trace, tuple(sorted(set(self.iterations) & set(complete))))
+        if len(complete) <= self.skip:
+            raise ConfigError(
+                f"{self.trace.origin}: {len(complete)} complete iterations, of which the first"
+                f" {self.skip} do not count: trace more"
+            )
+        return run_figures(self.trace, complete[self.skip :])
+
 
 def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     """Fits a profile.
@@ -105,7 +146,7 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     stages: dict[_Key, list[_Stage]] = {}
     found = _Found()
     for run in runs:
-        figures = run_figures(run.trace, _iterations(run))
+        figures = run.figures()
         for key, rows in _stages(model, run, figures).items():
             stages.setdefault(key, []).extend(rows)
         _learn(found, model, run, figures)
@@ -194,39 +235,14 @@ class _Found:
     spread: list[float] = field(default_factory=list)
 
 
-def _iterations(run: TracedRun) -> tuple[int, ...]:
-    complete = run.trace.complete_iterations()
-    if run.iterations:
-        return tuple(sorted(set(run.iterations) & set(complete)))
-    if len(complete) <= run.skip:
-        raise ConfigError(
-            f"{run.trace.origin}: {len(complete)} complete iterations, of which the first"
-            f" {run.skip} do not count: trace more"
-        )
-    return complete[run.skip :]
-
-
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[tuple[int, ...], ...]:
     """Layers of each chunk of a rank."""
     header = run.trace.ranks[rank].header
-    if not header.layers:
-        raise ConfigError(
-            f"{run.trace.origin}: the trace does not say how many layers its stages hold:"
-            " trace the run anew"
-        )
-    stages = stage_layers(model, header.layers)
+    stages = stage_layers(model, run.layers)
     mine = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
     if mine is None:
         raise ConfigError(f"{run.trace.origin}: placement {header.placement!r} is not known here")
     return tuple(stages[stage] for stage in mine)
-
-
-def _tp(run: TracedRun) -> int:
-    return 1 + max(trace.header.tp_rank for trace in run.trace.ranks.values())
-
-
-def _dp(run: TracedRun) -> int:
-    return 1 + max(trace.header.dp_rank for trace in run.trace.ranks.values())
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
@@ -242,7 +258,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             count = np.maximum(pieces[column, chunk], 1)
             # A weight gradient that was cut takes all its pieces.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
-            key = (run.gpu_of(host), _tp(run), run.micro_batch)
+            key = (run.gpu_of(host), run.tp, run.micro_batch)
             stage = _Stage(
                 layers=layers,
                 seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W])),
@@ -315,7 +331,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
-    dp = _dp(run)
+    dp = run.dp
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
     held = _held_parameters(model, run, ranks)
     for i, header in enumerate(headers):
@@ -336,16 +352,13 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
 
 
 def _held_parameters(model: Model, run: TracedRun, ranks: Sequence[int]) -> list[float]:
-    tp = _tp(run)
-    return [
-        sum(model.layer(i).held_parameters(tp) for chunk in _held(model, run, rank) for i in chunk)
-        for rank in ranks
-    ]
+    held = [[i for chunk in _held(model, run, rank) for i in chunk] for rank in ranks]
+    return [sum(model.layer(i).held_parameters(run.tp) for i in layers) for layers in held]
 
 
 def _learn_reduction(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
     """Adds the reduction of gradients between the replicas of one host."""
-    dp, ranks = _dp(run), figures.ranks.tolist()
+    dp, ranks = run.dp, figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     if dp < 2 or len({header.host for header in headers}) > 1:
         return

@@ -17,8 +17,7 @@ import numpy as np
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.search_space import StageClass
-from megatron.adaptive.planner.shapes import ShapeChoice, Tables
+from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
 from megatron.adaptive.planner.timing import run_steps, steps_of
 
 __all__ = ["InterleavedPipeline", "candidates", "interleave"]

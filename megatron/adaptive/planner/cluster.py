@@ -14,11 +14,11 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
@@ -228,17 +228,10 @@ class NodeType:
     zone: str = ""
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ConfigError(f"node type {self.name}: {self.gpus} GPUs: it needs at least one")
         if not (math.isfinite(self.memory_bytes) and self.memory_bytes > 0):
             raise ConfigError(
                 f"node type {self.name}: memory is {self.memory_bytes:g} bytes per GPU:"
                 " it must be above 0"
-            )
-        if not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
-            raise ConfigError(
-                f"node type {self.name}: price is {self.price_per_hour:g} per hour:"
-                " it must not be negative"
             )
 
 
@@ -255,10 +248,6 @@ class NodePool:
     type: NodeType
     count: int
     hosts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"node type {self.type.name}: {self.count} nodes: give at least one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,21 +336,6 @@ class Cluster:
             )
         return min((link for link in found if link is not None), key=lambda link: link.bytes_per_s)
 
-    def part(self, counts: Mapping[str, int]) -> Cluster:
-        """Returns the same cluster with other numbers of nodes; types with none are left out.
-
-        Args:
-            counts: nodes of each type by name; types not named have none.
-        """
-        groups = tuple(
-            replace(group, count=counts[group.type.name])
-            for group in self.groups
-            if counts.get(group.type.name, 0) > 0
-        )
-        names = {group.type.name for group in groups}
-        links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
-        return replace(self, groups=groups, links=links)
-
 
 def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Cluster:
     """Reads a cluster file.
@@ -449,12 +423,8 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
     )
 
 
-@overload
-def _speed(one: None, place: str, *, shared: bool = True) -> None: ...
-@overload
-def _speed(one: Mapping[str, Any], place: str, *, shared: bool = True) -> LinkSpeed: ...
-def _speed(one: Any, place: str, *, shared: bool = True) -> LinkSpeed | None:
-    """Makes a link of its checked form; ``shared`` where it does not say it itself."""
+def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
+    """Makes a link of its checked form, if any; ``shared`` where it does not say it itself."""
     if one is None:
         return None
     try:

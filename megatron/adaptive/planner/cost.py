@@ -3,10 +3,19 @@
 A step is the pipeline in the true order of the schedule, with the durations of each stage's layers
 on its slowest replica and a message over every stage boundary; then each rank reduces its gradients
 with its replicas, tied embeddings are added up, and the optimizer runs.
+
+The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
+same number of them. The trainer has microbatches of one size, and each is the work of one replica
+of a stage (``schedule.widths``)::
+
+    3 GPUs, 8 samples         searched                     run
+    stage 0, 2 replicas       4 microbatches of 1 each     4 of the 8 microbatches of 1 each
+    stage 1, 1 replica        4 microbatches of 2          8 microbatches of 1
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,27 +24,19 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.communication import (
-    boundary_s,
-    embedding_s,
-    exposed_reduce_s,
-    reduce_s,
-)
+from megatron.adaptive.planner.cluster import NodeType
 from megatron.adaptive.planner.layers import (
     OURS,
     LayerTable,
     Runtime,
+    boundary_s,
+    embedding_s,
+    exposed_reduce_s,
     in_flight,
     layer_table,
     optimizer_s,
+    reduce_s,
     stage_memory,
-)
-from megatron.adaptive.planner.microbatch_assignment import (
-    dealt_times,
-    dealt_widths,
-    even_share,
-    held_of,
-    hop_s,
 )
 from megatron.adaptive.planner.plan import (
     Limit,
@@ -47,13 +48,14 @@ from megatron.adaptive.planner.plan import (
 )
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times, steps_of
-from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule import registry, unequal
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
+from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S
 
-__all__ = ["StageSums", "binding", "predict"]
+__all__ = ["StageSums", "as_run", "dealt_widths", "held_of", "predict"]
 
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
@@ -96,7 +98,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         else 0.0,
         price_per_hour=sum(inputs.cluster.nodes[node].price_per_hour for node in plan.nodes),
         estimated=stages.estimated,
-        binding=binding(parts, predicted),
+        binding=_binding(parts, predicted),
     )
 
 
@@ -110,7 +112,6 @@ class StageSums:
         tp_s: ``[stages]``, communication within them.
         latency_s: ``[2, stages]`` of the message after a forward and after a backward.
         occupancy_s: ``[2, stages]``, how long it keeps the link busy.
-        parameters: ``[ranks]`` on one GPU of each pipeline rank.
         reduce_s: ``[ranks]`` gradient reduction, none of it hidden.
         optimizer_s: ``[ranks]``.
         memory: of each pipeline rank.
@@ -124,7 +125,6 @@ class StageSums:
     tp_s: Any
     latency_s: Any
     occupancy_s: Any
-    parameters: tuple[float, ...]
     reduce_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
     memory: tuple[StageMemory, ...]
@@ -149,15 +149,19 @@ class StageSums:
         )
         tables = [_tables(plan, place, inputs) for place in plan.places]
         durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, inputs)
-        parameters, memories, updates = [], [], []
+        reduce, memories, updates = [], [], []
         for rank, stages in enumerate(stages_of):
             rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
-            parameters.append(max(float(table.parameters[rows].sum()) for table in tables[rank]))
+            parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
+            reduce.append(reduce_s(plan.places, rank, inputs, parameters))
             memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
-            updates.append(_update_s(plan, rank, parameters[-1], inputs))
-        reduce = tuple(
-            reduce_s(plan.places, rank, inputs, parameters[rank]) for rank in range(plan.pp)
-        )
+            dp, sharded = len(plan.places[rank].replicas), plan.distributed_optimizer
+            updates.append(
+                max(
+                    optimizer_s(inputs.profile, node.gpu, parameters, dp, sharded)
+                    for node, _ in tables[rank]
+                )
+            )
         latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
         return cls(
             durations_s=durations,
@@ -165,13 +169,12 @@ class StageSums:
             tp_s=tp_s,
             latency_s=latency,
             occupancy_s=occupancy,
-            parameters=tuple(parameters),
-            reduce_s=reduce,
+            reduce_s=tuple(reduce),
             optimizer_s=tuple(updates),
             memory=tuple(memories),
             stages_of=stages_of,
             message_bytes=message_bytes,
-            estimated=any(table.estimated for row in tables for table in row),
+            estimated=any(table.estimated for row in tables for _, table in row),
         )
 
     def without_messages(self) -> StageSums:
@@ -180,25 +183,45 @@ class StageSums:
         return replace(self, latency_s=none, occupancy_s=none)
 
 
+_Tables = list[tuple[NodeType, LayerTable]]
+"""Layers as each kind of replica of a pipeline rank has them."""
+
+
+def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
+    nodes = ((inputs.cluster.nodes[one.node], one.tp) for one in place.replicas)
+    return [
+        (
+            node,
+            layer_table(
+                inputs,
+                node,
+                tp=tp,
+                micro_batch=place.micro_batch,
+                recompute=plan.recompute,
+                sequence_parallel=plan.sequence_parallel,
+            ),
+        )
+        for node, tp in {(node.name, tp): (node, tp) for node, tp in nodes}.values()
+    ]
+
+
 def _durations(
     plan: Plan,
     stages_of: tuple[tuple[int, ...], ...],
     bounds: Any,
-    tables: list[list[LayerTable]],
+    tables: list[_Tables],
     inputs: PlanInputs,
 ) -> tuple[Any, Any, Any]:
     """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
-    durations = np.zeros((3, len(plan.partition)))
-    work = np.zeros((3, len(plan.partition)))
+    durations, work = np.zeros((2, 3, len(plan.partition)))
     tp_s = np.zeros(len(plan.partition))
     for rank, stages in enumerate(stages_of):
-        gpus = {inputs.cluster.nodes[one.node].gpu for one in plan.places[rank].replicas}
-        action = max(inputs.profile.launch_s.get(gpu, 0.0) for gpu in gpus)
+        action = max(inputs.profile.launch_s.get(node.gpu, 0.0) for node, _ in tables[rank])
         for stage in stages:
             part = slice(bounds[stage], bounds[stage + 1])
-            for table in tables[rank]:
-                both = (table.forward_s, table.backward_s, table.weight_s)
-                sums = np.array([one[part].sum() for one in both])
+            for _, table in tables[rank]:
+                kinds = (table.forward_s, table.backward_s, table.weight_s)
+                sums = np.array([one[part].sum() for one in kinds])
                 alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
                 durations[:, stage] = np.maximum(durations[:, stage], sums)
                 work[:, stage] = np.maximum(work[:, stage], sums - alone)
@@ -207,68 +230,29 @@ def _durations(
     return durations, durations - work, tp_s
 
 
-def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> list[LayerTable]:
-    """Returns one table for each kind of replica of a pipeline rank."""
-    kinds = {(inputs.cluster.nodes[one.node].name, one.tp): one for one in place.replicas}
-    return [
-        layer_table(
-            inputs,
-            inputs.cluster.nodes[one.node],
-            tp=one.tp,
-            micro_batch=place.micro_batch,
-            recompute=plan.recompute,
-            sequence_parallel=plan.sequence_parallel,
-        )
-        for one in kinds.values()
-    ]
-
-
 def _memory(
-    plan: Plan,
-    rank: int,
-    rows: list[int],
-    tables: list[LayerTable],
-    inputs: PlanInputs,
-    runtime: Runtime,
+    plan: Plan, rank: int, rows: list[int], tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
     """Returns the memory of the replica of a pipeline rank that has the least left."""
-    widths = dealt_widths(plan)
-    if widths is None:
-        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)[rank]
+    if (widths := dealt_widths(plan)) is not None:
+        held = held_of(plan, widths)
     else:
-        held = held_of(plan, widths)[rank]
-    kinds = {
-        (inputs.cluster.nodes[one.node].name, one.tp): one for one in plan.places[rank].replicas
-    }
+        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
     found = [
         stage_memory(
             inputs.model,
             parameters=float(table.parameters[rows].sum()),
             kept_bytes=float(table.kept_bytes[rows].sum()),
-            held=held,
+            held=held[rank],
             workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0)),
             dp=len(plan.places[rank].replicas),
             distributed_optimizer=plan.distributed_optimizer,
-            limit_bytes=inputs.cluster.nodes[one.node].memory_bytes,
+            limit_bytes=node.memory_bytes,
             runtime=runtime,
         )
-        for one, table in zip(kinds.values(), tables, strict=True)
+        for node, table in tables
     ]
     return max(found, key=lambda one: one.total_bytes - one.limit_bytes)
-
-
-def _update_s(plan: Plan, rank: int, parameters: float, inputs: PlanInputs) -> float:
-    place = plan.places[rank]
-    return max(
-        optimizer_s(
-            inputs.profile,
-            inputs.cluster.nodes[one.node].gpu,
-            parameters,
-            dp=len(place.replicas),
-            distributed_optimizer=plan.distributed_optimizer,
-        )
-        for one in place.replicas
-    )
 
 
 def _messages(
@@ -290,7 +274,7 @@ def _messages(
         for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
             ends = plan.places[sender], plan.places[receiver]
             if dealt_widths(plan) is not None:
-                both = hop_s(*ends, inputs, size)
+                both = _hop_s(*ends, inputs, size)
             else:
                 sliced = plan.sequence_parallel or runtime.sliced_messages
                 both = boundary_s(*ends, inputs, size, sliced=sliced)
@@ -299,33 +283,29 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Times the pipeline: exactly for a static schedule, by simulation for a rule."""
+    """Times the pipeline: exactly for a static schedule, else by simulation.
+
+    Raises:
+        ScheduleError: the schedule does not know stages of unequal widths.
+    """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
-        return dealt_times(plan, widths, stages.durations_s, latency + occupancy)
+        return _dealt_times(plan, widths, stages.durations_s, latency + occupancy)
     if runtime.pipeline is not None:
         given: ScheduleTimes | None = runtime.pipeline(plan, stages)
         if given is not None:
             return given
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        return step_times(
-            steps,
-            stages.durations_s,
-            latency,
-            occupancy,
-            launch_s=stages.launch_s,
-        )
+        return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
     placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
     links = {}
     for kind, step in ((0, 1), (1, -1)):
         for stage in range(placement.num_stages):
             if 0 <= stage + step < placement.num_stages:
                 pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
-                links[pair] = Link(
-                    latency_s=float(latency[kind, stage]),
-                    occupancy_s=float(occupancy[kind, stage]),
-                )
+                both = float(latency[kind, stage]), float(occupancy[kind, stage])
+                links[pair] = Link(latency_s=both[0], occupancy_s=both[1])
     forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
     cap = default_cap(placement, plan.num_microbatches)
@@ -338,11 +318,7 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
         compiled=True,
     )
     ends = [float(end[-1]) / PS_PER_S for end in result.ends_ps]
-    busy = [
-        float((end - start).sum()) / PS_PER_S
-        for start, end in zip(result.starts_ps, result.ends_ps, strict=True)
-    ]
-    return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(busy))
+    return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(result.busy_s))
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
@@ -351,7 +327,9 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
         return 0.0
     count, durations = plan.num_microbatches, stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        count, durations = even_share(plan, widths, durations)
+        # About the same work with one rank for each stage.
+        count = plan.global_batch // plan.micro_batch
+        durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
     return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
 
@@ -423,13 +401,8 @@ _NAMES = {
 }
 
 
-def binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
-    """Names what holds a plan back: a stage that does not fit, else the largest part.
-
-    Args:
-        parts: seconds of the step by cause.
-        stages: what is predicted of each pipeline rank.
-    """
+def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
+    """Names what holds a plan back: a stage that does not fit, else the largest part."""
     short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
     if short:
         stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
@@ -445,3 +418,69 @@ def binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Li
     share = 100 * parts[name] / whole if whole else 0.0
     text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
     return Limit(what=name, stage=slowest, text=text)
+
+
+def as_run(plan: Plan) -> Plan:
+    """Returns the plan with one size of microbatches if the trainer can run it so."""
+    plain = all(one.tp == 1 for place in plan.places for one in place.replicas)
+    if plan.uniform or not plain or plan.chunks > 1 or plan.distributed_optimizer:
+        return plan
+    size = math.gcd(*(place.micro_batch for place in plan.places))
+    places = tuple(replace(place, micro_batch=size) for place in plan.places)
+    return replace(plan, micro_batch=size, places=places)
+
+
+def dealt_widths(plan: Plan) -> Widths | None:
+    """Returns the replicas of each stage, where microbatches are dealt out to them."""
+    if plan.uniform or any(place.micro_batch != plan.micro_batch for place in plan.places):
+        return None
+    return Widths(tuple(len(place.replicas) for place in plan.places))
+
+
+def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
+    """Returns the microbatches that a replica of each stage holds at the worst moment."""
+    held, count = [], plan.global_batch // plan.micro_batch
+    for stage in range(widths.num_stages):
+        own = widths.own_microbatches(stage, count)
+        most = {"1f1b": widths.warmup(stage) + 1.0, "gpipe": float(own)}.get(plan.schedule)
+        held.append(unequal.default_cap(widths, stage, own) if most is None else min(most, own))
+    return tuple(held)
+
+
+def _hop_s(
+    sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
+) -> tuple[float, float]:
+    """Times one message between a replica of one stage and one of the next.
+
+    Returns:
+        Latency, and seconds that the link is busy, of the slowest pair.
+    """
+    both = [
+        boundary_s(
+            replace(sender, replicas=(one,)),
+            replace(receiver, replicas=(other,)),
+            inputs,
+            bytes_per_sample,
+        )
+        for one in sender.replicas
+        for other in receiver.replicas
+    ]
+    return max(both, key=sum)
+
+
+def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
+    """Simulates a step whose microbatches are dealt out to the replicas of each stage."""
+    step = unequal.simulate(
+        plan.schedule,
+        widths,
+        plan.global_batch // plan.micro_batch,
+        forward_s=durations_s[0].tolist(),
+        backward_s=durations_s[1:].sum(axis=0).tolist(),
+        message_s=message_s.max(axis=0)[:-1].tolist(),
+    )
+    of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
+    ends, busy = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S, np.array(step.busy_s)
+    return ScheduleTimes(
+        end_s=np.array([ends[ranks].max() for ranks in of_stage]),
+        busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),
+    )

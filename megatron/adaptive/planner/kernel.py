@@ -26,7 +26,8 @@ exactly; ``improve`` moves layers of what it found while that helps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
@@ -34,6 +35,12 @@ from numba import njit
 __all__ = ["ShapeArrays", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
 
 _INF = np.inf
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    made: Any = njit(function, cache=True)
+    return cast(_Function, made)
 
 
 class ShapeArrays(NamedTuple):
@@ -120,6 +127,7 @@ class Walk(NamedTuple):
     arrive: Any
 
 
+@_compiled
 def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
     for table in range(shape.base.shape[1]):
         if shape.base[c, table, low, high] + held * shape.kept[c, table, low, high] > 0.0:
@@ -127,6 +135,7 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
     return True
 
 
+@_compiled
 def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
     """Bounds the time from a stage's first input to the end of its last backward.
 
@@ -144,6 +153,7 @@ def _own(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, lin
     return float(max(m * (f + b) - early + idle, rounds, path + (m - 1) * link))
 
 
+@_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
     """Times a message forward and back between two stages, and the longer use of the link."""
     out = shape.occupancy[0, kind, c, d, cut]
@@ -152,11 +162,7 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
     return out + latency[0, kind, c, d, cut], back + latency[1, kind, d, c, cut], max(out, back)
 
 
-fits: Any = njit(_fits, cache=True)
-own: Any = njit(_own, cache=True)
-transfer: Any = njit(_transfer, cache=True)
-
-
+@_compiled
 def _bound_edge(
     shape: Any, level: int, edge: int, cap: float, ends: Any, done: Any, trips: Any
 ) -> None:
@@ -170,15 +176,15 @@ def _bound_edge(
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
             # What is too slow or too large stays so with more layers.
-            if m * (f + b) >= cap or not fits(shape, c, low, high, held):
+            if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if ends[after, high] == _INF:
                 continue
-            out, back, link = transfer(shape, kind, c, d, high)
+            out, back, link = _transfer(shape, kind, c, d, high)
             trip = trips[after, high] + out + back
             f -= shape.launch[0, c, low, high]
             b -= shape.launch[1, c, low, high]
-            mine = own(shape, c, low, high, w, trip, link)
+            mine = _own(shape, c, low, high, w, trip, link)
             end = max(mine, f + b + out + back + ends[after, high])
             if end >= cap:
                 continue
@@ -188,10 +194,8 @@ def _bound_edge(
             done[level, low] = min(done[level, low], whole)
 
 
-bound_edge: Any = njit(_bound_edge, cache=True)
-
-
-def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> None:
+@_compiled
+def bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> None:
     """Fills the bounds of every level.
 
     Args:
@@ -205,17 +209,18 @@ def _bound_levels(shape: Any, cap: float, ends: Any, done: Any, trips: Any) -> N
         c, j = shape.level_class[level], shape.level_follow[level]
         if j > 0:
             for edge in range(shape.level_edges[level], shape.level_edges[level + 1]):
-                bound_edge(shape, level, edge, cap, ends, done, trips)
+                _bound_edge(shape, level, edge, cap, ends, done, trips)
             continue
         for low in range(n):
             t = shape.forward[c, low, n] + shape.backward[c, low, n]
-            if m * t < cap and fits(shape, c, low, n, shape.held[j]):
+            if m * t < cap and _fits(shape, c, low, n, shape.held[j]):
                 early = shape.launch[0, c, low, n]
                 ends[level, low] = m * t - early
                 trips[level, low] = t - early - shape.launch[1, c, low, n]
                 done[level, low] = m * t - early + shape.after[c, low, n]
 
 
+@_compiled
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
     """Times the end of each of ``p`` stages' last of ``m`` backwards in 1F1B, into ``seconds[2]``.
 
@@ -253,9 +258,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
                     arrive[1, i, number] = end
 
 
-time_1f1b: Any = njit(_time_1f1b, cache=True)
-
-
+@_compiled
 def _leaf(shape: Any, walk: Any, p: int) -> float:
     """Returns the seconds of the pipeline that the walk describes."""
     n = shape.forward.shape[1] - 1
@@ -272,7 +275,7 @@ def _leaf(shape: Any, walk: Any, p: int) -> float:
             walk.messages[2, i] = shape.occupancy[0, kind, c, d, high]
             walk.messages[1, i + 1] = shape.latency[1, kind, d, c, high]
             walk.messages[3, i + 1] = shape.occupancy[1, kind, d, c, high]
-    time_1f1b(walk, p, shape.microbatches)
+    _time_1f1b(walk, p, shape.microbatches)
     value = 0.0
     for i in range(p):
         c = shape.level_class[walk.levels[i]]
@@ -284,9 +287,7 @@ def _leaf(shape: Any, walk: Any, p: int) -> float:
     return value + float(shape.tied[inside, first, last])
 
 
-leaf: Any = njit(_leaf, cache=True)
-
-
+@_compiled
 def _open(
     shape: Any, walk: Any, depth: int, best: float, ends: Any, done: Any, trips: Any, tied: float
 ) -> None:
@@ -299,15 +300,15 @@ def _open(
         after, kind = shape.edge_from[edge], shape.edge_kind[edge]
         d = shape.level_class[after]
         for high in range(low + 1, n - j + 1):
-            if not fits(shape, c, low, high, shape.held[j]):
+            if not _fits(shape, c, low, high, shape.held[j]):
                 break
             if ends[after, high] == _INF:
                 continue
             f = shape.forward[c, low, high] - shape.launch[0, c, low, high]
             b = shape.backward[c, low, high] - shape.launch[1, c, low, high]
-            out, back, link = transfer(shape, kind, c, d, high)
+            out, back, link = _transfer(shape, kind, c, d, high)
             reach = max(walk.reach[depth], walk.head[depth] + shape.after[c, low, high])
-            mine = own(shape, c, low, high, w, trips[after, high] + out + back, link)
+            mine = _own(shape, c, low, high, w, trips[after, high] + out + back, link)
             bound = max(
                 walk.known[depth],
                 tied + reach + mine,
@@ -324,6 +325,7 @@ def _open(
     walk.at[depth] = 0
 
 
+@_compiled
 def _descend(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
     """Takes one of the ways to go on."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
@@ -332,10 +334,10 @@ def _descend(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: fl
     c, d, j = shape.level_class[level], shape.level_class[after], shape.level_follow[level]
     f = shape.forward[c, low, high] - shape.launch[0, c, low, high]
     b = shape.backward[c, low, high] - shape.launch[1, c, low, high]
-    out, back, link = transfer(shape, kind, c, d, high)
+    out, back, link = _transfer(shape, kind, c, d, high)
     reach = max(walk.reach[depth], walk.head[depth] + shape.after[c, low, high])
     w = min(j, shape.microbatches - 1)
-    mine = own(shape, c, low, high, w, trips[after, high] + out + back, link)
+    mine = _own(shape, c, low, high, w, trips[after, high] + out + back, link)
     walk.known[depth + 1] = max(walk.known[depth], tied + reach + mine)
     walk.reach[depth + 1] = reach + f + b + out + back
     walk.head[depth + 1] = walk.head[depth] + f + out
@@ -344,11 +346,8 @@ def _descend(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: fl
     walk.levels[depth + 1] = after
 
 
-open_stage: Any = njit(_open, cache=True)
-descend: Any = njit(_descend, cache=True)
-
-
-def _search_level(
+@_compiled
+def search_level(
     shape: Any,
     walk: Any,
     goal: int,
@@ -385,7 +384,7 @@ def _search_level(
     depth, fresh = 0, True
     while depth >= 0:
         if depth == p - 1:
-            value = leaf(shape, walk, p)
+            value = _leaf(shape, walk, p)
             leaves += 1
             if value < best:
                 best = value
@@ -394,7 +393,7 @@ def _search_level(
             depth, fresh = depth - 1, False
             continue
         if fresh:
-            open_stage(shape, walk, depth, best, ends, done, trips, tied)
+            _open(shape, walk, depth, best, ends, done, trips, tied)
             opened += 1
         at = walk.at[depth]
         spent = at == walk.count[depth]
@@ -410,11 +409,12 @@ def _search_level(
             depth, fresh = depth - 1, False
             continue
         walk.at[depth] = at + 1
-        descend(shape, walk, depth, child, trips, tied)
+        _descend(shape, walk, depth, child, trips, tied)
         depth, fresh = depth + 1, True
     return best, left_out, leaves
 
 
+@_compiled
 def _shift(shape: Any, walk: Any, p: int, source: int, target: int) -> bool:
     """Hands a layer from one stage to another, along all between; True if all stages fit."""
     step = -1 if source < target else 1
@@ -423,15 +423,13 @@ def _shift(shape: Any, walk: Any, p: int, source: int, target: int) -> bool:
     for i in range(min(source, target), max(source, target) + 1):
         low, high = walk.cuts[i], walk.cuts[i + 1]
         c, held = shape.level_class[walk.levels[i]], shape.held[p - 1 - i]
-        if low >= high or not fits(shape, c, low, high, held):
+        if low >= high or not _fits(shape, c, low, high, held):
             return False
     return True
 
 
-shift: Any = njit(_shift, cache=True)
-
-
-def _improve(
+@_compiled
+def improve(
     shape: Any, walk: Any, p: int, best: float, most_leaves: int, best_cuts: Any, best_levels: Any
 ) -> tuple[float, int]:
     """Hands single layers over between any two stages of a pipeline while it gets faster.
@@ -461,8 +459,8 @@ def _improve(
         since += 1
         if source == target:
             continue
-        if shift(shape, walk, p, source, target):
-            value = leaf(shape, walk, p)
+        if _shift(shape, walk, p, source, target):
+            value = _leaf(shape, walk, p)
             leaves += 1
             if value < best:
                 best, since = value, 0
@@ -470,11 +468,6 @@ def _improve(
                 continue
         walk.cuts[: p + 1] = best_cuts[: p + 1]
     return best, leaves
-
-
-improve: Any = njit(_improve, cache=True)
-bound_levels: Any = njit(_bound_levels, cache=True)
-search_level: Any = njit(_search_level, cache=True)
 
 
 def make_walk(shape: ShapeArrays, stages: int) -> Walk:

@@ -1,4 +1,4 @@
-"""Computes seconds and bytes of layers on one type of node, for one microbatch.
+"""Computes seconds and bytes of layers on one type of node, and of messages and collectives.
 
 Seconds come from a profile, or are estimated from what vendors publish of a GPU: matrix products
 run at a share of the arithmetic peak, everything else moves its operands through memory at a share
@@ -11,18 +11,18 @@ how many microbatches the schedule holds at its worst moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Gpu, NodeType, find_gpu
-from megatron.adaptive.planner.communication import all_reduce_s
+from megatron.adaptive.planner.cluster import Gpu, LinkSpeed, NodeType, find_gpu
 from megatron.adaptive.planner.model import LayerKind, Model
-from megatron.adaptive.planner.plan import StageMemory
+from megatron.adaptive.planner.plan import Replica, StageMemory, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
@@ -32,15 +32,19 @@ __all__ = [
     "LayerTable",
     "OURS",
     "Runtime",
-    "estimate_layer",
+    "all_reduce_s",
+    "boundary_s",
+    "embedding_s",
     "estimate_optimizer_s",
+    "exposed_reduce_s",
     "in_flight",
-    "layer_kept_bytes",
     "layer_table",
     "make_estimator",
     "optimizer_s",
     "range_largest",
     "range_sums",
+    "reduce_s",
+    "reduction",
     "stage_memory",
     "state_bytes",
 ]
@@ -88,23 +92,6 @@ def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tup
         cap = default_cap(placement, num_microbatches)
         return (min(cap, float(num_microbatches)),) * pp
     return peak_units(registry.make_schedule(schedule, placement, num_microbatches))
-
-
-def layer_kept_bytes(
-    kind: LayerKind,
-    profile: Profile,
-    gpu: str,
-    *,
-    tp: int,
-    micro_batch: int,
-    recompute: str,
-) -> float:
-    """Returns the bytes that a microbatch of a layer keeps on one GPU, measured if known."""
-    if recompute == "none" and profile.knows(kind.name, gpu, tp):
-        measured = profile.times(kind.name, gpu, tp, micro_batch).kept_bytes
-        if measured is not None:
-            return measured
-    return kind.kept_bytes(tp, recompute) * micro_batch
 
 
 def state_bytes(model: Model, *, dp: int, distributed_optimizer: bool) -> tuple[float, ...]:
@@ -155,11 +142,12 @@ def stage_memory(
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerTable:
     """Every layer of the model as one GPU of one replica has it; arrays ``[layers] float64``.
 
     Attributes:
+        estimated: whether a duration was estimated.
         forward_s: of one microbatch, tensor-parallel communication included.
         backward_s: gradient by the inputs, recompute included.
         weight_s: gradient by the weights; 0 where the profile has both in one.
@@ -169,9 +157,9 @@ class LayerTable:
         parameters: that the GPU holds.
         kept_bytes: of one microbatch from forward to backward.
         workspace_bytes: of one microbatch while the layer runs.
-        estimated: whether a duration was estimated.
     """
 
+    estimated: bool
     forward_s: Any
     backward_s: Any
     weight_s: Any
@@ -180,7 +168,6 @@ class LayerTable:
     parameters: Any
     kept_bytes: Any
     workspace_bytes: Any
-    estimated: bool
 
 
 def layer_table(
@@ -203,17 +190,7 @@ def layer_table(
         if name in inputs.model.layers
     }
     table = np.array([rows[name][0] for name in inputs.model.layers], dtype=np.float64).T
-    return LayerTable(
-        forward_s=table[0],
-        backward_s=table[1],
-        weight_s=table[2],
-        launch_s=table[3],
-        tp_s=table[4],
-        parameters=table[5],
-        kept_bytes=table[6],
-        workspace_bytes=table[7],
-        estimated=any(row[1] for row in rows.values()),
-    )
+    return LayerTable(any(row[1] for row in rows.values()), *table)
 
 
 def _kind_row(
@@ -238,9 +215,9 @@ def _kind_row(
         comm += once
     elif recompute == "selective" and kind.forward_flops:
         backward += times.forward_s * kind.attention_flops / kind.forward_flops
-    kept = layer_kept_bytes(
-        kind, inputs.profile, node.gpu, tp=tp, micro_batch=micro_batch, recompute=recompute
-    )
+    kept = times.kept_bytes if recompute == "none" else None
+    if kept is None:
+        kept = kind.kept_bytes(tp, recompute) * micro_batch
     if sequence_parallel and recompute == "none":
         kept -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / tp)
     row = (
@@ -257,7 +234,7 @@ def _kind_row(
 
 
 def optimizer_s(
-    profile: Profile, gpu: str, parameters: float, *, dp: int, distributed_optimizer: bool
+    profile: Profile, gpu: str, parameters: float, dp: int, distributed_optimizer: bool
 ) -> float:
     """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
     each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
@@ -277,6 +254,182 @@ def range_largest(values: Any) -> Any:
     for begin in range(count if np.any(values) else 0):
         found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
     return found
+
+
+def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
+    """Returns the seconds of a ring all-reduce: ``2 (n - 1)`` messages of one n-th each.
+
+    Args:
+        link: the slowest on the ring.
+        message_bytes: of the tensor.
+        ranks: on the ring.
+        pairs: rings that share the link.
+    """
+    if ranks < 2 or message_bytes <= 0:
+        return 0.0
+    return 2 * (ranks - 1) * link.seconds(message_bytes / ranks, pairs)
+
+
+def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
+    """Returns the link of two nodes as measured, or as the cluster file has it."""
+    a, b = inputs.cluster.nodes[one], inputs.cluster.nodes[other]
+    if one == other:
+        return inputs.profile.intra_links.get(a.name, a.intra)
+    for pair in ((a.name, b.name), (b.name, a.name)):
+        if pair in inputs.profile.links:
+            return inputs.profile.links[pair]
+    return inputs.cluster.link_of_types(a, b)
+
+
+def boundary_s(
+    sender: StagePlace,
+    receiver: StagePlace,
+    inputs: PlanInputs,
+    bytes_per_sample: float,
+    *,
+    sliced: bool = False,
+) -> tuple[float, float]:
+    """Times one message of every replica from one stage to the next.
+
+    All replicas send at about the same time; those that leave a node together share its way out.
+
+    Args:
+        sender: the stage that sends.
+        receiver: the stage that receives.
+        inputs: what is trained where, and how long it takes.
+        bytes_per_sample: of the tensor between the stages.
+        sliced: whether each tensor-parallel rank sends its part, as with sequence parallelism;
+            otherwise each sends the whole tensor.
+
+    Returns:
+        Latency, and seconds that the link is busy, of the slowest replica.
+    """
+    flows = _flows(sender, receiver, bytes_per_sample, sliced)
+    leaving = Counter[tuple[int, bool]]()
+    for (one, other), (count, _) in flows.items():
+        leaving[one, one == other] += count
+    worst = (0.0, 0.0)
+    for (one, other), (_, size) in flows.items():
+        if size <= 0:
+            continue
+        link = link_between(inputs, one, other)
+        busy = size / link.bandwidth(size, leaving[one, one == other])
+        if link.latency_s + busy > sum(worst):
+            worst = (link.latency_s, busy)
+    return worst
+
+
+def _flows(
+    sender: StagePlace, receiver: StagePlace, bytes_per_sample: float, sliced: bool
+) -> dict[tuple[int, int], tuple[int, float]]:
+    """Counts messages, with bytes of the largest, by sending and receiving node.
+
+    Samples of a wave of microbatches are numbered over the replicas of a stage; where the stages
+    have different numbers of replicas, a replica sends each receiver the samples they share.
+    """
+    flows: dict[tuple[int, int], tuple[int, float]] = {}
+    for i, source in enumerate(sender.replicas):
+        begin, end = i * sender.micro_batch, (i + 1) * sender.micro_batch
+        first = begin // receiver.micro_batch
+        last = (end - 1) // receiver.micro_batch
+        for j in range(first, last + 1):
+            target = receiver.replicas[j]
+            low = max(begin, j * receiver.micro_batch)
+            high = min(end, (j + 1) * receiver.micro_batch)
+            size = (high - low) * bytes_per_sample
+            width = max(source.tp, target.tp)
+            if sliced:
+                size /= width
+            count, largest = flows.get((source.node, target.node), (0, 0.0))
+            flows[source.node, target.node] = (count + width, max(largest, size))
+    return flows
+
+
+def reduce_s(
+    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, parameters: float
+) -> float:
+    """Returns the seconds of one pipeline rank's gradient reduction between its replicas.
+
+    Args:
+        places: where all pipeline ranks lie.
+        rank: the one asked for.
+        inputs: what is trained where, and how long it takes.
+        parameters: that one GPU of the rank holds.
+    """
+    size = max(parameters, 0.0) * inputs.model.precision.reduce_bytes
+    return reduction(places, rank, inputs)(size)
+
+
+def reduction(
+    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs
+) -> Callable[[float], float]:
+    """Returns the seconds of one pipeline rank's gradient reduction by bytes on each GPU.
+
+    A ring over the replicas; every tensor-parallel rank has its own. Rings of all pipeline ranks
+    that leave a node share its way out. Within a node a measured all-reduce is taken instead.
+
+    Args:
+        places: where all pipeline ranks lie.
+        rank: the one asked for.
+        inputs: what is trained where, and how long it takes.
+    """
+    replicas = places[rank].replicas
+    if len(replicas) < 2:
+        return lambda size: 0.0
+    if all(one.node == replicas[0].node for one in replicas):
+        node = inputs.cluster.nodes[replicas[0].node]
+        measured = inputs.profile.all_reduce.get((node.name, len(replicas)))
+        if measured is not None:
+            at_once = max(one.tp for one in replicas)
+            return lambda size: measured.seconds(size, at_once)
+    crossing = Counter[int]()
+    for place in places:
+        for one, other in _ring(place.replicas):
+            if one.node != other.node:
+                crossing[one.node] += max(one.tp, other.tp)
+    segments = set()
+    for one, other in _ring(replicas):
+        pairs = max(one.tp, other.tp) if one.node == other.node else crossing[one.node]
+        segments.add((link_between(inputs, one.node, other.node), pairs))
+    return lambda size: max(
+        all_reduce_s(link, size, len(replicas), pairs) for link, pairs in segments
+    )
+
+
+def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
+    """Returns the part of a gradient reduction that no backward hides; numbers or arrays.
+
+    Overlapped, it starts in the last microbatch's backward, layer by layer; what was not sent by
+    its end remains, and at least the last layer's share.
+
+    Args:
+        whole_s: seconds of the reduction on its own.
+        backward_s: of one microbatch's backward.
+        layers: of the pipeline rank, at least 1.
+    """
+    return np.maximum(whole_s - backward_s, whole_s / layers)
+
+
+def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
+    return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
+
+
+def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
+    """Returns the seconds in which first and last stage add up the gradients of tied embeddings."""
+    if len(places) < 2 or not inputs.model.tied_parameters:
+        return 0.0
+    # They are added up as they were accumulated, whatever replicas exchange.
+    size = inputs.model.tied_parameters / tp * inputs.model.precision.gradient_bytes
+    pairs = list(zip(places[0].replicas, places[-1].replicas, strict=False))
+    leaving = Counter(one.node for one, other in pairs if one.node != other.node)
+    segments = {
+        (
+            inputs.cluster.link(one.node, other.node),
+            (leaving[one.node] if one.node != other.node else 1) * max(one.tp, other.tp),
+        )
+        for one, other in pairs
+    }
+    return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)
 
 
 MATRIX_SHARE = 0.7
@@ -300,48 +453,25 @@ _OPTIMIZER_MOVES = 7
 two moments, and writes master weight and moments."""
 
 
-def make_estimator(
-    model: Model, gpus: Mapping[str, Gpu] | None = None
-) -> Callable[[str, str, int, int], LayerTimes]:
-    """Returns a function that estimates layers that a profile does not hold.
-
-    Args:
-        model: whose layers they are.
-        gpus: parts by the name that the cluster uses; others are looked up in the table.
+def make_estimator(model: Model) -> Callable[[str, str, int, int], LayerTimes]:
+    """Returns a function that estimates layers of a model that a profile does not hold.
 
     Returns:
         A function of layer kind, GPU, tensor-parallel ranks and samples of a microbatch, which
-        raises ``ConfigError`` for an unknown GPU or kind.
+        raises ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not compute in
+        the model's precision. Communication between tensor-parallel ranks is not part of it.
     """
-    found: dict[tuple[str, str, int, int], LayerTimes] = {}
 
+    @cache
     def estimate(kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
-        key = (kind, gpu, tp, micro_batch)
-        if key not in found:
-            if kind not in model.kinds:
-                raise ConfigError(f"model {model.name} has no layers of kind {kind!r}")
-            part = (gpus or {}).get(gpu) or find_gpu(gpu, "cluster")
-            found[key] = estimate_layer(model, model.kinds[kind], part, tp, micro_batch)
-        return found[key]
+        if kind not in model.kinds:
+            raise ConfigError(f"model {model.name} has no layers of kind {kind!r}")
+        return _estimate(model, model.kinds[kind], find_gpu(gpu, "cluster"), tp, micro_batch)
 
     return estimate
 
 
-def estimate_layer(
-    model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: int
-) -> LayerTimes:
-    """Estimates one layer, without communication between tensor-parallel ranks.
-
-    Args:
-        model: for its precision.
-        kind: the layer.
-        gpu: what it runs on.
-        tp: ranks that share it.
-        micro_batch: samples.
-
-    Raises:
-        ConfigError: the GPU does not compute in the model's precision.
-    """
+def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: int) -> LayerTimes:
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
-    "FAMILIES",
     "LayerKind",
     "Model",
     "Precision",
@@ -55,9 +53,7 @@ class Precision:
     reduce_bytes: int = 4
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name != "name":
-                _check(f"precision {self.name}: {one.name}", getattr(self, one.name))
+        _check("precision", self)
 
     @classmethod
     def named(cls, name: str) -> Precision:
@@ -67,14 +63,7 @@ class Precision:
             ConfigError: another name.
         """
         if name == "fp32":
-            return cls(
-                name=name,
-                element_bytes=4,
-                parameter_bytes=4,
-                gradient_bytes=4,
-                optimizer_bytes=8,
-                reduce_bytes=4,
-            )
+            return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
         if name == "fp16":
             # Gradients are fp16, unless --accumulate-allreduce-grads-in-fp32.
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
@@ -120,10 +109,7 @@ class LayerKind:
     counted: bool = True
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                _check(f"layer kind {self.name}: {one.name}", value)
+        _check("layer kind", self)
 
     def held_parameters(self, tp: int) -> float:
         """Returns the number of parameters that one of ``tp`` ranks holds."""
@@ -227,13 +213,14 @@ class Model:
         return tuple(counts)
 
 
-def _check(what: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{what} is {value}: it must be finite and not negative")
+def _check(what: str, one: Precision | LayerKind) -> None:
+    for name, value in vars(one).items():
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(
+                f"{what} {one.name}: {name} is {value}: it must be finite and not negative"
+            )
 
 
-Family = Literal["gpt", "bert", "t5"]
-FAMILIES = ("gpt", "bert", "t5")
 _MULTIPLY_ADD = 2
 _FLOAT_BYTES = 4
 _TOKEN_TYPES = 2
@@ -291,12 +278,11 @@ class TransformerShape:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            least = 0 if one.name in _OPTIONAL else 1
+        for name, value in vars(self).items():
+            least = 0 if name in _OPTIONAL else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ConfigError(
-                    f"model {self.name}: {one.name} is {value}: it must be at least {least}"
+                    f"model {self.name}: {name} is {value}: it must be at least {least}"
                 )
         if self.heads % self.query_groups:
             raise ConfigError(
@@ -326,65 +312,39 @@ def build_model(shape: TransformerShape) -> Model:
     ``encoder``, ``decoder_embedding``, ``decoder`` and ``head``.
     """
     if shape.family == "t5":
-        return _build_t5(shape)
-    causal = shape.family == "gpt"
-    kinds = (
-        _embedding(shape, "embedding", shape.sequence),
-        _layer(shape, "transformer", shape.sequence, causal=causal),
-        _head(shape, shape.sequence),
-    )
-    layers = ("embedding", *("transformer",) * shape.layers, "head")
-    return _model(shape, kinds, layers, (0, len(layers) - 1), shape.sequence)
-
-
-def _build_t5(shape: TransformerShape) -> Model:
-    """Builds encoder and decoder, each with its embedding; the encoder's output goes along."""
-    memory = shape.sequence
-    kinds = (
-        _embedding(shape, "embedding", shape.sequence, group="encoder"),
-        _layer(shape, "encoder", shape.sequence, causal=False, group="encoder"),
-        _embedding(
-            shape, "decoder_embedding", shape.decoder_sequence, group="decoder", carried=memory
-        ),
-        _layer(
-            shape, "decoder", shape.decoder_sequence, causal=True, group="decoder", crossed=memory
-        ),
-        _head(shape, shape.decoder_sequence, group="decoder"),
-    )
-    layers = (
-        "embedding",
-        *("encoder",) * shape.layers,
-        "decoder_embedding",
-        *("decoder",) * shape.decoder_layers,
-        "head",
-    )
-    tied = (0, shape.layers + 1, len(layers) - 1)
-    return _model(shape, kinds, layers, tied, shape.sequence + shape.decoder_sequence)
-
-
-def _model(
-    shape: TransformerShape,
-    kinds: tuple[LayerKind, ...],
-    layers: tuple[str, ...],
-    tied: tuple[int, ...],
-    tokens: int,
-) -> Model:
+        # The encoder's output goes along with the decoder's.
+        memory, tokens = shape.sequence, shape.decoder_sequence
+        kinds = {
+            _embedding(shape, "embedding", memory, group="encoder"): 1,
+            _layer(shape, "encoder", memory, causal=False, group="encoder"): shape.layers,
+            _embedding(shape, "decoder_embedding", tokens, group="decoder", carried=memory): 1,
+            _layer(shape, "decoder", tokens, causal=True, group="decoder", crossed=memory): (
+                shape.decoder_layers
+            ),
+            _head(shape, tokens, group="decoder"): 1,
+        }
+        tokens += memory
+    else:
+        tokens, causal = shape.sequence, shape.family == "gpt"
+        kinds = {
+            _embedding(shape, "embedding", tokens): 1,
+            _layer(shape, "transformer", tokens, causal=causal): shape.layers,
+            _head(shape, tokens): 1,
+        }
+    layers = tuple(kind.name for kind, count in kinds.items() for _ in range(count))
+    tied = [i for i, name in enumerate(layers) if name.endswith(("embedding", "head"))]
     return Model(
         name=shape.name,
         kinds={kind.name: kind for kind in kinds},
         layers=layers,
         tokens_per_sample=tokens,
         tied_parameters=float(shape.vocabulary * shape.hidden) if shape.tied else 0.0,
-        tied_layers=tied if shape.tied else (),
-        max_tp=_widest_tp(shape),
+        tied_layers=tuple(tied) if shape.tied else (),
+        # What divides heads and feed-forward width.
+        max_tp=math.gcd(shape.heads, shape.ffn),
         precision=shape.precision,
         arguments=shape.arguments,
     )
-
-
-def _widest_tp(shape: TransformerShape) -> int:
-    """Returns the largest number that divides heads and feed-forward width."""
-    return math.gcd(shape.heads, shape.ffn)
 
 
 def _embedding(

@@ -48,36 +48,28 @@ _SMALL_VOCABULARY = 50303
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
 
-def _bert(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:
-    return TransformerShape(
-        name=name,
-        family="bert",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        head_width=hidden // heads,
-        query_groups=heads,
-        ffn=4 * hidden,
-        sequence=512,
-        positions=512,
-        vocabulary=_padded(30522),
-    )
-
-
-def _t5(name: str, layers: int, hidden: int, heads: int, width: int, ffn: int) -> TransformerShape:
+def _only_planned(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    width: int = 64,
+    ffn: int = 0,
+) -> TransformerShape:
     # Megatron's T5 learns positions, shares one embedding and has biases, unlike the original.
+    family = name.partition("-")[0]
     return TransformerShape(
         name=name,
-        family="t5",
+        family=family,
         layers=layers,
-        decoder_layers=layers,
+        decoder_layers=layers if family == "t5" else 0,
+        decoder_sequence=128 if family == "t5" else 0,
         hidden=hidden,
         heads=heads,
         head_width=width,
         query_groups=heads,
-        ffn=ffn,
+        ffn=ffn or 4 * hidden,
         sequence=512,
-        decoder_sequence=128,
         positions=512,
         vocabulary=_padded(30522),
     )
@@ -90,13 +82,13 @@ def _padded(vocabulary: int, multiple: int = 128) -> int:
 PRESETS: Mapping[str, TransformerShape] = {
     shape.name: shape
     for shape in (
-        _bert("bert-base", 12, 768, 12),
-        _bert("bert-large", 24, 1024, 16),
-        _t5("t5-small", 6, 512, 8, 64, 2048),
-        _t5("t5-base", 12, 768, 12, 64, 3072),
-        _t5("t5-large", 24, 1024, 16, 64, 4096),
-        _t5("t5-3b", 24, 1024, 32, 128, 16384),
-        _t5("t5-11b", 24, 1024, 128, 128, 65536),
+        _only_planned("bert-base", 12, 768, 12),
+        _only_planned("bert-large", 24, 1024, 16),
+        _only_planned("t5-small", 6, 512, 8),
+        _only_planned("t5-base", 12, 768, 12),
+        _only_planned("t5-large", 24, 1024, 16),
+        _only_planned("t5-3b", 24, 1024, 32, 128, 16384),
+        _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
 """Models that only the planner knows."""

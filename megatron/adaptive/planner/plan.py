@@ -32,6 +32,7 @@ __all__ = [
     "conf_text",
     "explain",
     "place_ranks",
+    "place_stage",
     "placement_groups",
     "placement_text",
     "plan_document",
@@ -62,8 +63,7 @@ class StagePlace:
     Attributes:
         replicas: in the order of data-parallel ranks.
         micro_batch: samples of one microbatch on each replica. Where numbers of replicas differ,
-            it is the same everywhere if microbatches are dealt out to replicas (see
-            ``microbatch_assignment``),
+            it is the same everywhere if microbatches are dealt out to replicas (see ``cost``),
             else ``micro_batch * len(replicas)`` is.
     """
 
@@ -276,25 +276,41 @@ def place_ranks(
     Raises:
         ConfigError: too few GPUs, or a tensor-parallel group would cross two nodes.
     """
-    slots = [(node, gpu) for node in order for gpu in range(cluster.nodes[node].gpus)]
-    if len(slots) < tp * dp * pp:
+    gpus = sum(cluster.nodes[node].gpus for node in order)
+    if gpus < tp * dp * pp:
         raise ConfigError(
-            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, these nodes have {len(slots)}"
+            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, these nodes have {gpus}"
         )
-    places = []
-    for stage in range(pp):
-        replicas = []
-        for copy in range(dp):
-            first = (stage * dp + copy) * tp
-            node, gpu = slots[first]
-            if slots[first + tp - 1][0] != node:
-                raise ConfigError(
-                    f"tp {tp}: a tensor-parallel group would cross nodes {node} and"
-                    f" {slots[first + tp - 1][0]}: choose a tp that divides the GPUs of every node"
-                )
-            replicas.append(Replica(node=node, gpu=gpu, tp=tp))
-        places.append(StagePlace(replicas=tuple(replicas), micro_batch=micro_batch))
-    return tuple(places)
+    return tuple(
+        place_stage(cluster, order, tp, dp, micro_batch, position=rank) for rank in range(pp)
+    )
+
+
+def place_stage(
+    cluster: Cluster,
+    order: Sequence[int],
+    tp: int,
+    dp: int,
+    micro_batch: int,
+    *,
+    position: int = 0,
+) -> StagePlace:
+    """Lays one stage on nodes, behind ``position`` equal ones; the rest is as in ``place_ranks``.
+
+    Raises:
+        ConfigError: a tensor-parallel group would cross two nodes.
+    """
+    slots = [(node, gpu) for node in order for gpu in range(cluster.nodes[node].gpus)]
+    replicas = []
+    for first in range(position * tp * dp, (position + 1) * tp * dp, tp):
+        node, gpu = slots[first]
+        if (last := slots[first + tp - 1][0]) != node:
+            raise ConfigError(
+                f"tp {tp}: a tensor-parallel group would cross nodes {node} and {last}: choose a"
+                " tp that divides the GPUs of every node"
+            )
+        replicas.append(Replica(node=node, gpu=gpu, tp=tp))
+    return StagePlace(replicas=tuple(replicas), micro_batch=micro_batch)
 
 
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:

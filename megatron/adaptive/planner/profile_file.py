@@ -18,15 +18,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
 from megatron.adaptive.planner.files import check_form, read_file
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
@@ -39,6 +41,7 @@ __all__ = [
     "make_profile",
     "measured_memory",
     "merge",
+    "precision_of",
     "profile_of_cut_points",
     "renamed",
     "timestamp",
@@ -48,7 +51,7 @@ __all__ = [
 FORMAT = 1
 _NEEDED = ("cut_point", "gpu", "micro_batch", "forward_s", "backward_s", "parameters")
 _KNOWN = (*_NEEDED, "output_bytes", "kept_bytes", "backward_weight_s", "tp")
-_ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_LEAST_WHOLE = {"cut_point": 0, "micro_batch": 1, "tp": 1}
 _SAME = 0.02  # relative difference up to which two counts of parameters are the same
 
 
@@ -161,11 +164,11 @@ def make_profile(
     """
     layers: dict[tuple[str, str, int, int], LayerTimes] = {}
     for index, row in enumerate(content["layers"]):
-        key = (row["kind"], _gpu(row["gpu"]), row["tp"], row["micro_batch"])
+        key = kind, gpu, tp, size = row["kind"], _gpu(row["gpu"]), row["tp"], row["micro_batch"]
         if key in layers:
             raise ConfigError(
-                f"profile: layers[{index}]: kind {key[0]} on {key[1]} with tp {key[2]} and"
-                f" microbatch {key[3]} is there already; keep one"
+                f"profile: layers[{index}]: kind {kind} on {gpu} with tp {tp} and microbatch {size}"
+                " is there already; keep one"
             )
         layers[key] = LayerTimes(
             forward_s=row["forward_s"],
@@ -175,18 +178,22 @@ def make_profile(
             kept_bytes=row.get("kept_bytes"),
             source=row.get("source", "measured"),
         )
-    links = content.get("links", [])
-    within = _curves((row["nodes"][0], row, False) for row in links if row["within"])
-    between = _curves(
-        ((row["nodes"][0], row["nodes"][1]), row, True) for row in links if not row["within"]
-    )
+    links: dict[tuple[bool, str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in content.get("links", []):
+        links.setdefault((row["within"], *row["nodes"]), {})[row.get("pairs", 1)] = row
     return Profile(
         layers=layers,
         model=content["model"]["name"],
-        links=between,
-        intra_links=within,
+        links={
+            (one, other): _link(rows, shared=True)
+            for (within, one, other), rows in links.items()
+            if not within
+        },
+        intra_links={
+            one: _link(rows, shared=False) for (within, one, _), rows in links.items() if within
+        },
         all_reduce={
-            (row["node"], row["ranks"]): _curve(row, shared=False)
+            (row["node"], row["ranks"]): _link({1: row}, shared=False)
             for row in content.get("all_reduce", [])
         },
         optimizer_s_per_parameter=_by_gpu(content.get("optimizer_s_per_parameter", {})),
@@ -205,40 +212,20 @@ def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
     return {_gpu(name): value for name, value in values.items()}
 
 
-def _curves(rows: Iterable[tuple[Any, Mapping[str, Any], bool]]) -> dict[Any, LinkSpeed]:
-    """Puts the measurements of one link with different numbers of pairs together."""
-    found: dict[Any, dict[int, Mapping[str, Any]]] = {}
-    shared = False
-    for key, row, shared in rows:  # noqa: B007
-        found.setdefault(key, {})[row.get("pairs", 1)] = row
-    links = {}
-    for key, by_pairs in found.items():
-        single = by_pairs[min(by_pairs)]
-        more = tuple(
-            (pairs, _curve(row, shared=shared, times=pairs))
-            for pairs, row in sorted(by_pairs.items())
-            if row is not single
+def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
+    """Puts the measurements of one link with different numbers of pairs together.
+
+    Bandwidths of several pairs add up: the file holds that of one.
+    """
+    links: list[tuple[int, LinkSpeed]] = []
+    for pairs, row in sorted(by_pairs.items()):
+        times = pairs if links else 1
+        sizes = tuple((float(size), float(speed) * times) for size, speed in sorted(row["sizes"]))
+        link = LinkSpeed(
+            bytes_per_s=sizes[-1][1], latency_s=row["latency_s"], shared=shared, sizes=sizes
         )
-        links[key] = _curve(single, shared=shared, by_pairs=more)
-    return links
-
-
-def _curve(
-    row: Mapping[str, Any],
-    *,
-    shared: bool,
-    times: int = 1,
-    by_pairs: tuple[tuple[int, LinkSpeed], ...] = (),
-) -> LinkSpeed:
-    """Makes a link of a row; bandwidths of ``times`` pairs add up: the file holds that of one."""
-    sizes = tuple((float(size), float(speed) * times) for size, speed in sorted(row["sizes"]))
-    return LinkSpeed(
-        bytes_per_s=sizes[-1][1],
-        latency_s=row["latency_s"],
-        shared=shared,
-        sizes=sizes,
-        by_pairs=by_pairs,
-    )
+        links.append((pairs, link))
+    return replace(links[0][1], by_pairs=tuple(links[1:]))
 
 
 def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
@@ -300,46 +287,33 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     rows = [_numbers(row, f"{path}: row {at}") for at, row in enumerate(_rows(path), start=1)]
     if not rows:
         raise ConfigError(f"{path}: no measurements: give a row for each piece of the model")
-    count = 1 + max(int(row["cut_point"]) for row in rows)
-    found = {int(row["cut_point"]) for row in rows}
-    if found != set(range(count)):
-        lost = min(set(range(count)) - found)
-        raise ConfigError(f"{path}: cut point {lost} has no row: number them from 0 without gaps")
-    layers = []
-    for row in rows:
-        entry = {
-            "kind": cut_kind(int(row["cut_point"])),
-            "gpu": row["gpu"],
-            "tp": int(row.get("tp", 1)),
-            "micro_batch": int(row["micro_batch"]),
-            "forward_s": row["forward_s"],
-            "backward_input_s": row["backward_s"],
-            "backward_weight_s": row.get("backward_weight_s", 0.0),
-        }
-        if "kept_bytes" in row:
-            entry["kept_bytes"] = row["kept_bytes"]
-        layers.append(entry)
-    pieces = [
-        _piece(
-            number,
-            [row for row in rows if int(row["cut_point"]) == number],
-            _ELEMENT_BYTES[precision],
+    pieces: dict[int, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda one: -one["micro_batch"]):
+        pieces.setdefault(row["cut_point"], row)
+    if lost := sorted(set(range(len(pieces))) - set(pieces)):
+        raise ConfigError(
+            f"{path}: cut point {lost[0]} has no row: number them from 0 without gaps"
         )
-        for number in range(count)
+    element_bytes = Precision.named(precision).element_bytes
+    model_layers = [
+        {
+            "kind": cut_kind(number),
+            "parameters": row["parameters"],
+            "output_elements": row.get("output_bytes", 0.0) / row["micro_batch"] / element_bytes,
+            "activation_bytes": row.get("kept_bytes", 0.0) / row["micro_batch"],
+        }
+        for number, row in sorted(pieces.items())
     ]
-    return document({"name": name, "precision": precision, "layers": pieces}, layers)
-
-
-def _piece(number: int, rows: Sequence[Mapping[str, Any]], element_bytes: int) -> dict[str, Any]:
-    """Returns sizes of one piece, of one sample."""
-    row = max(rows, key=lambda one: one["micro_batch"])
-    samples = row["micro_batch"]
-    return {
-        "kind": cut_kind(number),
-        "parameters": row["parameters"],
-        "output_elements": row.get("output_bytes", 0.0) / samples / element_bytes,
-        "activation_bytes": row.get("kept_bytes", 0.0) / samples,
-    }
+    copied = ("gpu", "tp", "micro_batch", "forward_s", "backward_weight_s", "kept_bytes")
+    layers = [
+        {
+            "kind": cut_kind(row["cut_point"]),
+            "backward_input_s": row["backward_s"],
+            **{name: row[name] for name in copied if name in row},
+        }
+        for row in rows
+    ]
+    return document({"name": name, "precision": precision, "layers": model_layers}, layers)
 
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
@@ -363,7 +337,7 @@ def _numbers(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in row:
         if key not in _KNOWN:
             raise ConfigError(f"{where}: {key!r} is not known: columns are {', '.join(_KNOWN)}")
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any] = {"tp": 1, "backward_weight_s": 0.0}
     for key in _KNOWN:
         text = row.get(key)
         if text is None or text == "":
@@ -373,16 +347,15 @@ def _numbers(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         if key == "gpu":
             numbers[key] = str(text)
             continue
-        whole = key in ("cut_point", "micro_batch", "tp")
-        least = 1 if key in ("micro_batch", "tp") else 0
+        least = _LEAST_WHOLE.get(key)
         try:
             value = float(text)
         except (TypeError, ValueError):
             value = -1.0
-        if not least <= value < float("inf") or (whole and value != int(value)):
-            rule = f"a whole number from {least} on" if whole else "a number, not negative"
+        if not (least or 0) <= value < math.inf or (least is not None and value != int(value)):
+            rule = "a number, not negative" if least is None else f"a whole number from {least} on"
             raise ConfigError(f"{where}: {key} is {text!r}: it must be {rule}")
-        numbers[key] = value
+        numbers[key] = value if least is None else int(value)
     return numbers
 
 
@@ -393,49 +366,43 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         ConfigError: they differ.
     """
     measured = content["model"]
+    of = f"{where} is of model {measured['name']}"
     advice = "measure the model that is planned, or leave --profile out"
     kinds = {row["kind"] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind not in kinds]
     if missing:
         raise ConfigError(
-            f"{where} is of model {measured['name']}, which has no layers of kind {missing[0]!r}"
-            f" as {model.name} does: {advice}"
+            f"{of}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
         )
     arguments = measured.get("arguments", ())
     if arguments and model.arguments:
         other = arguments_model(arguments, measured["name"], model.precision.name)
         for name, kind in model.kinds.items():
             for field in ("parameters", "output_elements", "forward_flops"):
-                if not _close(getattr(other.kinds[name], field), getattr(kind, field)):
+                theirs, own = getattr(other.kinds[name], field), getattr(kind, field)
+                if not math.isclose(theirs, own, rel_tol=_SAME):
                     raise ConfigError(
-                        f"{where} is of model {measured['name']}, whose {name} has"
-                        f" {getattr(other.kinds[name], field):.4g} {field.replace('_', ' ')};"
-                        f" that of {model.name} has {getattr(kind, field):.4g}: {advice}"
+                        f"{of}, whose {name} has {theirs:.4g} {field.replace('_', ' ')};"
+                        f" that of {model.name} has {own:.4g}: {advice}"
                     )
-        precision = _precision(arguments)
+        precision = precision_of(arguments)
         if precision != model.precision.name:
             raise ConfigError(
                 f"{where} was measured in {precision}, {model.name} is planned in"
                 f" {model.precision.name}: give --precision {precision}, or {advice}"
             )
     for row in content["layers"]:
-        counted = row.get("parameters")
-        if counted is None or row["kind"] not in ("transformer", "encoder"):
+        kind_name, counted = row["kind"], row.get("parameters")
+        if counted is None or kind_name not in {"transformer", "encoder"} & set(model.kinds):
             continue
-        if row["kind"] not in model.kinds:
-            continue
-        held = model.kinds[row["kind"]].held_parameters(row["tp"])
-        if abs(held - counted) > _SAME * max(held, counted):
+        held = model.kinds[kind_name].held_parameters(row["tp"])
+        if not math.isclose(held, counted, rel_tol=_SAME):
             raise ConfigError(
-                f"{where} is of model {measured['name']}, whose {row['kind']} layer holds"
-                f" {counted:.4g} parameters with tp {row['tp']}; that of {model.name} holds"
-                f" {held:.4g}: {advice}"
+                f"{of}, whose {kind_name} layer holds {counted:.4g} parameters with tp"
+                f" {row['tp']}; that of {model.name} holds {held:.4g}: {advice}"
             )
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= _SAME * max(abs(one), abs(other))
-
-
-def _precision(arguments: Sequence[str]) -> str:
+def precision_of(arguments: Sequence[str]) -> str:
+    """Returns the precision that a list of the trainer's arguments names."""
     return next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")

@@ -11,46 +11,224 @@ The search stands on 1F1B, whose order is fixed: no plan gets slower when a dura
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.chunks import candidates, interleave
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import in_flight
-from megatron.adaptive.planner.plan import Plan, StagePlace
+from megatron.adaptive.planner.model import RECOMPUTE
+from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.search_space import (
-    Best,
-    Collector,
-    Found,
-    Objective,
-    SearchOptions,
-    SearchResult,
+from megatron.adaptive.planner.shapes import (
+    DpStates,
+    ShapeChoice,
     StageClass,
-    place_on,
+    Tables,
+    make_dp_states,
     stage_classes,
 )
-from megatron.adaptive.planner.shapes import DpStates, ShapeChoice, Tables, make_dp_states
 
-__all__ = [
-    "Found",
-    "SearchOptions",
-    "SearchResult",
-    "Searcher",
-    "SearchShape",
-    "capacity_bound",
-    "most_rate",
-]
+__all__ = ["Collector", "Found", "Objective", "SearchOptions", "SearchResult", "Searcher"]
 
 
 _FEW_LEVELS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Choices that are open to the search.
+
+    Attributes:
+        tp: tensor-parallel widths; empty for all that fit into a node. Likewise ``dp``, ``pp`` and
+            ``micro_batch``.
+        dp: numbers of replicas.
+        pp: numbers of pipeline ranks.
+        micro_batch: samples of a microbatch.
+        recompute: of ``model.RECOMPUTE``.
+        distributed_optimizer: which of off and on.
+        overlap_reduce: whether the run overlaps the gradient reduction.
+        sequence_parallel: whether the run uses it.
+        partition: layers of each stage, embedding and head included, if they are given.
+        schedules: ``1f1b``, and ``interleaved`` to try that as well.
+        all_nodes: whether every node has to be used.
+        unequal: whether stages may have different widths; the trainer runs those of width 1.
+        top: how many plans to return.
+        most_leaves: pipelines to time for one shape and set of nodes.
+        most_levels: see ``shapes.make_dp_states``.
+        most_interleaved: interleaved pipelines to try.
+        most_cpu_s: CPU seconds after which what was not looked at only counts in the gap.
+    """
+
+    tp: tuple[int, ...] = ()
+    dp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = RECOMPUTE
+    distributed_optimizer: tuple[bool, ...] = (False, True)
+    overlap_reduce: bool = False
+    sequence_parallel: bool = False
+    partition: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ("1f1b",)
+    all_nodes: bool = False
+    unequal: bool = False
+    top: int = 1
+    most_leaves: int = 3000
+    most_levels: int = 20_000
+    most_interleaved: int = 12
+    most_cpu_s: float = 45.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Least time or least cost.
+
+    Attributes:
+        least: ``time`` for seconds per step, ``cost`` for the price of a step.
+        most_seconds_per_step: slower plans do not count.
+        most_price_per_hour: dearer nodes do not count.
+        most_price_per_step: plans whose step costs more do not count; a budget for a run, divided
+            by its steps.
+
+    Raises:
+        ConfigError: a limit is not above 0.
+    """
+
+    least: Literal["time", "cost"] = "time"
+    most_seconds_per_step: float = math.inf
+    most_price_per_hour: float = math.inf
+    most_price_per_step: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.least not in ("time", "cost"):
+            raise ConfigError(f"objective is {self.least!r}: choose time or cost")
+        for name in ("most_seconds_per_step", "most_price_per_hour", "most_price_per_step"):
+            value = getattr(self, name)
+            if math.isnan(value) or value <= 0:
+                raise ConfigError(f"{name} is {value:g}: it must be above 0")
+
+    def value(self, seconds: float, price_per_hour: float) -> float:
+        """Returns what is minimised."""
+        return seconds if self.least == "time" else seconds * price_per_hour / 3600
+
+    def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
+        """Returns the seconds below which a plan keeps the limits and beats ``worst_value``."""
+        if price_per_hour > self.most_price_per_hour:
+            return 0.0
+        # A limit may be met exactly.
+        most = math.nextafter(self.most_seconds_per_step, math.inf)
+        hourly = price_per_hour / 3600
+        if hourly:
+            most = min(most, math.nextafter(self.most_price_per_step / hourly, math.inf))
+        if self.least == "time":
+            return min(most, worst_value)
+        return min(most, worst_value / hourly) if hourly else most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One plan found.
+
+    Attributes:
+        plan: the plan.
+        seconds: of a step, as ``predict`` has them.
+        price_per_hour: of its nodes.
+        value: what the objective minimises.
+    """
+
+    plan: Plan
+    seconds: float
+    price_per_hour: float
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        found: the best plans, best first; empty where nothing fits.
+        bound: no 1F1B plan of the search space has a value below it.
+        whole: whether the search space had every mixture and order of nodes; where not, the bound
+            holds only for those that it had.
+        timed: pipelines timed exactly.
+        configurations: shapes, lengths of pipelines and sets of nodes for which a bound was made.
+    """
+
+    found: tuple[Found, ...]
+    bound: float
+    whole: bool
+    timed: int
+    configurations: int
+
+    @property
+    def gap(self) -> float:
+        """Share of its value by which the best might at most be improved."""
+        if not self.found or self.found[0].value <= 0:
+            return 0.0
+        return max(0.0, 1 - self.bound / self.found[0].value)
+
+
+class Collector:
+    """Receives the plans of a search, and says which may still matter.
+
+    Args:
+        objective: what is minimised, and the limits.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def value(self, seconds: float, price: float) -> float:
+        """Returns the value by which goals are put in order."""
+        return self.objective.value(seconds, price)
+
+    def most_seconds(self, price: float) -> float:
+        """Returns the seconds that a plan of that price per hour must stay below to matter."""
+        raise NotImplementedError
+
+    def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
+        """Takes a plan; those with one key compete for one place."""
+        raise NotImplementedError
+
+
+class Best(Collector):
+    """The best plans so far, each shape and set of nodes once."""
+
+    def __init__(self, top: int, objective: Objective) -> None:
+        super().__init__(objective)
+        self._top = top
+        self._found: dict[Any, Found] = {}
+
+    def worst_value(self) -> float:
+        """Returns the value that a plan has to beat."""
+        if len(self._found) < self._top:
+            return math.inf
+        return max(one.value for one in self._found.values())
+
+    def most_seconds(self, price: float) -> float:
+        return self.objective.most_seconds(price, self.worst_value())
+
+    def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
+        value = self.value(seconds, price)
+        old = self._found.get(key)
+        if old is not None and old.value <= value:
+            return
+        self._found[key] = Found(plan=plan, seconds=seconds, price_per_hour=price, value=value)
+        if len(self._found) > self._top:
+            del self._found[max(self._found, key=lambda one: self._found[one].value)]
+
+    def sorted(self) -> list[Found]:
+        """Returns the plans found, best first."""
+        return sorted(self._found.values(), key=lambda one: one.value)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,8 +253,7 @@ class SearchShape:
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
         """Identifies plans that compete for one place: only their ways to save memory differ."""
-        widths = tuple((one.tp, one.dp, one.micro_batch) for one in self.classes)
-        return widths, used, stages
+        return tuple(one.widths for one in self.classes), used, stages
 
 
 class Searcher:
@@ -102,6 +279,7 @@ class Searcher:
         self._tables = Tables(inputs)
         self._levels: dict[Any, DpStates] = {}
         self._counts = tuple(group.count for group in inputs.cluster.groups)
+        self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._whole = True
         self._until = math.inf
         self.timed = 0
@@ -122,8 +300,8 @@ class Searcher:
         left_out = math.inf
         for shape in shapes:
             if time.process_time() > self._until:
-                left_out = min(left_out, best.value(shape.bound_s, self._least_price()))
-            elif shape.bound_s < best.most_seconds(self._least_price()):
+                left_out = min(left_out, best.value(shape.bound_s, self._least_price))
+            elif shape.bound_s < best.most_seconds(self._least_price):
                 self._look(shape, best)
                 looked.append(shape)
         for shape in sorted(looked, key=lambda one: one.least_value):
@@ -139,32 +317,29 @@ class Searcher:
             found=found,
             bound=bound,
             whole=self._whole,
-            shapes=len(shapes),
             timed=self.timed,
             configurations=self.configurations,
         )
 
     def shapes(self) -> list[SearchShape]:
         """Returns every choice, by a bound that costs nothing."""
-        return sorted(self._shapes(), key=lambda one: one.bound_s)
-
-    def _shapes(self) -> Iterator[SearchShape]:
+        options, found = self.options, []
         for classes, microbatches in self._class_sets():
-            for recompute in self.options.recompute:
-                for sharded in self.options.distributed_optimizer:
-                    if sharded and all(one.dp == 1 for one in classes):
-                        continue
-                    choice = ShapeChoice(
-                        microbatches=microbatches,
-                        recompute=recompute,
-                        distributed_optimizer=sharded,
-                        overlap_reduce=self.options.overlap_reduce,
-                        sequence_parallel=self.options.sequence_parallel,
-                    )
-                    known = tuple(one for one in classes if self._known(one))
-                    if known:
-                        bound = self._quick_bound(known, choice)
-                        yield SearchShape(classes=known, choice=choice, bound_s=bound)
+            known = tuple(one for one in classes if self._known(one))
+            ways = itertools.product(options.recompute, options.distributed_optimizer)
+            for recompute, sharded in ways if known else ():
+                if sharded and all(one.dp == 1 for one in classes):
+                    continue
+                choice = ShapeChoice(
+                    microbatches=microbatches,
+                    recompute=recompute,
+                    distributed_optimizer=sharded,
+                    overlap_reduce=options.overlap_reduce,
+                    sequence_parallel=options.sequence_parallel,
+                )
+                bound = self._quick_bound(known, choice)
+                found.append(SearchShape(classes=known, choice=choice, bound_s=bound))
+        return sorted(found, key=lambda one: one.bound_s)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
         """Yields classes whose stages may meet in one pipeline, and its microbatches."""
@@ -222,9 +397,6 @@ class Searcher:
             return max(self.options.pp)
         narrow = min(one.tp * one.dp for one in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
-
-    def _least_price(self) -> float:
-        return min(group.type.price_per_hour for group in self.cluster.groups)
 
     def _arrays(self, shape: SearchShape, most_levels: int = 0) -> tuple[Any, DpStates]:
         from megatron.adaptive.planner import kernel  # numba takes half a second
@@ -302,14 +474,12 @@ class Searcher:
         Returns:
             Bound and price per hour of those that were not searched to the end.
         """
-        if shape.bound_s >= best.most_seconds(self._least_price()):
-            return []
-        if shape.least_s >= best.most_seconds(self._least_price()):
+        if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
             return []
         made, levels = self._arrays(shape)
         self._whole &= levels.whole
         shape.partial = not levels.whole
-        bounds = self._bounds(made, best.most_seconds(self._least_price()))
+        bounds = self._bounds(made, best.most_seconds(self._least_price))
         goals = self._goals(made, levels, bounds[1], best)
         shape.least_s = min((goal[1] for goal in goals), default=math.inf)
         missed = []
@@ -330,13 +500,13 @@ class Searcher:
         Where there are very many orders of nodes, only with equal nodes side by side.
         """
         made, levels = self._arrays(shape, min(_FEW_LEVELS, self.options.most_levels))
-        bounds = self._bounds(made, best.most_seconds(self._least_price()))
+        bounds = self._bounds(made, best.most_seconds(self._least_price))
         goals = self._goals(made, levels, bounds[1], best)
         shape.least_value = goals[0][0] if goals else math.inf
         if not levels.whole:
             room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
             shape.bound_s = max(shape.bound_s, room)
-            shape.least_value = best.value(shape.bound_s, self._least_price())
+            shape.least_value = best.value(shape.bound_s, self._least_price)
         for _, _, level, price in goals[:1]:
             self._try(shape, made, levels, bounds, level, price, best, 10)
 
@@ -347,7 +517,7 @@ class Searcher:
         missed = self.visit(shape, best, self.options.most_leaves)
         left_out = min((best.value(*one) for one in missed), default=math.inf)
         if shape.partial:
-            left_out = min(left_out, best.value(shape.bound_s, self._least_price()))
+            left_out = min(left_out, best.value(shape.bound_s, self._least_price))
         return left_out
 
     def _try(
@@ -423,21 +593,18 @@ class Searcher:
                 for index, count in enumerate(one.nodes):
                     nodes += range(starts[index], starts[index] + count)
                     starts[index] += count
-            places.append(place_on(self.cluster, one, nodes, position))
+            places.append(place_stage(self.cluster, nodes, *one.widths, position=position))
         return Plan(
             tp=max(one.tp for one in classes),
             dp=classes[0].dp,
             pp=len(classes),
             micro_batch=classes[0].micro_batch,
             global_batch=self.global_batch,
-            partition=tuple(b - a for a, b in pairwise(cuts)),
+            partition=tuple(b - a for a, b in itertools.pairwise(cuts)),
             places=tuple(places),
             chunks=chunks,
             schedule="1f1b" if chunks == 1 else "interleaved",
-            recompute=choice.recompute,
-            distributed_optimizer=choice.distributed_optimizer,
-            overlap_reduce=choice.overlap_reduce,
-            sequence_parallel=choice.sequence_parallel,
+            **choice.of_plan,
         )
 
 
@@ -491,7 +658,7 @@ def capacity_bound(
     n = tables.model.num_layers
     least: dict[int, list[tuple[float, Any]]] = {}
     for index, group in enumerate(cluster.groups):
-        for tp, dp, micro_batch in {(one.tp, one.dp, one.micro_batch) for one in classes}:
+        for tp, dp, micro_batch in {one.widths for one in classes}:
             if group.type.gpus % tp == 0:
                 stages = group.count * group.type.gpus / (tp * dp)
                 one = StageClass((), tp, dp, micro_batch, 1)

@@ -1,4 +1,7 @@
-"""Computes arrays for the search: seconds and bytes of every class for every range of layers.
+"""Classes of stages, and arrays of seconds and bytes of every class for every range of layers.
+
+Stages of a class are alike whatever nodes of those types they get. A class whose GPUs are part of
+one node comes in blocks: as many stages of the class in a row as the node holds.
 
 One shape is one choice of widths, microbatch, recompute and optimizer; its arrays come from the
 same functions as a prediction, so that both agree on every plan.
@@ -13,37 +16,109 @@ state, so that there are few states where there are many orders.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import NodeType
-from megatron.adaptive.planner.communication import (
-    all_reduce_s,
+from megatron.adaptive.planner.cluster import Cluster, NodeType
+from megatron.adaptive.planner.layers import (
+    LayerTable,
     boundary_s,
     embedding_s,
     exposed_reduce_s,
-    measured_all_reduce,
-    ring_segments,
-)
-from megatron.adaptive.planner.layers import (
-    LayerTable,
     layer_table,
     optimizer_s,
     range_largest,
     range_sums,
+    reduction,
     stage_memory,
 )
-from megatron.adaptive.planner.plan import StagePlace
+from megatron.adaptive.planner.plan import StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.search_space import StageClass, place_on
 
-__all__ = ["ShapeChoice", "DpStates", "Tables", "make_dp_states"]
+__all__ = ["DpStates", "ShapeChoice", "StageClass", "Tables", "make_dp_states", "stage_classes"]
 
 
 _FEW = 2000
+_MOST_MIXED = 8
+
+
+@dataclass(frozen=True)
+class StageClass:
+    """One class of stages.
+
+    Attributes:
+        nodes: how many nodes of each type a block takes, in the order of the cluster's types.
+        tp: tensor-parallel width.
+        dp: replicas.
+        micro_batch: samples of a microbatch of each replica.
+        block: stages of a block.
+    """
+
+    nodes: tuple[int, ...]
+    tp: int
+    dp: int
+    micro_batch: int
+    block: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Tensor-parallel width, replicas and samples of a microbatch."""
+        return self.tp, self.dp, self.micro_batch
+
+
+def stage_classes(
+    cluster: Cluster, *, tp: int, dp: int, micro_batch: int
+) -> tuple[tuple[StageClass, ...], bool]:
+    """Returns all classes of one width.
+
+    Nodes are used whole: a stage takes an equal part of one node, or several nodes.
+
+    Returns:
+        The classes, and whether these are all: of very many mixtures only those of one or two types
+        are kept.
+    """
+    counts = [group.count for group in cluster.groups]
+    gpus = [group.type.gpus for group in cluster.groups]
+    usable = [group.type.gpus % tp == 0 for group in cluster.groups]
+    size = tp * dp
+    found = []
+    for index, each in enumerate(gpus):
+        if usable[index] and each % size == 0:
+            nodes = tuple(int(i == index) for i in range(len(gpus)))
+            found.append(StageClass(nodes, tp, dp, micro_batch, each // size))
+    limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
+    whole = True
+    mixed: list[StageClass] = []
+    for nodes in _mixtures(size, gpus, limits):
+        if sum(nodes) < 2:
+            continue
+        if len(mixed) >= 4 * _MOST_MIXED:
+            whole = False
+            break
+        mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
+    if len(mixed) > _MOST_MIXED:
+        whole = False
+        mixed.sort(key=lambda one: sum(count > 0 for count in one.nodes))
+        mixed = mixed[:_MOST_MIXED]
+    return (*found, *mixed), whole
+
+
+def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields numbers of nodes of each type that have so many GPUs together, single types first."""
+    if not gpus:
+        if size == 0:
+            yield ()
+        return
+    room = sum(limit * each for limit, each in zip(limits, gpus, strict=True))
+    if room < size:
+        return
+    most = min(limits[0], size // gpus[0])
+    for count in range(most, -1, -1):
+        for rest in _mixtures(size - count * gpus[0], gpus[1:], limits[1:]):
+            yield (count, *rest)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +275,11 @@ class ShapeChoice:
     overlap_reduce: bool = False
     sequence_parallel: bool = False
 
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """Those that a plan has under the same names."""
+        return {name: value for name, value in vars(self).items() if name != "microbatches"}
+
 
 class Tables:
     """Makes the arrays and keeps what several shapes have in common.
@@ -240,7 +320,7 @@ class Tables:
                 break
             nodes += range(begin, begin + count)
         else:
-            place = place_on(self.cluster, one, nodes)
+            place = place_stage(self.cluster, nodes, *one.widths)
         self._places[one, skip] = place
         return place
 
@@ -344,19 +424,8 @@ class Tables:
             assert place is not None
             # Sums of equal layers differ by rounding only.
             values, where = np.unique(np.round(parameters, 3), return_inverse=True)
-            segments = ring_segments((place,), 0, self.inputs)
             sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
-            measured = measured_all_reduce(place, self.inputs)
-            if measured is None:
-                times = [
-                    max(
-                        (all_reduce_s(link, size, one.dp, pairs) for link, pairs in segments),
-                        default=0.0,
-                    )
-                    for size in sizes.tolist()
-                ]
-            else:
-                times = [measured[0].seconds(size, measured[1]) for size in sizes.tolist()]
+            times = list(map(reduction((place,), 0, self.inputs), sizes.tolist()))
             self._reduce[key] = np.array(times)[where].reshape(parameters.shape)
         whole = self._reduce[key]
         if choice.overlap_reduce:
@@ -364,13 +433,7 @@ class Tables:
             layers = np.arange(count)[None, :] - np.arange(count)[:, None]
             whole = exposed_reduce_s(whole, backward, np.maximum(layers, 1))
         updates = [
-            optimizer_s(
-                self.profile,
-                node.gpu,
-                1.0,
-                dp=one.dp,
-                distributed_optimizer=choice.distributed_optimizer,
-            )
+            optimizer_s(self.profile, node.gpu, 1.0, one.dp, choice.distributed_optimizer)
             for node in self.types(one)
         ]
         return whole + np.maximum(parameters, 0.0) * max(updates)

@@ -78,23 +78,20 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
     placement = registry.placement_for(schedule, pp, chunks)
     made = registry.make_schedule(schedule, placement, num_microbatches)
     stages = placement.num_stages
-    done = np.zeros((3, stages, num_microbatches), dtype=bool)
+    done: set[tuple[int, int, int]] = set()
     at = [0] * pp
-    rows = []
-    moved = True
-    while moved:
-        moved = False
+    rows: list[tuple[int, int, int, int]] = []
+    found = -1
+    while found < len(rows):
+        found = len(rows)
         for rank in range(pp):
-            order = made.orders[rank]
-            while at[rank] < len(order):
-                action = order[at[rank]]
+            for action in made.orders[rank][at[rank] :]:
                 kind, stage = _KINDS[action.kind], placement.stage_of(rank, action.chunk)
-                if not _ready(done, kind, stage, action.microbatch, stages):
+                if not done.issuperset(_inputs(kind, stage, action.microbatch, stages)):
                     break
-                done[kind, stage, action.microbatch] = True
+                done.add((kind, stage, action.microbatch))
                 rows.append((kind, stage, action.microbatch, rank))
                 at[rank] += 1
-                moved = True
     return Steps(
         placement=placement,
         num_microbatches=num_microbatches,
@@ -103,13 +100,11 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
     )
 
 
-def _ready(done: Any, kind: int, stage: int, microbatch: int, stages: int) -> bool:
-    if kind == _F:
-        return stage == 0 or bool(done[_F, stage - 1, microbatch])
-    if kind == _B:
-        own = bool(done[_F, stage, microbatch])
-        return own and (stage == stages - 1 or bool(done[_B, stage + 1, microbatch]))
-    return bool(done[_B, stage, microbatch])
+def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[int, int, int]]:
+    """Returns the actions whose results one takes."""
+    own = [(kind - 1, stage, microbatch)] if kind else []
+    near = stage - 1 if kind == _F else stage + 1
+    return [*own, (kind, near, microbatch)] if kind < _W and 0 <= near < stages else own
 
 
 def step_times(

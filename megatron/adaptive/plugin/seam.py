@@ -51,7 +51,7 @@ class Seam:
         self.engine = None
         self._settings = settings
         self._in_force = True
-        self._told = False
+        self._has_said = False
 
     def change(self, settings: Settings) -> None:
         """Take other settings.
@@ -81,7 +81,7 @@ class Seam:
         settings = self._settings_in_force()
         own = settings.schedule == "megatron"
         if own or chosen is schedules.forward_backward_no_pipelining:
-            self._tell_of_no_trace(settings, "schedule megatron" if own else "one pipeline rank")
+            self._say_no_trace(settings, "schedule megatron" if own else "one pipeline rank")
             return chosen
         if chosen not in (
             schedules.forward_backward_pipelining_without_interleaving,
@@ -91,15 +91,16 @@ class Seam:
                 f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
                 "the engine has nothing for; use schedule megatron"
             )
-        return _Step(self, chosen)
 
-    def run(self, original: StepFunction, given: dict[str, Any]) -> Any:
-        """Run a step on the engine; on ``original`` where the plugin was taken out meanwhile."""
-        if not self._in_force:
-            return original(**given)
-        if self.engine is None:
-            self.engine = Engine(self._settings_in_force())
-        return self.engine.run(given)
+        @functools.wraps(chosen)
+        def step(**given: Any) -> Any:
+            if not self._in_force:  # taken out meanwhile
+                return chosen(**given)
+            if self.engine is None:
+                self.engine = Engine(self._settings_in_force())
+            return self.engine.run(given)
+
+        return step
 
     def end(self) -> None:
         """Stand for megatron-core's own function from here on, and close the engine."""
@@ -126,24 +127,12 @@ class Seam:
     def _settings_in_force(self) -> Settings:
         return self._settings.overridden(megatron_arguments())
 
-    def _tell_of_no_trace(self, settings: Settings, reason: str) -> None:
-        if settings.trace_dir is None or self._told or not dist.is_initialized():
+    def _say_no_trace(self, settings: Settings, reason: str) -> None:
+        if settings.trace_dir is None or self._has_said or not dist.is_initialized():
             return
-        self._told = True
+        self._has_said = True
         if dist.get_rank() == 0:
             print(f"megatron.adaptive: no traces with {reason}", flush=True)
-
-
-class _Step:
-    """A step of the pipeline, called like megatron-core's function that it stands for."""
-
-    def __init__(self, seam: Seam, original: StepFunction) -> None:
-        functools.update_wrapper(self, original)
-        self._seam = seam
-        self._original = original
-
-    def __call__(self, **given: Any) -> Any:
-        return self._seam.run(self._original, given)
 
 
 def put(settings: Settings) -> None:

@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             spec.name,
             type=functools.partial(_convert, spec),
             choices=spec.flag.choices or None,
-            metavar=spec.flag.unit or None,
+            metavar=spec.unit or None,
             help=spec.flag.help,
         )
     return parser

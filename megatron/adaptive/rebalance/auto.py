@@ -8,9 +8,7 @@ placement: then the loop moves the stages first (``move_layers.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,20 +17,16 @@ from megatron.core import parallel_state
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
-from megatron.adaptive.schedule.auto import ScheduleChoice, choose
+from megatron.adaptive.schedule.auto import choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "decide", "decide_on_first", "memory_of", "use"]
-
-Measured = TypeVar("Measured")
-T = TypeVar("T")
+__all__ = ["Decision", "Tuner", "memory_of", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -71,10 +65,6 @@ class Tuner:
 
         What needs no move is in use when this returns.
 
-        Args:
-            times: of the step.
-            num_microbatches: of the step.
-
         Returns:
             The decision, on all ranks, after that step; ``None`` after others.
 
@@ -90,9 +80,8 @@ class Tuner:
         sample = self._sample
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(self._run)
         sample.links = self._links()
-        decision = decide_on_first(
-            self._run.job, self._sample, lambda samples: self._choose(samples, num_microbatches)
-        )
+        samples = self._run.job.gather(sample)
+        decision = self._run.job.on_first(lambda: self._choose(samples, num_microbatches))
         if decision.stay is not None and decision.move is None:
             use(self._run, decision.stay)
         return decision
@@ -112,7 +101,10 @@ class Tuner:
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
-        return decide(choice, run.placement)
+        if choice.best.placement.kind == run.placement.kind:
+            return Decision(text=choice.reason, stay=choice.best)
+        stay = None if choice.stay is None else choice.stay.best
+        return Decision(text=choice.reason, stay=stay, move=choice.best)
 
     def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
         """Returns the activations that memory allows, by the ways in which stages may lie."""
@@ -156,24 +148,6 @@ class Tuner:
         return found
 
 
-def decide_on_first(
-    job: TrainingJob, measured: Measured, decide: Callable[[list[Measured]], T]
-) -> T:
-    """Lets the first rank decide on what all ranks measured. Collective over all ranks.
-
-    Args:
-        job: this process within the job.
-        measured: by this rank.
-        decide: makes the decision from what all ranks measured, by rank.
-
-    Returns:
-        The decision, on all ranks.
-    """
-    gathered = job.gather(measured)
-    decision: T = job.from_first(decide(gathered) if job.is_first else None)
-    return decision
-
-
 def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns the memory of this rank between two steps.
 
@@ -188,19 +162,6 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         for chunk in run.chunks
     )
     return free, run.forward_backward.activation_bytes(), held
-
-
-def decide(choice: ScheduleChoice, present: Placement) -> Decision:
-    """Turns a choice into a decision.
-
-    Args:
-        choice: of ``schedule.auto``.
-        present: where stages live.
-    """
-    if choice.best.placement.kind == present.kind:
-        return Decision(text=choice.reason, stay=choice.best)
-    stay = None if choice.stay is None else choice.stay.best
-    return Decision(text=choice.reason, stay=stay, move=choice.best)
 
 
 def use(run: Run, candidate: Candidate) -> None:

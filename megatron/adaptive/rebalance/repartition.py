@@ -40,7 +40,7 @@ from megatron.adaptive.planner.repartition import (
 )
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
-from megatron.adaptive.rebalance.auto import LAST, decide_on_first, memory_of
+from megatron.adaptive.rebalance.auto import LAST, memory_of
 from megatron.adaptive.rebalance.move_layers import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.compare import Candidate
@@ -174,10 +174,6 @@ class Repartitioner:
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Adds a training step; every interval, decides. Collective then.
 
-        Args:
-            times: of the step.
-            num_microbatches: of the step.
-
         Returns:
             The move to make before the next step, on all ranks alike.
         """
@@ -189,11 +185,8 @@ class Repartitioner:
         self._steps.append((_medians(times), times.span_s))
         if self._since < self._interval:
             return None
-        move, step_s = decide_on_first(
-            self._run.job,
-            self._measurements(),
-            lambda measured: self._decide(measured, num_microbatches),
-        )
+        measured = self._run.job.gather(self._measurements())
+        move, step_s = self._run.job.on_first(lambda: self._decide(measured, num_microbatches))
         self._compare(step_s)
         self._forget()
         return None if move is None or move.gain < self._gain else move
