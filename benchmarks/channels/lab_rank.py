@@ -69,8 +69,8 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
         [
-            *(str(program), "latency", str(LATENCY_BYTES), str(_ROUNDS)),
-            *(f"slots={options['slots']}", f"slot={options['slot_bytes']}"),
+            *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
+            *(str(options["slots"]), str(options["slot_bytes"])),
         ],
         # Its rank 0 tells the result.
         env={

@@ -161,18 +161,17 @@ class Snapshot:
         return float(passed_s / done * left) if done > 0 else None
 
 
-def find_live(given: Path | None, *, base: Path | None = None) -> Path:
+def find_live(given: Path | None) -> Path:
     """The folder of a run that the user means; its traces need not be there yet.
 
     Args:
         given: the run's folder or that of its traces; ``None`` for ``runs/latest``.
-        base: where to look instead of the current directory.
 
     Raises:
         TraceError: there is no such folder.
     """
     if given is None:
-        latest = latest_run(Path() if base is None else base)
+        latest = latest_run()
         if latest is None:
             raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
         return latest.resolve()  # a later run does not take its place

@@ -131,9 +131,7 @@ def stages_of_rank(
     return None
 
 
-def pipeline_step(
-    run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0, tp_rank: int = 0
-) -> PipelineStep:
+def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0) -> PipelineStep:
     """Pick one iteration of one pipeline out of a run.
 
     Args:
@@ -141,12 +139,11 @@ def pipeline_step(
         iteration: its number; by default the last complete one, or, where none is complete, the
             last one.
         dp_rank: which data-parallel replica.
-        tp_rank: which rank of each tensor-parallel group.
 
     Raises:
         TraceError: there is no such iteration or replica, or nothing to draw in it.
     """
-    ranks = run.replica(dp_rank, tp_rank)
+    ranks = run.replica(dp_rank)
     if not run.iterations:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
     if iteration is None:

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.compare import evaluate, make_candidate
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 from megatron.adaptive.trace.views import picture
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.picture import write_picture
+from megatron.adaptive.trace.views.picture import write_comparison, write_picture
 
 
 def share(path: Path, color: str) -> float:
@@ -88,3 +92,21 @@ def test_missing_ranks_and_zero_length_steps_are_drawn(
     write_picture(PipelineStep(1, "x", "loop", 1, 1, (row,)), tmp_path / "zero.png")
     assert (tmp_path / "missing.png").stat().st_size > 1000
     assert (tmp_path / "zero.png").stat().st_size > 1000
+
+
+def simulated(*names: str) -> list[tuple[str, SimResult]]:
+    profile = StageProfile(times=StageTimes.equal(4, forward_s=0.1, backward_s=0.1, weight_s=0.1))
+    return [
+        (name, evaluate(make_candidate(name, 2, 2, 4), 4, profile, [0], compiled=False).example)
+        for name in names
+    ]
+
+
+def test_simulated_steps_have_every_kind_and_chunk_in_its_color(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    write_comparison(simulated("1f1b"), one)
+    write_comparison(simulated("1f1b", "zb-v"), two)
+    assert imread(two).shape[0] > imread(one).shape[0]
+    assert all(share(two, chunk_color(kind, chunk, 2)) for kind in "FBW" for chunk in range(2))
+    with pytest.raises(TraceError):
+        write_comparison(simulated("1f1b"), one / "steps.png")

@@ -43,20 +43,7 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = [
-    "PageSelection",
-    "MAX_ACTIONS",
-    "MAX_ITERATIONS",
-    "choose",
-    "encode",
-    "message_columns",
-    "plotly_js",
-    "replay",
-    "simulated_columns",
-    "span_columns",
-    "write_html",
-    "write_page",
-]
+__all__ = ["choose", "encode", "write_html", "write_page"]
 
 
 MAX_SPANS = 300_000
