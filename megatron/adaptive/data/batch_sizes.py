@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from megatron.adaptive.config.data import BatchConfig
 
-__all__ = ["BatchSizes"]
-
 
 class BatchSizes:
     """Batch size and microbatches at every point of a run.
