@@ -7,7 +7,6 @@ themselves; fitting is ``planner.calibrate``'s.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
 
 __all__ = [
@@ -99,7 +98,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the model, in the precision of the profile, or the best that all GPUs have."""
-    fused = {"fused": True, "unfused": False, None: None}[options.attention]
+    fused = None if options.attention is None else options.attention == "fused"
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
@@ -232,9 +231,11 @@ def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str,
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
+    progress = ProgressTail(progress_file(folder), kept=None)
+    progress.refresh()
     tokens = [
         line["tokens_per_s"] * line["step_ms"] / 1e3
-        for line in _lines(progress_file(folder))
+        for line in progress.records
         if line.get("tokens_per_s") and line.get("step_ms")
     ]
     if not tokens:
@@ -243,8 +244,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
-    replicas = 1 + max(header.dp_rank for header in headers)
-    microbatches = replicas * headers[0].num_microbatches
+    microbatches = headers[0].num_microbatches * (1 + max(one.dp_rank for one in headers))
     samples: float = median(tokens) / model.tokens_per_sample / microbatches
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
@@ -254,19 +254,3 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
             " model that was trained"
         )
     return size
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # a line that was cut off at the end of a run that was killed
-        if isinstance(value, dict):
-            found.append(value)
-    return found

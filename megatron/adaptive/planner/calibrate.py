@@ -66,7 +66,6 @@ class TracedRun:
         node: name of the node type.
         skip: iterations at the beginning that do not count.
         iterations: those that count, instead; empty for all but the skipped.
-        distributed_optimizer: whether replicas divided the optimizer state.
     """
 
     trace: RunTrace
@@ -77,7 +76,6 @@ class TracedRun:
     node: str = "node"
     skip: int = 2
     iterations: tuple[int, ...] = ()
-    distributed_optimizer: bool = False
 
     def gpu_of(self, host: str) -> str:
         """Returns the name of the accelerator there."""
@@ -331,14 +329,12 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
-    dp = run.dp
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
     held = _held_parameters(model, run, ranks)
     for i, header in enumerate(headers):
         gpu = run.gpu_of(header.host)
-        updated = held[i] / (dp if run.distributed_optimizer else 1)
-        if column["optimizer"][i] > 0 and updated:
-            each = float(column["optimizer"][i]) / 1e9 / updated
+        if column["optimizer"][i] > 0 and held[i]:
+            each = float(column["optimizer"][i]) / 1e9 / held[i]
             found.optimizer.setdefault(gpu, []).append(each)
         rest = column["step"][i] - np.median(figures.step_ns[:, i])
         rest -= column["reduce"][i] + column["optimizer"][i]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.chunks import candidates, interleave
+from megatron.adaptive.planner.chunks import candidates
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import in_flight
@@ -558,14 +558,14 @@ class Searcher:
         tries = [
             one
             for shape in shapes
-            for one in candidates(shape.classes, shape.choice, self._tables, self.inputs)
+            for one in candidates(shape.classes, shape.choice, self._tables)
             if not self.options.pp or len(one.ranks) in self.options.pp
         ]
         tries.sort(key=lambda one: one.guess_s)
         for one in tries[: self.options.most_interleaved]:
             if one.guess_s >= best.most_seconds(price) or time.process_time() > self._until:
                 continue
-            seconds, cuts, timed = interleave(one, self._tables, self.options.most_leaves // 10)
+            seconds, cuts, timed = one.best(self.options.most_leaves // 10)
             self.timed += timed
             if seconds >= best.most_seconds(price):
                 continue
