@@ -66,6 +66,8 @@ QUIET = 0.06
 """Most that other programs may take of the machine in an iteration that counts."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 240.0
 KEPT = "kept.json"
+NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
+"""This machine; every plan has at most two processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +221,7 @@ def _train(shape: Shape, place: Path, iterations: int) -> Watch:
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
-    node = NodeType(
-        name="node",
-        gpu="cpu",
-        gpus=max(4, shape.processes),
-        memory_bytes=4e9,
-        intra=LinkSpeed(bytes_per_s=2e9),
-    )
-    cluster = Cluster(groups=(NodePool(type=node, count=1),))
+    cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
     held = stage_layers(model, shape.layers)
     plan = Plan(
         tp=shape.tp,
@@ -340,6 +335,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
             trace=outcome.trace,
             micro_batch=shape.micro_batch,
             iterations=outcome.iterations,
+            hosts={rank.header.host: NODE for rank in outcome.trace.ranks.values()},
         )
         for shape, outcome in done.items()
     ]
