@@ -79,10 +79,8 @@ def test_links_and_optimizer(tmp_path: Path) -> None:
 
 def test_hosts_tell_links_between_nodes_and_gpus(tmp_path: Path) -> None:
     traced = _traced(tmp_path, hosts=3)
-    hosts = {
-        host: _node("node" if i else "first", f"gpu {i}")
-        for i, host in enumerate(sorted(traced.hosts))
-    }
+    names = enumerate(sorted(traced.hosts))
+    hosts = {host: _node("node" if i else "first", f"gpu {i}") for i, host in names}
     profile = calibrate(_model(12), [replace(traced, hosts=hosts)])
     assert set(profile.links) == {("first", "node"), ("node", "node")}
     assert {gpu for _, gpu, _, _ in profile.layers} == {"gpu 0", "gpu 1", "gpu 2"}

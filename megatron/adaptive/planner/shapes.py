@@ -126,22 +126,14 @@ class DpStates:
     """The levels, each after those that it stands on.
 
     Attributes:
-        stage_class: ``[levels] int64``, class of the foremost stage.
-        follow: ``[levels] int64``, stages behind it.
-        first_edge: ``[levels + 1] int64``.
-        edge_from: ``[edges] int64``, the level without the foremost stage.
-        edge_kind: ``[edges] int64``, 1 where both stages share a node.
+        arrays: those of ``kernel.ShapeArrays`` that say what levels and edges are, by name.
         used: per level, nodes of each type.
         complete: levels that leave no node half used.
         placements: orders of nodes among the complete ones.
         whole: whether every order is among them.
     """
 
-    stage_class: Any
-    follow: Any
-    first_edge: Any
-    edge_from: Any
-    edge_kind: Any
+    arrays: dict[str, Any]
     used: tuple[tuple[int, ...], ...]
     complete: tuple[int, ...]
     placements: int
@@ -244,12 +236,15 @@ def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpSt
                 sources.append(numbers[source])
                 kinds.append(kind)
         first.append(len(sources))
+    rows = {
+        "level_class": [key[2] for key in edges],
+        "level_follow": [key[0] for key in edges],
+        "level_edges": first,
+        "edge_from": sources,
+        "edge_kind": kinds,
+    }
     return DpStates(
-        stage_class=np.array([key[2] for key in edges], dtype=np.int64),
-        follow=np.array([key[0] for key in edges], dtype=np.int64),
-        first_edge=np.array(first, dtype=np.int64),
-        edge_from=np.array(sources, dtype=np.int64),
-        edge_kind=np.array(kinds, dtype=np.int64),
+        arrays={name: np.array(row, dtype=np.int64) for name, row in rows.items()},
         used=tuple(key[1] for key in edges),
         complete=tuple(numbers[key] for key in edges if not key[3]),
         placements=sum(_count_orders(key[1]) for key in edges if not key[3]),
